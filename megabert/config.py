@@ -1,0 +1,316 @@
+"""A run is described by one frozen, typed value; every key is known, every number is checked before anything starts.
+
+Sources are merged in one order: defaults, preset or TOML file, `section.key=value` overrides. Unknown keys fail with
+the nearest match and types are strict. The global batch is the human's number; accumulation is derived, never set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PRESETS = Path(__file__).parent / "presets"
+VOCAB_MULTIPLE = 128  # the embedding is padded to this, so that matrix products have aligned shapes
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """The encoder's shape. BASE is 12 layers, 768, 12 heads; LARGE is 24, 1024, 16 (Devlin et al. 2019)."""
+
+    layers: int = Field(12, gt=0, description="number of encoder layers")
+    hidden: int = Field(768, gt=0, description="width of the residual stream")
+    heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
+    intermediate: int = Field(0, ge=0, description="width of the feed-forward layer; 0 means 4 x hidden")
+    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
+    max_positions: int = Field(512, gt=0, description="learned position embeddings")
+    norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
+    attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
+    layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
+    nsp: bool = Field(True, description="train the next-sentence head")
+    activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
+
+    @property
+    def ffn(self) -> int:
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+class MaskingConfig(Section):
+    """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
+
+    strategy: Literal["token", "word", "span"] = Field("token", description="unit that is masked")
+    rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted")
+    mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
+    random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
+    max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
+
+
+class DataConfig(Section):
+    """Where rows come from."""
+
+    path: str = Field("", description="dataset folder written by data_prep (also --data)")
+    workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
+    prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
+    masking: MaskingConfig = MaskingConfig()
+
+
+class BatchConfig(Section):
+    """Rows an update takes, and rows a device takes at once."""
+
+    global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
+    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank")
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019) or LAMB (You et al. 2020)."""
+
+    name: Literal["adamw", "lamb"] = Field("adamw", description="update rule")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled decay; LayerNorm and biases never decay")
+    clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
+
+
+class ScheduleConfig(Section):
+    """Warm-up, then decay. `budget` decays by wall-clock time and ends the run when the time is used up."""
+
+    name: Literal["linear", "polynomial", "cosine", "constant", "budget"] = Field("linear", description="decay shape")
+    total_steps: int = Field(100_000, gt=0, description="updates in the run")
+    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up")
+    power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
+    final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    budget_minutes: float = Field(0.0, ge=0, description="training time of `budget`, kept across resumes")
+
+
+class ZeroConfig(Section):
+    """DeepSpeed ZeRO (Rajbhandari et al. 2020)."""
+
+    stage: Literal[0, 1, 2, 3] = Field(1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights")
+    offload: Literal["none", "cpu"] = Field("none", description="where optimizer state lives")
+
+
+class OpsConfig(Section):
+    """Which implementation each operation uses; `megabert.doctor` shows what `auto` picks and why."""
+
+    attention: Literal["auto", "sdpa", "varlen", "native"] = Field("auto", description="attention backend")
+    mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend")
+    layer: Literal["auto", "torch", "native"] = Field("auto", description="bias+GELU and dropout+add+LayerNorm")
+
+
+class CheckpointConfig(Section):
+    interval: int = Field(1000, gt=0, description="updates between checkpoints")
+    keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
+
+
+class EvalConfig(Section):
+    interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
+    rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
+
+
+class LogConfig(Section):
+    interval: int = Field(10, gt=0, description="updates between log lines; meters stay on the device in between")
+    tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
+
+
+class Config(Section):
+    """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
+
+    seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
+    precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="compute type; master weights are fp32")
+    init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
+    max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
+    peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    zero: ZeroConfig = ZeroConfig()
+    ops: OpsConfig = OpsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+def presets() -> list[str]:
+    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+
+
+def load(source: str = "", overrides: list[str] | None = None) -> Config:
+    """Config from a preset name or TOML path, then `section.key=value` strings.
+
+    Raises ValueError naming the file or key and what to do.
+    """
+    tree: dict[str, Any] = {}
+    if source:
+        path = Path(source) if source.endswith(".toml") else PRESETS / f"{source}.toml"
+        if not path.is_file():
+            raise ValueError(f"--config {source}: no such preset or file; presets: {', '.join(presets())}")
+        try:
+            tree = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
+    for override in overrides or []:
+        _set(tree, override)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Validated config from nested dicts, e.g. a run's `config.json`."""
+    _refuse_unknown(Config, tree, "")
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
+    _check(config)
+    return config
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Micro-steps of an update. Raises ValueError unless micro x world divides the global batch."""
+    per_step = config.batch.micro_size * world_size
+    if config.batch.global_size % per_step:
+        raise ValueError(
+            f"batch.global_size={config.batch.global_size} is not a multiple of batch.micro_size={config.batch.micro_size}"
+            f" x {world_size} ranks = {per_step}; change one of them"
+        )
+    return config.batch.global_size // per_step
+
+
+def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for this run; pure.
+
+    The learning rate is ours (no `scheduler`, no `optimizer` entry); clipping and accumulation are DeepSpeed's.
+    """
+    zero: dict[str, Any] = {"stage": config.zero.stage}
+    if config.zero.stage in (1, 2):
+        zero["round_robin_gradients"] = False
+    if config.zero.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = False
+        zero["stage3_param_persistence_threshold"] = 10_000
+    if config.zero.offload == "cpu":
+        if config.zero.stage == 0:
+            raise ValueError("zero.offload=cpu needs zero.stage 1, 2 or 3")
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    result: dict[str, Any] = {
+        "train_batch_size": config.batch.global_size,
+        "train_micro_batch_size_per_gpu": config.batch.micro_size,
+        "gradient_accumulation_steps": accumulation(config, world_size),
+        "gradient_clipping": config.optimizer.clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+    }
+    if config.precision == "bf16":
+        result["bf16"] = {"enabled": True}
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif config.precision == "fp16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1000}
+    return result
+
+
+def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours."""
+    merged = dict(ours)
+    for key, value in user.items():
+        name = f"{prefix}{key}"
+        if key not in ours:
+            merged[key] = value
+        elif isinstance(ours[key], dict) and isinstance(value, dict):
+            merged[key] = merge_deepspeed(ours[key], value, source, f"{name}.")
+        elif value != "auto" and value != ours[key]:
+            raise ValueError(
+                f"{source}: {name}={value!r} contradicts the run's {ours[key]!r}; remove it there and set the config key"
+            )
+    return merged
+
+
+def _check(config: Config) -> None:
+    model, masking = config.model, config.data.masking
+    if model.hidden % model.heads:
+        raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
+    if masking.mask + masking.random > 1:
+        raise ValueError("data.masking.mask + data.masking.random exceed 1")
+    if config.schedule.name == "budget" and not config.schedule.budget_minutes:
+        raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
+    if config.schedule.warmup_steps > config.schedule.total_steps:
+        raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    key, sep, text = override.partition("=")
+    if not sep or not key:
+        raise ValueError(f"override {override!r}: write section.key=value")
+    *parents, leaf = key.split(".")
+    node = tree
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"override {override!r}: {part} is not a section")
+    node[leaf] = _parse(text, _field_type(key))
+
+
+def _field_type(key: str) -> Any:
+    model: Any = Config
+    for part in key.split("."):
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return None  # unknown: reported with its nearest match when the tree is checked
+        model = field.annotation
+    return model
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _refuse_unknown(model: Any, tree: dict[str, Any], prefix: str) -> None:
+    for key, value in tree.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(key, model.model_fields, n=1) or _anywhere(key)
+            hint = f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?" if near else ""
+            raise ValueError(f"unknown config key {prefix}{key}{hint}")
+        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            _refuse_unknown(field.annotation, value, f"{prefix}{key}.")
+
+
+def _anywhere(key: str) -> list[str]:
+    """Full names whose last part is close to `key`: catches a key set in the wrong section."""
+    names: dict[str, str] = {}
+    stack: list[tuple[Any, str]] = [(Config, "")]
+    while stack:
+        model, prefix = stack.pop()
+        for name, field in model.model_fields.items():
+            names[name] = prefix + name
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                stack.append((field.annotation, f"{prefix}{name}."))
+    return [names[match] for match in difflib.get_close_matches(key, names, n=1)]
