@@ -32,13 +32,19 @@ class ModelConfig(Section):
     intermediate: int = Field(0, ge=0, description="width of the feed-forward layer; 0 means 4 x hidden")
     vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
     max_positions: int = Field(512, gt=0, description="learned position embeddings")
-    norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
+    norm: Literal["post", "pre"] = Field(
+        "post", description="LayerNorm after (published) or before each block"
+    )
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
     attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
     layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
-    init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
+    init_std: float = Field(
+        0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
+    )
     nsp: bool = Field(True, description="train the next-sentence head")
-    activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
+    activation_checkpointing: bool = Field(
+        False, description="recompute each layer in backward to save memory"
+    )
 
     @property
     def ffn(self) -> int:
@@ -55,8 +61,12 @@ class MaskingConfig(Section):
     strategy: Literal["token", "word", "span"] = Field("token", description="unit that is masked")
     rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted")
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
-    random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
-    max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
+    random: float = Field(
+        0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token"
+    )
+    max_predictions: int = Field(
+        0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1"
+    )
 
 
 class DataConfig(Section):
@@ -90,18 +100,25 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """Warm-up, then decay. `budget` decays by wall-clock time and ends the run when the time is used up."""
 
-    name: Literal["linear", "polynomial", "cosine", "constant", "budget"] = Field("linear", description="decay shape")
+    name: Literal["linear", "polynomial", "cosine", "constant", "budget"] = Field(
+        "linear", description="decay shape"
+    )
     total_steps: int = Field(100_000, gt=0, description="updates in the run")
     warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up")
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
-    final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak"
+    )
     budget_minutes: float = Field(0.0, ge=0, description="training time of `budget`, kept across resumes")
+    budget_warmup: float = Field(0.06, ge=0, lt=1, description="share of the budget spent in warm-up")
 
 
 class ZeroConfig(Section):
     """DeepSpeed ZeRO (Rajbhandari et al. 2020)."""
 
-    stage: Literal[0, 1, 2, 3] = Field(1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights")
+    stage: Literal[0, 1, 2, 3] = Field(
+        1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights"
+    )
     offload: Literal["none", "cpu"] = Field("none", description="where optimizer state lives")
 
 
@@ -110,7 +127,9 @@ class OpsConfig(Section):
 
     attention: Literal["auto", "sdpa", "varlen", "native"] = Field("auto", description="attention backend")
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend")
-    layer: Literal["auto", "torch", "native"] = Field("auto", description="bias+GELU and dropout+add+LayerNorm")
+    layer: Literal["auto", "torch", "native"] = Field(
+        "auto", description="bias+GELU and dropout+add+LayerNorm"
+    )
 
 
 class CheckpointConfig(Section):
@@ -124,7 +143,9 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
-    interval: int = Field(10, gt=0, description="updates between log lines; meters stay on the device in between")
+    interval: int = Field(
+        10, gt=0, description="updates between log lines; meters stay on the device in between"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
 
 
@@ -132,10 +153,14 @@ class Config(Section):
     """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
-    precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="compute type; master weights are fp32")
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="compute type; master weights are fp32"
+    )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
-    peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
+    peak_tflops: float = Field(
+        0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it"
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
@@ -182,7 +207,9 @@ def from_dict(tree: dict[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})"
+        ) from error
     _check(config)
     return config
 
@@ -232,7 +259,9 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     return result
 
 
-def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def merge_deepspeed(
+    ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = ""
+) -> dict[str, Any]:
     """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours."""
     merged = dict(ours)
     for key, value in user.items():
@@ -297,9 +326,17 @@ def _refuse_unknown(model: Any, tree: dict[str, Any], prefix: str) -> None:
         field = model.model_fields.get(key)
         if field is None:
             near = difflib.get_close_matches(key, model.model_fields, n=1) or _anywhere(key)
-            hint = f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?" if near else ""
+            hint = (
+                f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?"
+                if near
+                else ""
+            )
             raise ValueError(f"unknown config key {prefix}{key}{hint}")
-        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if (
+            isinstance(value, dict)
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, Section)
+        ):
             _refuse_unknown(field.annotation, value, f"{prefix}{key}.")
 
 

@@ -1,0 +1,105 @@
+"""The configuration refuses what it does not know, names the field, and resolves to the DeepSpeed dict we expect."""
+
+import pytest
+
+from megabert import config as c
+
+
+def test_every_preset_loads_and_divides_on_one_rank():
+    names = c.presets()
+    assert names == ["base", "large_24h", "large_phase1", "large_phase2", "mini", "tiny"]
+    for name in names:
+        assert c.accumulation(c.load(name), 1) >= 1
+
+
+def test_published_shapes():
+    base, large = c.load("base").model, c.load("large_phase1").model
+    assert (base.layers, base.hidden, base.heads, base.ffn) == (12, 768, 12, 3072)
+    assert (large.layers, large.hidden, large.heads, large.ffn) == (24, 1024, 16, 4096)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modle.layers=2", "unknown config key modle; did you mean model?"),
+        ("model.layer=3", "unknown config key model.layer; did you mean model.layers?"),
+        ("batch.lr=1", "did you mean optimizer.lr?"),
+        ("zero.stage=5", "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
+        ("model.layers=two", "model.layers: Input should be a valid integer (got 'two')"),
+        ("model.layers=2.0", "model.layers: Input should be a valid integer"),
+        ("model.dropout=1.5", "model.dropout: Input should be less than 1"),
+        ("model.heads=7", "model.heads=7 does not divide model.hidden=768"),
+        ("schedule.name=budget", "needs schedule.budget_minutes"),
+        ("model", "write section.key=value"),
+        ("seed.x=1", "seed: Input should be a valid integer"),
+    ],
+)
+def test_mistakes_are_named(override, message):
+    with pytest.raises(ValueError) as error:
+        c.load("", [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_malformed_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--config nope: no such preset or file; presets: base, "):
+        c.load("nope")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[model\nlayers = 1")
+    with pytest.raises(ValueError, match=r"bad\.toml: "):
+        c.load(str(bad))
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text("seed = 7\n[model]\nlayers = 3\nhidden = 64\nheads = 4\n")
+    config = c.load(str(path), ["model.layers=5", "data.path=some/where", "precision=fp32"])
+    assert (config.seed, config.model.layers, config.model.hidden) == (7, 5, 64)
+    assert (config.data.path, config.precision) == ("some/where", "fp32")
+
+
+def test_accumulation_is_derived_and_exact():
+    config = c.load("", ["batch.global_size=96", "batch.micro_size=8"])
+    assert c.accumulation(config, 1) == 12
+    assert c.accumulation(config, 4) == 3
+    with pytest.raises(
+        ValueError, match=r"batch.global_size=96 is not a multiple of batch.micro_size=8 x 5 ranks = 40"
+    ):
+        c.accumulation(config, 5)
+
+
+def test_deepspeed_snapshot():
+    config = c.load("", ["batch.global_size=64", "batch.micro_size=8", "zero.stage=2", "zero.offload=cpu"])
+    assert c.to_deepspeed(config, 2) == {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 2,
+            "round_robin_gradients": False,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+def test_a_users_deepspeed_file_may_add_but_not_contradict():
+    ours = c.to_deepspeed(c.load("", ["zero.stage=2"]), 1)
+    merged = c.merge_deepspeed(
+        ours, {"zero_optimization": {"reduce_bucket_size": 5}, "gradient_clipping": 1.0}, "f.json"
+    )
+    assert merged["zero_optimization"]["reduce_bucket_size"] == 5
+    assert merged["zero_optimization"]["stage"] == 2
+    with pytest.raises(ValueError, match=r"f.json: zero_optimization.stage=3 contradicts the run's 2"):
+        c.merge_deepspeed(ours, {"zero_optimization": {"stage": 3}}, "f.json")
+
+
+def test_the_digest_changes_with_any_field():
+    assert c.load("tiny").digest() == c.load("tiny").digest()
+    assert c.load("tiny").digest() != c.load("tiny", ["seed=43"]).digest()
