@@ -23,6 +23,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
+CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # A100, H100/H200; newer devices compile the PTX at first use
 
 REQUIRES = [
@@ -90,13 +91,13 @@ def gencode(architectures: str) -> list[str]:
     return flags
 
 
-def run(command: list[str], what: str) -> None:
+def run(command: list[str], what: str, hint: str = "") -> None:
     print(f"{what}\n  {shlex.join(command)}", flush=True)
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.stdout:
         print(result.stdout, flush=True)
     if result.returncode:
-        sys.exit(f"error: {what} failed (exit {result.returncode}); the compiler's message is above")
+        sys.exit(f"error: {what} failed (exit {result.returncode}); its message is above{hint}")
 
 
 class BuildNative(build_ext):
@@ -110,10 +111,12 @@ class BuildNative(build_ext):
             sys.exit(
                 "error: building the native library needs torch: pip install torch, then --no-build-isolation"
             )
-        objects = Path(self.build_temp).resolve() / "native"
+        objects = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
+        includes = [f"-I{ROOT / 'csrc'}"]
+        for path in cpp_extension.include_paths():
+            includes += ["-isystem", path]
         cxx = shlex.split(os.environ.get("CXX", "c++" if shutil.which("c++") else "g++"))
         if shutil.which(cxx[0]) is None:
             sys.exit(f"error: no C++ compiler ({cxx[0]}): apt-get install g++, or set CXX")
@@ -141,7 +144,7 @@ class BuildNative(build_ext):
                 command += shlex.split(os.environ.get("CXXFLAGS", ""))
             command += [TORCH_TARGET, *includes, "-MMD", "-MF", f"{made}.d", "-c", source, "-o", str(made)]
             if not up_to_date(made, command):
-                run(command, f"compiling {source}")
+                run(command, f"compiling {source}", CUDA_HINT if source.endswith(".cu") else "")
                 Path(f"{made}.cmd").write_text(shlex.join(command))
             return made
 
