@@ -1,0 +1,19 @@
+"""The operations of the encoder, each behind one function with a `backend` argument; this package imports torch alone."""
+
+from megabert.ops.attention import attend, attention_inputs
+from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Choice, choose
+from megabert.ops.layer import bias_gelu, dropout_add_layer_norm
+from megabert.ops.mlm_loss import mlm_loss
+
+__all__ = [
+    "BACKENDS",
+    "LIBRARY",
+    "MISSING",
+    "Choice",
+    "attend",
+    "attention_inputs",
+    "bias_gelu",
+    "choose",
+    "dropout_add_layer_norm",
+    "mlm_loss",
+]

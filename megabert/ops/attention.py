@@ -1,0 +1,54 @@
+"""A token attends only inside its own sequence; a pad attends to nothing and its context is zero (varlen: finite).
+
+Sequences lie packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask
+needs to be as large as the attention matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
+    """What `attend` needs of a batch, made once for all layers.
+
+    key_start, key_end int32 [B, T]; lengths int32 [B, S]. Returns sdpa: bool mask [B, 1, T, T]; native: the bounds;
+    varlen: int32 offsets [B * (S + 1) + 1] of the sequences and of each row's pads in the flattened batch.
+    """
+    if backend == "native":
+        return [key_start, key_end]
+    width = key_start.shape[1]
+    if backend == "sdpa":
+        key = torch.arange(width, device=key_start.device, dtype=key_start.dtype)
+        mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
+        return [mask[:, None]]
+    pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
+    ends = torch.cat([lengths, pads], 1).flatten().cumsum(0, dtype=torch.int32)
+    return [F.pad(ends, (1, 0))]
+
+
+def attend(
+    qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str
+) -> Tensor:
+    """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
+
+    qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
+    seed int64 [1] and stream number the dropout mask of the native backend; the others draw from torch's generator.
+    """
+    batch, width, triple = qkv.shape
+    size = triple // 3 // heads
+    if backend == "varlen":
+        q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, inputs[0], inputs[0], width, width, p, False, False, scale=size**-0.5
+        )[0]
+        return out.reshape(batch, width, heads * size)
+    q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
+    mask = inputs[0]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    out = out.masked_fill(
+        ~mask.any(-1, keepdim=True), 0
+    )  # rows without a key, whatever the kernel gives there
+    return out.transpose(1, 2).reshape(batch, width, heads * size)
