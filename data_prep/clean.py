@@ -1,0 +1,74 @@
+"""Cleaning costs what the rare thing costs: bytes in C, markup where it occurs, characters once a distinct word.
+
+`paragraphs` does what needs a whole document (decoding, line ends, hard-wrapped lines, markup). What is
+local to a word (NFC, invisible characters, entities) is `clean_word`, run once a distinct word by `words`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+
+# C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
+_DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
+_SPACES = bytes.maketrans(b"\x0b\x0c", b"  ")
+INVISIBLE = re.compile(
+    "[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]"
+)
+TAG = re.compile(
+    r"</?(?:br|dl|dd|dt|ul|ol|li|p|ref|references|nowiki|noinclude|onlyinclude|includeonly|div|span|center|"
+    r"small|big|sub|sup|table|tr|td|th|gallery|blockquote|poem|font|math|tt|code|pre|hr|em|strong|cite|i|b|u|s)"
+    r"\b[^<>\n]{0,200}>?",
+    re.IGNORECASE,
+)
+BLANK_LINES = re.compile(r"\n\s*\n")
+FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
+
+
+def decode(raw: bytes) -> tuple[str, int]:
+    """UTF-8 bytes to (text with bare line feeds, NULs removed).
+
+    Raises UnicodeDecodeError; its `start` counts from the first byte of `raw`.
+    """
+    text = raw.decode()
+    nuls = raw.count(0)
+    cleaned = raw.translate(_SPACES, _DELETED)
+    if len(cleaned) != len(raw) or b"\x0b" in raw or b"\x0c" in raw:
+        text = cleaned.decode()
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text, nuls
+
+
+def is_hard_wrapped(text: str) -> bool:
+    """Whether single line ends only wrap: lines that another line follows are 40 to 120 characters, mostly."""
+    lines = text[:100_000].split("\n")
+    followed = sorted(len(a) for a, b in zip(lines, lines[1:], strict=False) if a.strip() and b.strip())
+    if not followed:
+        return False
+    return followed[len(followed) // 2] >= 40 and followed[len(followed) * 19 // 20] <= 120
+
+
+def paragraphs(text: str, markup: bool) -> list[str]:
+    """Paragraphs of a document; whitespace inside them is still as it was.
+
+    `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over).
+    """
+    if markup and "<" in text:
+        text = TAG.sub(" ", text)
+    for stop in FULL_STOPS:
+        if stop in text:
+            text = text.replace(stop, stop + "\n")
+    if not markup and is_hard_wrapped(text):
+        return BLANK_LINES.split(text)
+    return text.split("\n")
+
+
+def clean_word(word: str) -> str:
+    """A word in NFC, without invisible characters, with HTML entities resolved."""
+    if "&" in word and ";" in word:
+        word = html.unescape(word)
+    if word.isascii():
+        return word
+    return unicodedata.normalize("NFC", INVISIBLE.sub("", word))

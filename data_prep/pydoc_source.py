@@ -1,0 +1,113 @@
+"""The built-in corpus: English documentation that every Python installation carries, read and never run.
+
+`pydoc_data/topics.py` gives a document a topic; every other module of the standard library and of the
+installed packages gives one document, its docstrings in source order, found by parsing and not importing.
+The list of files depends only on what is installed, and its order only on their names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import sysconfig
+import warnings
+
+SOURCE_LIMIT = 60_000_000  # bytes of source read: some minutes of parsing bought nothing more than this
+FILE_LIMIT = 2_000_000  # bytes; larger modules are generated tables
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "test",
+    "tests",
+    "testing",
+    "idlelib",
+    "lib2to3",
+    "_vendor",
+    "vendor",
+    "vendored",
+}
+PROMPT = re.compile(r"^\s*(>>>|\.\.\. |\.\.\.$)")
+UNDERLINE = re.compile(r"^\s*[-=~^#*_+|`\".]{3,}\s*$")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _python_files(root: str, skip: str | None) -> list[tuple[str, int]]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            f
+            for f in folders
+            if f not in SKIPPED_FOLDERS and os.path.join(folder, f) != skip and "-info" not in f
+        )
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            if name.endswith(".py") and not os.path.islink(path):
+                size = os.path.getsize(path)
+                if 0 < size <= FILE_LIMIT:
+                    found.append((path, size))
+    return found
+
+
+def files() -> list[tuple[str, int]]:
+    """(path, bytes) of the modules to read: the topics and the standard library, then the installed packages."""
+    standard = sysconfig.get_paths()["stdlib"]
+    packages = sysconfig.get_paths()["purelib"]
+    site = os.path.join(standard, "site-packages")
+    chosen, total = [], 0
+    for path, size in _python_files(standard, site) + _python_files(packages, None):
+        if total + size > SOURCE_LIMIT:
+            break
+        chosen.append((path, size))
+        total += size
+    return chosen
+
+
+def _prose(docstring: str) -> str:
+    """A docstring without examples at the prompt and without lines that only draw."""
+    kept, in_example = [], False
+    for line in inspect.cleandoc(docstring).splitlines():
+        if PROMPT.match(line):
+            in_example = True
+        elif not line.strip():
+            in_example = False
+            kept.append("")
+        elif not in_example and not UNDERLINE.match(line):
+            kept.append(line.strip())
+    return "\n".join(kept)
+
+
+def documents(path: str) -> list[str]:
+    """Documents of one module; none when it does not parse as Python (a template, another version)."""
+    with open(path, "rb") as file:
+        source = file.read()
+    if b'"""' not in source and b"'''" not in source and not path.endswith("topics.py"):
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    if path.endswith(os.path.join("pydoc_data", "topics.py")):
+        return _topics(tree)
+    found: list[tuple[int, str]] = []
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, DOCUMENTED):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                found.append((getattr(node, "lineno", 0), _prose(text)))
+        stack.extend(child for child in getattr(node, "body", ()) if isinstance(child, ast.stmt))
+        stack.extend(child for child in getattr(node, "orelse", ()) if isinstance(child, ast.stmt))
+    found.sort()
+    return ["\n\n".join(text for _, text in found)] if found else []
+
+
+def _topics(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            topics = ast.literal_eval(node.value)
+            return [_prose(topics[name]) for name in sorted(topics)]
+    return []
