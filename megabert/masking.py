@@ -1,0 +1,328 @@
+"""A row's mask is a function of (seed, epoch, row id) and the row: never of its batch, rank, worker or moment.
+
+Random numbers are hashes of (seed, epoch, row id, position), so no state exists that could be lost or shared. [CLS],
+[SEP], padding and every other special id are neither predicted nor drawn as a replacement. What the strategies do:
+
+    token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
+    word   whole words in random order; one that does not fit the budget is passed over    (BERT's whole-word masking)
+    span   runs of 1 to 10 whole words from random anchors, P(k) ~ 0.2 * 0.8^(k-1)         (Joshi et al. 2020, 3.1)
+
+Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
+bias, and at least 1. A word or span never ends inside a word, with one exception: when no drawn word of a sequence fits
+its budget, the first one drawn gives its first tokens. Legend: n rows, T row length, S sequences a row, K predictions
+a row at most, P predictions in all rows, W words in all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+GOLDEN32, GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15  # 2^32 and 2^64 over the golden ratio
+LAST = np.uint32(0xFFFFFFFF)
+IGNORED = -100  # label of an unused prediction slot
+CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
+SPAN_MAX, SPAN_P = 10, 0.2
+SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
+SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(
+    np.uint32
+)  # truncated and renormalised: mean 3.8 words
+
+
+@dataclass(frozen=True)
+class Masking:
+    """What is predicted, and how it is shown: `mask` of the predictions as [MASK], `random` as a random token."""
+
+    strategy: str = "token"
+    rate: float = 0.15
+    mask: float = 0.8
+    random: float = 0.1
+    max_predictions: int = 0  # slots a row; 0 means ceil(rate x T) + 1
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("token", "word", "span"):
+            raise ValueError(f"masking.strategy must be token, word or span, is {self.strategy!r}")
+        if not 0 < self.rate < 1:
+            raise ValueError(f"masking.rate must lie between 0 and 1, is {self.rate}")
+        if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
+            raise ValueError(
+                f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}"
+            )
+
+    def capacity(self, seq_len: int) -> int:
+        """K, the prediction slots of a row of `seq_len` positions."""
+        return min(seq_len, self.max_predictions or math.ceil(self.rate * seq_len) + 1)
+
+
+class Vocabulary:
+    """What masking knows of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab])."""
+
+    def __init__(
+        self, size: int, mask_id: int, special_ids: Iterable[int], word_start: np.ndarray | None = None
+    ) -> None:
+        self.mask_id = mask_id
+        self.special = np.zeros(size, dtype=bool)
+        self.special[list(special_ids)] = True
+        self.last_special = int(np.flatnonzero(self.special)[-1])
+        self.ordinary = np.flatnonzero(~self.special).astype(np.uint32)
+        self.word_start = word_start
+        assert word_start is None or word_start.shape == (size,)
+        assert self.special[mask_id] and len(self.ordinary)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """ids int32 [n, T] as the model sees them; positions int32 [n, K], ascending in a row, 0 in unused slots; labels
+    int64 [n, K], the original ids, -100 in unused slots; counts int64 [n], the slots used (the first ones)."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+    counts: np.ndarray
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """Bijective mix of uint64 [...] in place (splitmix64's finaliser, Steele et al. 2014)."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def stream_keys(*parts: int | np.ndarray) -> np.ndarray:
+    """uint64 key of each tuple of non-negative ints below 2^63; array parts broadcast. A key names a random stream."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(GOLDEN64))
+    return key
+
+
+def _hash32(low: np.ndarray, high: np.ndarray, counter: np.ndarray) -> np.ndarray:
+    """uint32 random numbers of streams (low, high: the halves of their keys) at `counter`; all three broadcast."""
+    x = low + counter * np.uint32(GOLDEN32)
+    shifted = x >> np.uint32(16)
+    x ^= shifted
+    x *= np.uint32(0x7FEB352D)
+    x ^= high
+    np.right_shift(x, np.uint32(15), out=shifted)
+    x ^= shifted
+    x *= np.uint32(0x846CA68B)
+    np.right_shift(x, np.uint32(16), out=shifted)
+    x ^= shifted
+    return x
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What all strategies choose from: every position's random key, and how many each sequence may give."""
+
+    keys: np.ndarray  # uint32 [n, T], (sequence, random bits, position) from high to low bits; unsorted
+    position_mask: np.uint32  # of the position's bits in a key
+    sequence: np.ndarray  # uint32 [n * T], slot of each position's sequence, S in the padding
+    special: np.ndarray  # int64, flat positions that are never masked, ascending
+    maskable: np.ndarray  # int64 [n, S]
+    budget: np.ndarray  # int64 [n, S], its sum over a row at most K
+    low: np.ndarray  # uint32 [n], with `high` the halves of the row's key
+    high: np.ndarray  # uint32 [n]
+
+    def flat(self, keys: np.ndarray, available: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Flat positions of the first `wanted` of the `available` [n, S] keys of each sequence, keys [n, T] sorted."""
+        n, seq_len = keys.shape
+        row_start = np.arange(0, n * seq_len, seq_len)
+        first = np.cumsum(available, axis=1) - available + row_start[:, None]
+        drawn = keys.ravel()[_runs(first.ravel(), wanted.ravel())] & self.position_mask
+        return np.repeat(row_start, wanted.sum(1)) + drawn
+
+
+def mask(
+    ids: np.ndarray,
+    bounds: np.ndarray,
+    row_ids: np.ndarray,
+    *,
+    seed: int,
+    epoch: int | np.ndarray,
+    vocabulary: Vocabulary,
+    masking: Masking,
+) -> Masked:
+    """Mask rows: ids uint16 or uint32 [n, T], bounds [n, S, 2] as stored, row_ids int64 [n], epoch an int or int64 [n].
+
+    The sequences' lengths must sum to at most T in each row, and every id must be below the vocabulary's size.
+    """
+    n, seq_len = ids.shape
+    capacity = masking.capacity(seq_len)
+    keys = np.broadcast_to(stream_keys(seed, epoch, row_ids), (n,))
+    draw = _prepare(ids, bounds, keys, masking.rate, capacity, vocabulary)
+    if masking.strategy == "token":
+        chosen = _choose_tokens(draw)
+    else:
+        assert vocabulary.word_start is not None, "word and span masking need the table of word starts"
+        chosen = _choose_words(draw, vocabulary.word_start[ids], masking.strategy == "span")
+    return _replace(ids, chosen, draw, capacity, vocabulary, masking)
+
+
+def _prepare(
+    ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: Vocabulary
+) -> _Draw:
+    n, seq_len = ids.shape
+    slots = bounds.shape[1]
+    sequence_shift, position_bits = 32 - slots.bit_length(), (seq_len - 1).bit_length()
+    if sequence_shift - position_bits < 10:
+        raise ValueError(f"rows of {seq_len} tokens with {slots} sequences leave no room for random bits")
+    pieces = np.empty((n, slots + 1), np.int64)  # every position belongs to a sequence or to the padding
+    pieces[:, :slots] = bounds[:, :, 0]
+    np.subtract(seq_len, pieces[:, :slots].sum(1), out=pieces[:, slots])
+    sequence = np.repeat(np.tile(np.arange(slots + 1, dtype=np.uint32), n), pieces.ravel())
+
+    special = np.flatnonzero(ids.ravel() <= vocabulary.last_special)
+    special = special[vocabulary.special[ids.ravel()[special]]]
+    owner = special // seq_len * (slots + 1) + sequence[special]
+    maskable = (pieces - np.bincount(owner, minlength=pieces.size).reshape(pieces.shape))[:, :slots]
+
+    # One offset a row and differences of floors: each budget is rate x maskable rounded up or down, their sum too.
+    total = np.cumsum(maskable, axis=1)
+    share = np.minimum(rate, capacity / np.maximum(total[:, -1:], 1))
+    offset = (keys >> np.uint64(40)).astype(np.float64)[:, None] / 2.0**24
+    budget = np.diff(np.floor(total * share + offset), axis=1, prepend=0.0).astype(np.int64)
+    np.maximum(budget, maskable > 0, out=budget)
+    budget = np.diff(np.minimum(np.cumsum(budget, axis=1), capacity), axis=1, prepend=0)
+
+    low, high = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
+    position, position_mask = np.arange(seq_len, dtype=np.uint32), np.uint32((1 << position_bits) - 1)
+    drawn = _hash32(low[:, None], high[:, None], position + CHOICE)
+    drawn >>= np.uint32(32 - sequence_shift)
+    drawn &= ~position_mask
+    drawn |= position
+    drawn |= (sequence << np.uint32(sequence_shift)).reshape(n, seq_len)
+    return _Draw(drawn, position_mask, sequence, special, maskable, budget, low, high)
+
+
+def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64: starts[0], starts[0] + 1, … (counts[0] of them), then those of starts[1], and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def _choose_tokens(draw: _Draw) -> np.ndarray:
+    """Flat positions of the predictions, int64 [P], ascending."""
+    draw.keys.ravel()[draw.special] = LAST
+    draw.keys.sort(axis=1)
+    chosen = np.zeros(draw.keys.size, dtype=bool)
+    chosen[draw.flat(draw.keys, draw.maskable, draw.budget)] = True
+    return np.flatnonzero(chosen)
+
+
+def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
+    """Flat positions of the predictions, int64 [P], ascending; `edge` bool [n, T] (overwritten): a word may start here."""
+    n, seq_len = edge.shape
+    slots = draw.budget.shape[1]
+    word_free = draw.sequence == slots
+    word_free[draw.special] = True
+    edge = edge.ravel()
+    edge |= word_free
+    edge[1:] |= word_free[:-1]
+    edge[::seq_len] = True
+    edges = np.flatnonzero(edge)
+    is_word = ~word_free[edges]
+    first = edges[is_word]  # [W], flat position of each word's first token
+    length = np.diff(edges, append=edge.size)[is_word]
+    group = first // seq_len * slots + draw.sequence[first]  # the word's sequence
+    budget, left = draw.budget.ravel(), draw.budget.ravel().copy()
+    available = np.bincount(group, minlength=n * slots)  # words
+    begin = np.cumsum(available) - available
+
+    keys = np.full_like(draw.keys, LAST)
+    keys.ravel()[first] = draw.keys.ravel()[first]
+    keys.sort(axis=1)
+    number = np.empty(edge.size, np.int64)
+    number[first] = np.arange(len(first))
+    words = available.reshape(n, slots)
+    order = number[draw.flat(keys, words, words)]  # [W], words of each sequence in the order they are drawn
+
+    taken = np.zeros(len(first), dtype=bool)
+    following = np.zeros(n * slots, np.int64)  # draws done, a sequence
+    if not spans:  # everything before the first word that does not fit, at once
+        used = np.cumsum(length[order])
+        used -= np.repeat(np.concatenate(([0], used))[begin], available)
+        fits = used <= np.repeat(budget, available)
+        taken[order[fits]] = True
+        following = np.bincount(group[order[fits]], minlength=n * slots)
+        left -= np.bincount(group[order[fits]], length[order[fits]], n * slots).astype(np.int64)
+    span_end = _span_ends(draw, first, length, group) if spans else np.arange(1, len(first) + 1)
+    active = np.flatnonzero((left > 0) & (available > following))
+    while len(active):  # one draw a round in every sequence that has budget and words left
+        anchor = order[begin[active] + following[active]]
+        count = np.where(taken[anchor], 0, span_end[anchor] - anchor)
+        candidate, owner = _runs(anchor, count), np.repeat(np.arange(len(active)), count)
+        size = np.where(taken[candidate], 0, length[candidate])
+        used = np.cumsum(size)
+        used -= np.concatenate(([0], used))[(np.cumsum(count) - count)[owner]]
+        fits = used <= left[active][owner]
+        taken[candidate[fits]] = True
+        left[active] -= np.bincount(owner[fits], size[fits], len(active)).astype(np.int64)
+        following[active] += 1
+        active = active[(left[active] > 0) & (available[active] > following[active])]
+
+    empty = np.flatnonzero((left == budget) & (budget > 0) & (available > 0))
+    taken[order[begin[empty]]] = True
+    length[order[begin[empty]]] = budget[
+        empty
+    ]  # the documented exception: too long a word gives its first tokens
+    return _runs(first[taken], length[taken])
+
+
+def _span_ends(draw: _Draw, first: np.ndarray, length: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """int64 [W]: one past the last word of the span anchored at each word; a span stays inside its segment."""
+    if not len(first):
+        return np.zeros(0, np.int64)
+    row, position = np.divmod(first, draw.keys.shape[1])
+    drawn = _hash32(draw.low[row], draw.high[row], position.astype(np.uint32) + SPAN)
+    stops = np.flatnonzero((first[:-1] + length[:-1] != first[1:]) | (group[:-1] != group[1:])) + 1
+    stops = np.append(stops, len(first))
+    segment_end = np.repeat(stops, np.diff(stops, prepend=0))
+    return np.minimum(
+        np.arange(1, len(first) + 1) + np.searchsorted(SPAN_BELOW, drawn, side="right"), segment_end
+    )
+
+
+def _replace(
+    ids: np.ndarray, chosen: np.ndarray, draw: _Draw, capacity: int, vocabulary: Vocabulary, masking: Masking
+) -> Masked:
+    """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or as it is.
+
+    Which is which: a row's predictions in random order walk round the unit circle in golden-ratio steps from a random
+    start. Each single prediction falls in a share with that share's probability, and every row is within about one
+    prediction of 80/10/10, where independent draws would spread ten times wider over a corpus.
+    """
+    n, seq_len = ids.shape
+    row = chosen // seq_len
+    position = (chosen - row * seq_len).astype(np.uint32)
+    counts = np.bincount(row, minlength=n)
+    before = np.cumsum(counts) - counts
+    slot = np.arange(len(chosen)) - before[row]
+    at = row * capacity + slot
+    positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORED, np.int64)
+    positions.ravel()[at] = position
+    labels.ravel()[at] = ids.ravel()[chosen]
+
+    low, high = draw.low[row], draw.high[row]
+    slot_mask = np.uint32((1 << (capacity - 1).bit_length()) - 1)
+    shuffled = np.full((n, capacity), LAST)
+    shuffled.ravel()[at] = _hash32(low, high, position + ACTION) & ~slot_mask | slot.astype(np.uint32)
+    shuffled.sort(axis=1)
+    nth = before[row] + (shuffled.ravel()[at] & slot_mask)  # [P], the prediction drawn as the row's slot-th
+    angle = _hash32(draw.low, draw.high, np.array([ACTION + np.uint32(0xFFFF)]))[row]
+    angle += slot.astype(np.uint32) * np.uint32(GOLDEN32)
+    as_mask = angle < np.uint64(round(masking.mask * 2**32))
+    as_random = ~as_mask & (angle < np.uint64(round((masking.mask + masking.random) * 2**32)))
+    shown = ids.astype(np.int32)
+    shown.ravel()[chosen[nth[as_mask]]] = vocabulary.mask_id
+    nth = nth[as_random]
+    drawn = _hash32(low[nth], high[nth], position[nth] + REPLACEMENT).astype(np.uint64)
+    drawn = drawn * np.uint64(len(vocabulary.ordinary)) >> np.uint64(32)
+    shown.ravel()[chosen[nth]] = vocabulary.ordinary[drawn]
+    return Masked(shown, positions, labels, counts)
