@@ -1,0 +1,231 @@
+"""Ranks find each other the same way under every launcher, and decide together.
+
+`discover` reads the environment only; `init` starts the process group. Every agreement below is a collective: all
+ranks must call it, in the same order. Control messages (flags, counts, JSON) go over gloo on the CPU, so that they
+never wait for a GPU; gradients go over NCCL on CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(
+    minutes=20
+)  # longer than any rank-0-only work (hashing, consolidating) between collectives
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others. `device` is where the model lives; `launcher` is who started the ranks."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str
+    launcher: str
+    master: tuple[str, int] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def agree_any(self, flag: bool) -> bool:
+        """True on every rank when it is true on any."""
+        return bool(self.max_ints([int(flag)])[0])
+
+    def sum_ints(self, values: Sequence[int]) -> list[int]:
+        """Element-wise sums over the ranks; every rank passes as many values."""
+        return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.SUM)]
+
+    def max_ints(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maxima over the ranks; every rank passes as many values."""
+        return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
+
+    def max_float(self, value: float) -> float:
+        """The largest of the ranks' values."""
+        return self._reduce([value], torch.float64, dist.ReduceOp.MAX)[0]
+
+    def gather_ints(self, values: Sequence[int]) -> list[int]:
+        """The values of all ranks, in rank order; ranks may pass different numbers of them."""
+        return [int(value) for part in self.gather(list(values)) for value in part]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=_control)
+        widest = int(torch.cat(lengths).max())
+        buffers = [torch.zeros(widest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(buffers, torch.nn.functional.pad(data, (0, widest - data.numel())), group=_control)
+        return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(buffers, lengths, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum_ints([0])
+
+    def _reduce(self, values: Sequence[Any], dtype: torch.dtype, operation: Any) -> list[Any]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=dtype)
+        dist.all_reduce(tensor, op=operation, group=_control)
+        return tensor.tolist()
+
+
+_control: dist.ProcessGroup | None = (
+    None  # gloo group of all ranks; None means the default group is gloo already
+)
+
+
+def discover(environment: dict[str, str] | None = None) -> World:
+    """The world the environment describes: deepspeed, torchrun, srun, mpirun or a single process.
+
+    Raises ValueError naming the variable when the environment is contradictory.
+    """
+    env = dict(os.environ) if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed"
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        return _world(env, rank, _number(env, "LOCAL_RANK", rank), size, launcher)
+    # A batch script's own shell has SLURM_PROCID too; only srun sets the step's variables.
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        size = _number(env, "SLURM_STEP_NUM_TASKS")
+        if size > 1:
+            return _world(env, _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), size, "srun")
+    for rank_name, size_name, local_name in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ):
+        if rank_name in env and size_name in env and _number(env, size_name) > 1:
+            rank = _number(env, rank_name)
+            return _world(env, rank, _number(env, local_name, rank), _number(env, size_name), "mpirun")
+    return _world(env, 0, 0, 1, "single")
+
+
+def init(world: World) -> World:
+    """Start torch.distributed for `world` and select its device; gives `world` back. Safe to call twice."""
+    global _control
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        return world
+    if world.size == 1:
+        address, store = ("127.0.0.1", 0), dist.HashStore()
+        dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        address = world.master or _rendezvous(world)
+        dist.init_process_group(
+            world.backend,
+            init_method=f"tcp://{address[0]}:{address[1]}",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=TIMEOUT,
+        )
+    # Libraries below us look for torchrun's variables, whatever launcher was used.
+    for name, value in (
+        ("RANK", world.rank),
+        ("LOCAL_RANK", world.local_rank),
+        ("WORLD_SIZE", world.size),
+        ("MASTER_ADDR", address[0]),
+        ("MASTER_PORT", address[1]),
+    ):
+        os.environ.setdefault(name, str(value))
+    _control = None if world.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return world
+
+
+def shutdown() -> None:
+    """Leave the process group, if one is running."""
+    global _control
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _control = None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed packages that decide how a run behaves, read without importing them."""
+    found = {}
+    for name in ("deepspeed", "numpy", "sentencepiece", "webdataset", "mpi4py"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def free_port() -> int:
+    """A TCP port that is free on this host now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def first_host(nodelist: str) -> str:
+    """First host name of a SLURM node list, e.g. `gpu[07-09,12],login1` gives `gpu07`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    if not match:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r}: no host name in it; set MASTER_ADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher: str) -> World:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is outside the world of {size} that {launcher} describes")
+    master = None
+    if size > 1:
+        if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+            master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+        elif launcher == "srun":
+            host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
+            # The same on every rank and, by the job's and step's numbers, rarely the same for two jobs.
+            job = _number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)
+            master = (host, 20_000 + job % 20_000)
+        elif launcher != "mpirun":
+            raise ValueError(
+                f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
+            )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        return World(rank, local_rank, size, device, "nccl", launcher, master)
+    return World(rank, local_rank, size, torch.device("cpu"), "gloo", launcher, master)
+
+
+def _rendezvous(world: World) -> tuple[str, int]:
+    """Rank 0's address, told to the others through MPI, which mpirun has connected already."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ValueError(
+            "mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them"
+        ) from error
+    own = (socket.gethostname(), free_port()) if world.is_main else None
+    host, port = MPI.COMM_WORLD.bcast(own, root=0)
+    local = len(set(MPI.COMM_WORLD.allgather(socket.gethostname()))) == 1
+    return ("127.0.0.1" if local else host, port)
+
+
+def _number(env: dict[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}={text!r} is not a number") from error

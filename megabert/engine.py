@@ -1,0 +1,355 @@
+"""One update is one call: DeepSpeed runs it, and this is the only file that knows DeepSpeed.
+
+Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
+update. A non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device
+inside an update except what DeepSpeed itself reads (the gradient norm, once).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabert import optim
+from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
+from megabert.distributed import World
+from megabert.partition import find_shards
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TAG = "engine"  # DeepSpeed's folder inside a checkpoint
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
+
+    `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
+    scale is still above its floor, which is how it searches; a skip without it is a bad update.
+    """
+
+    mlm_loss: Tensor  # mean over the update's predictions
+    nsp_loss: Tensor  # mean over its sentence pairs
+    mlm_correct: Tensor
+    nsp_correct: Tensor
+    predictions: Tensor
+    nsp_pairs: Tensor
+    grad_norm: Tensor | float  # before clipping; inf when skipped
+    skipped: bool
+    overflow: bool
+
+    @property
+    def mlm_accuracy(self) -> Tensor:
+        return self.mlm_correct / self.predictions.clamp(min=1)
+
+    @property
+    def nsp_accuracy(self) -> Tensor:
+        return self.nsp_correct / self.nsp_pairs.clamp(min=1)
+
+
+class Engine:
+    """A model under DeepSpeed ZeRO with this run's optimizer."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module | Callable[[], nn.Module],
+        world: World,
+        deepspeed_extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`model` (or what builds it) has fp32 weights; `deepspeed_extra` holds a user's further DeepSpeed keys.
+
+        Raises ValueError naming a key of `deepspeed_extra` that contradicts the config.
+        """
+        deepspeed = _import_deepspeed(world)
+        self.config, self.world = config, world
+        self.dtype = DTYPES[config.precision]
+        self.accumulation = accumulation(config, world.size)
+        if config.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+            raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
+        settings = to_deepspeed(config, world.size)
+        settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
+        module = model if isinstance(model, nn.Module) else model()
+        clip = None
+        if config.zero.stage == 0:
+            if (
+                config.precision == "fp32"
+            ):  # DeepSpeed would clip by NaN and lose the norm: our optimizer clips
+                clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
+            else:  # DeepSpeed refuses the key here; its copies are fp32 and torch accumulates in fp32 for it
+                settings.pop("data_types", None)
+        self.optimizer = optim.build(config.optimizer, module)
+        with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 wrapper
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
+            )
+        self.module = module
+        wrapper = self._deepspeed.optimizer
+        scaler: Any = getattr(wrapper, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # skips at the floor are counted as bad updates instead
+        if config.zero.stage == 0 and config.precision != "fp32":
+            for parameter in module.parameters():
+                parameter.grad_dtype = torch.float32
+        self.layout = find_shards(wrapper, module, world)
+        self.optimizer.attach(
+            {shard.tensor: shard.segments for shard in self.layout.shards},
+            world.device if self.layout.partitioned else None,
+            clip,
+        )
+        # Stage 0 in fp16: DeepSpeed unscales gradients whose loss it never scaled, and by a scale that may have grown
+        # since. We scale the loss, and let the scale grow only after the step.
+        self._scale_loss = config.zero.stage == 0 and config.precision == "fp16"
+        if self._scale_loss:
+            self._update_scale = wrapper._update_scale
+            wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
+        self._written: list[Path] = []
+        self._failure: Exception | None = None
+        self._record_writes()
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_update(self, update: Any, lr: float) -> UpdateResult:
+        """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step."""
+        assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
+        engine = self._deepspeed
+        engine.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        counts = [sum(b.predictions for b in update.batches), sum(b.nsp_pairs for b in update.batches)]
+        totals = torch.tensor(counts, dtype=torch.float64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(totals)
+        # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
+        scale = self.world.size * self.accumulation / totals.clamp(min=1).float()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+        loss_scale, loss_scale_floor = self._loss_scale()
+        for batch in update.batches:
+            output = engine(**batch.to(self.world.device).inputs())
+            loss = output.mlm_loss_sum * scale[0] + output.nsp_loss_sum * scale[1]
+            # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
+            loss = loss * (1 + (loss.detach() - loss.detach()))
+            engine.backward(loss * loss_scale if self._scale_loss else loss)
+            engine.step()
+            sums += _stack(output).detach()
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        skipped = bool(engine.optimizer.overflow)
+        overflow = False
+        if skipped and self.config.precision == "fp16":
+            overflow = loss_scale > loss_scale_floor and bool(torch.isfinite(sums).all())
+        norm = engine.get_global_grad_norm()
+        if self._scale_loss and not skipped:
+            norm = norm / loss_scale
+            self._update_scale(False)
+        means = sums[:2] / totals.clamp(min=1)
+        return UpdateResult(
+            means[0], means[1], sums[2], sums[3], totals[0], totals[1], norm, skipped, overflow
+        )
+
+    @torch.no_grad()
+    def eval_sums(self, batches: Iterable[Any]) -> Tensor:
+        """Sums over all ranks' batches, fp64 [6]: MLM loss, correct, predictions; NSP loss, correct, pairs.
+
+        Dropout is off. Ranks may hold different numbers of batches; at stage 3, where a forward pass is a collective,
+        each needs at least one (ValueError).
+        """
+        self._deepspeed.eval()
+        sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
+        for batch, counted in self._in_step(batches):
+            output = self._deepspeed(**batch.to(self.world.device).inputs())
+            if counted:
+                losses = _stack(output)
+                counts = losses.new_tensor([batch.predictions, batch.nsp_pairs])
+                sums += torch.stack([losses[0], losses[2], counts[0], losses[1], losses[3], counts[1]])
+        self._deepspeed.train()
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def _in_step(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
+        """`batches`; where a forward pass is a collective, the last one again until every rank is done."""
+        if self.config.zero.stage < 3 or self.world.size == 1:
+            for batch in batches:
+                yield batch, True
+            return
+        source, last = iter(batches), None
+        while True:
+            batch = next(source, None)
+            left = self.world.sum_ints([batch is not None])[0]
+            if not left:
+                return
+            if self.world.agree_any(batch is None and last is None):
+                raise ValueError(
+                    f"evaluation at zero.stage=3 has only {left} batches for {self.world.size} ranks"
+                )
+            last = batch if batch is not None else last
+            yield last, batch is not None
+
+    def _loss_scale(self) -> tuple[float, float]:
+        """The current loss scale and its floor."""
+        wrapper = self._deepspeed.optimizer
+        settings = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        scale = float(getattr(settings, "cur_scale", 1.0))
+        floor = getattr(settings, "min_scale", None) or getattr(settings, "min_loss_scale", None)
+        return scale, float(floor or 1.0)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write this rank's part of the training state into `folder`; gives the files it wrote. A collective.
+
+        Raises OSError (on this rank only) when a file cannot be written; other ranks finish normally.
+        """
+        self._written, self._failure = [], None
+        self._deepspeed.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self._failure is not None:
+            raise OSError(f"{folder}: {self._failure}") from self._failure
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+            if self.world.is_main:
+                (folder / script).unlink(missing_ok=True)  # DeepSpeed's copies of its own tools
+        random_state = folder / f"random-{self.world.rank:05d}.json"
+        random_state.write_text(json.dumps(_random_state(self.world.device)))
+        return [*self._written, random_state]
+
+    def load(self, folder: Path) -> None:
+        """Continue from `folder`, written by as many ranks at the same ZeRO stage. A collective.
+
+        The files are unpickled: verify their hashes first.
+        """
+        path, _ = self._deepspeed.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
+        if path is None:
+            raise ValueError(f"{folder}: no DeepSpeed state in it")
+        state = json.loads((folder / f"random-{self.world.rank:05d}.json").read_text())
+        _restore_random_state(state, self.world.device)
+
+    def consolidated_weights(self) -> dict[str, Tensor]:
+        """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
+        return self.layout.gather(self.world)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set every weight (model and fp32 masters) from whole tensors; moments are left as they are.
+
+        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
+        """
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        check_shapes(weights, shapes)
+        self.layout.load(weights)
+        for name, parameter in self.module.named_parameters():
+            if (
+                parameter.numel() == shapes[name].numel()
+            ):  # stage 3 leaves an empty tensor where it partitioned
+                parameter.copy_(weights[name])
+            partition = getattr(parameter, "ds_tensor", None)
+            if partition is not None:
+                begin = self.world.rank * partition.ds_numel
+                piece = weights[name].reshape(-1)[begin : begin + partition.ds_numel]
+                partition.data[: piece.numel()].copy_(piece)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped since the start of the run, kept across resumes."""
+        return int(self._deepspeed.skipped_steps)
+
+    def describe(self) -> str:
+        """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
+        c = self.config
+        parameters = sum(shape.numel() for shape in self.layout.shapes)
+        offload = " with CPU offload" if c.zero.offload == "cpu" else ""
+        return (
+            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
+            f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
+            f"{c.batch.global_size} = {c.batch.micro_size} x {self.world.size} x {self.accumulation} micro-steps"
+        )
+
+    def _record_writes(self) -> None:
+        """Note each file DeepSpeed writes. A failure is raised after DeepSpeed's own barriers, not inside them, where
+        it would leave the other ranks waiting."""
+        writer = self._deepspeed.checkpoint_engine
+        write = writer.save
+
+        def save(state: Any, path: str) -> None:
+            try:
+                write(state, path)
+                self._written.append(Path(path))
+            except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+                self._failure = error
+
+        writer.save = save
+
+
+def _import_deepspeed(world: World) -> Any:
+    """DeepSpeed without its remarks, and without the compile of its shared-memory collective on the CPU: a minute on a
+    fresh machine for an operation that only inference uses."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    import deepspeed
+
+    communication = importlib.import_module("deepspeed.comm.torch")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    setattr(communication, "build_shm_op", lambda: None)  # noqa: B010
+    return deepspeed
+
+
+def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError naming the first parameter that is missing, unknown or of another shape."""
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"the weights have no {name}; they come from another kind of model")
+        found = tuple(weights[name].shape)
+        if found != tuple(shape):
+            raise ValueError(
+                f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "
+                "config equal to that of the weights (vocab_size, max_positions, hidden, layers)"
+            )
+    for name in weights:
+        if name not in shapes:
+            raise ValueError(
+                f"the weights hold {name}, which this model does not have; compare the model section"
+            )
+
+
+def _stack(output: Any) -> Tensor:
+    values = (output.mlm_loss_sum, output.nsp_loss_sum, output.mlm_correct, output.nsp_correct)
+    return torch.stack([value.double() for value in values])
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(internal), gauss_next],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    return state
+
+
+def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    def tensor(text: str) -> Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor(state["torch"]))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(tensor(state["cuda"]), device)

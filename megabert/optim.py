@@ -1,0 +1,188 @@
+"""AdamW and LAMB see parameters, whatever shape ZeRO hands them in.
+
+Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. LAMB
+has one trust ratio a parameter at every ZeRO stage: norms are sums over the parameter's pieces on all ranks. A step
+whose gradients are not finite changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabert.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, end) of a flat tensor are elements [offset, offset + end - start) of parameter `index`."""
+
+    index: int
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.end - self.start
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with `weight_decay`, vectors and scalars without. Shared parameters count once."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build(config: OptimizerConfig, model: nn.Module) -> AdamW | Lamb:
+    """The configured optimizer over `model`'s parameters; it does nothing until `attach` is called."""
+    kind = Lamb if config.name == "lamb" else AdamW
+    groups = parameter_groups(model, config.weight_decay)
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+class _Guarded(torch.optim.Optimizer):
+    """What both update rules share: idle until attached, and the guard of whole-parameter training.
+
+    With partitions DeepSpeed computes the norm, clips, and skips the step on every rank when it is not finite. At stage
+    0 in fp32 it hands NaN to the optimizer and loses the norm, so there `attach(clip=...)` turns our guard on.
+    """
+
+    overflow = False  # DeepSpeed reads this after each step, and the norm below
+    _global_grad_norm: Tensor | float = 0.0
+    skipped = 0
+
+    def attach(
+        self,
+        segments: Mapping[Tensor, tuple[Segment, ...]] | None = None,
+        reduce_on: torch.device | None = None,
+        clip: float | None = None,
+    ) -> None:
+        """Start work.
+
+        `segments` describes each tensor this optimizer will see (None: tensors are whole parameters). `reduce_on` is
+        the device of the norms' all-reduce when parameters are spread over ranks (None: they are not). `clip` turns
+        on the guard of stage 0 with that gradient-norm limit (0: no limit).
+        """
+        self._segments = dict(segments or {})
+        self._reduce_on, self._clip, self._attached = reduce_on, clip, True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every tensor that has a gradient; none at all when the guard finds one not finite."""
+        assert closure is None
+        if not getattr(self, "_attached", False):
+            return  # DeepSpeed's wrappers take a trial step with zero gradients, which would count and decay
+        if self._clip is not None and not self._guard(self._clip):
+            return
+        self._update()
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _guard(self, limit: float) -> bool:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        finite = torch.isfinite(norm).to(torch.int32)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        self._global_grad_norm, self.overflow = norm, not bool(finite)
+        if self.overflow:
+            self.skipped += 1
+            return False
+        if limit > 0:
+            torch._foreach_div_(gradients, torch.clamp((norm + 1e-6) / limit, min=1.0))
+        return True
+
+
+class AdamW(_Guarded, torch.optim.AdamW):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019): torch's fused kernel, CPU and CUDA.
+
+    Element-wise, so flat partitions need no care.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        torch.optim.AdamW.__init__(self, params, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def _update(self) -> None:
+        torch.optim.AdamW.step(self)
+
+
+class Lamb(_Guarded):
+    """LAMB (You et al. 2020) as NVIDIA's BERT recipe runs it.
+
+    Bias correction, decay inside the update, ratio |w| / |u| a parameter, 1 where either norm is 0. As in apex's
+    FusedLAMB by default (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`),
+    parameters without weight decay take the plain Adam step.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._parameters = sum(len(group["params"]) for group in self.param_groups)
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            # Every rank takes part in a group's norms, also one whose partition holds none of its elements.
+            tensors = [p for p in group["params"] if p.grad is not None]
+            if tensors:
+                self._update_group(group, tensors)
+
+    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        for tensor in tensors:
+            state = self.state[tensor]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+            state["step"] += 1
+        gradients = [t.grad for t in tensors if t.grad is not None]
+        first = [self.state[t]["exp_avg"] for t in tensors]
+        second = [self.state[t]["exp_avg_sq"] for t in tensors]
+        step = float(self.state[tensors[0]]["step"])
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        # u = m^ / (sqrt(v^) + eps) + decay * w, with m^, v^ corrected for their zero start
+        denominators = torch._foreach_div(second, 1 - beta2**step)
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(first, 1 - beta1**step)
+        torch._foreach_div_(updates, denominators)
+        del denominators
+        if decay:
+            torch._foreach_add_(updates, tensors, alpha=decay)
+            self._apply_trust_ratios(tensors, updates)
+        torch._foreach_add_(tensors, updates, alpha=-group["lr"])
+
+    def _apply_trust_ratios(self, tensors: list[Tensor], updates: Iterable[Tensor]) -> None:
+        """Scale each parameter's piece of `updates` by |w| / |u| of the whole parameter."""
+        weights, pieces, owners = [], [], []
+        for number, (tensor, update) in enumerate(zip(tensors, updates, strict=True)):
+            flat, flat_update = tensor.detach().view(-1), update.view(-1)
+            whole = (Segment(number, 0, flat.numel(), 0),)
+            for segment in self._segments.get(tensor, whole):
+                weights.append(flat[segment.start : segment.end])
+                pieces.append(flat_update[segment.start : segment.end])
+                owners.append(segment.index)
+        home = tensors[0].device
+        squares = torch.zeros(2, self._parameters, dtype=torch.float64, device=home)
+        if owners:
+            index = torch.tensor(owners, device=home)
+            for row, views in zip(squares, (weights, pieces), strict=True):
+                row.index_add_(0, index, torch.stack(torch._foreach_norm(views)).double().square())
+        if self._reduce_on is not None:
+            squares = squares.to(self._reduce_on)
+            dist.all_reduce(squares)
+        weight_norms, update_norms = squares.sqrt()
+        ratios = torch.where(
+            (weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0
+        ).tolist()
+        if pieces:
+            torch._foreach_mul_(pieces, [ratios[owner] for owner in owners])

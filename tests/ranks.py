@@ -1,0 +1,77 @@
+"""Run a function on N real gloo ranks, each its own process; a failure on any rank fails the test with its traceback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megabert.distributed import free_port
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Results of `function(world, *args)` on every rank, in rank order. `function` is a module's top-level one.
+
+    A rank killed by a signal gives the signal's negative number as its result; others are then killed too.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    port = free_port()
+    workers = [
+        context.Process(target=_rank, args=(rank, size, port, results, function, args), daemon=True)
+        for rank in range(size)
+    ]
+    for worker in workers:
+        worker.start()
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(found) < size:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{function.__name__}: only ranks {sorted(found)} finished in {timeout} s")
+            try:
+                rank, good, value = results.get(timeout=0.2)
+            except queue.Empty:
+                dead = [(r, w.exitcode) for r, w in enumerate(workers) if w.exitcode and r not in found]
+                if dead:
+                    return [dead[0][1]] * size
+                continue
+            if not good:
+                raise AssertionError(f"rank {rank} of {size} failed:\n{value}")
+            found[rank] = value
+    finally:
+        for worker in workers:
+            worker.join(timeout=5 if len(found) == size else 0)
+            if worker.is_alive() and worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.join()
+    return [found[rank] for rank in range(size)]
+
+
+def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        import torch
+
+        from megabert import distributed
+
+        torch.set_num_threads(1)
+        world = distributed.init(distributed.discover())
+        results.put((rank, True, function(world, *args)))
+        world.barrier()
+        distributed.shutdown()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
