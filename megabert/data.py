@@ -1,0 +1,476 @@
+"""The order of rows is a function, and the cursor of a run is one integer: its step.
+
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
+masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
+places, so every global batch holds the same rows under the same masks whatever they are. Every array has a static shape.
+Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W), n = A m rows of one rank's update, T row
+length, S sequences a row, K prediction slots a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from megabert.masking import IGNORED, Masked, Masking, Vocabulary, mask, stream_keys
+from megabert.shards import Dataset, Rows
+from megabert.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megabert.config import Config
+
+WINDOW = 16  # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
+BLOCK_STREAM, ROW_STREAM = (
+    0x626C6F636B,
+    0x726F77,
+)  # keep the two permutations apart from each other and from masks
+CHUNK_TOKENS = (
+    1 << 18
+)  # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def _permutation(n: int, *key: int) -> np.ndarray:
+    """Permutation of range(n), int64 [n], a function of `key` alone (no library's random stream is involved)."""
+    low = np.uint64((1 << n.bit_length()) - 1)
+    drawn = stream_keys(*key, np.arange(n)) & ~low | np.arange(n, dtype=np.uint64)
+    drawn.sort()  # all distinct: the index is in the low bits
+    return (drawn & low).astype(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _blocks(blocks: int, seed: int, epoch: int) -> np.ndarray:
+    return _permutation(blocks, BLOCK_STREAM, seed, epoch)
+
+
+@lru_cache(maxsize=64)
+def _window(rows: int, seed: int, epoch: int, window: int) -> np.ndarray:
+    return _permutation(rows, ROW_STREAM, seed, epoch, window)
+
+
+def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
+    """Row ids at `positions` (int64 [n], in 0..rows - 1) of an epoch: a bijection of the epoch's positions to its rows.
+
+    Blocks are permuted, then rows within windows of 16 permuted blocks; the last block of a dataset may be short.
+    """
+    blocks = -(-rows // block_rows)
+    order = _blocks(blocks, seed, epoch)
+    missing = blocks * block_rows - rows  # rows the last block falls short by
+    short_window, short_slot = divmod(int(np.flatnonzero(order == blocks - 1)[0]), WINDOW)
+    span = WINDOW * block_rows
+    # Positions as if the last block were full: those after it move on by what it lacks.
+    virtual = positions + np.where(positions >= (short_window + 1) * span - missing, missing, 0)
+    window, at = np.divmod(virtual, span)
+    for w in np.unique(window).tolist():
+        here = window == w
+        size = min(span, blocks * block_rows - w * span) - (missing if w == short_window else 0)
+        at[here] = _window(size, seed, epoch, w)[at[here]]
+    cut = short_slot * block_rows + block_rows - missing
+    at += np.where((window == short_window) & (at >= cut), missing, 0)
+    slot, row = np.divmod(at, block_rows)
+    return order[window * WINDOW + slot] * block_rows + row
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of B rows as the model takes it, and its counts (ints, of this micro-batch)."""
+
+    input_ids: torch.Tensor  # int32 [B, T], masked already
+    segment_ids: torch.Tensor  # int32 [B, T], 1 in B parts, 0 elsewhere
+    position_ids: torch.Tensor  # int32 [B, T], from 0 in each sequence, 0 in padding
+    key_start: (
+        torch.Tensor
+    )  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
+    key_end: torch.Tensor  # int32 [B, T], one past its last position; both 0 in padding
+    lengths: torch.Tensor  # int32 [B, S], 0 in unused slots
+    cls_positions: torch.Tensor  # int32 [B, S], flat in B * T; the row's first position in unused slots
+    nsp_labels: torch.Tensor  # int64 [B, S], -100 in unused slots and where there is no pair
+    mlm_positions: (
+        torch.Tensor
+    )  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
+    mlm_labels: torch.Tensor  # int64 [B, K], the original ids, -100 in unused slots
+    predictions: int
+    nsp_pairs: int
+    tokens: int  # real ones, without padding
+    sequences: int
+    row_ids: (
+        np.ndarray
+    )  # int64 [B]; -1 is a filler row of an evaluation, which has no labels and counts for nothing
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, as the model's `forward` takes them."""
+        return {name: getattr(self, name) for name in TENSORS}
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on `device`; asynchronous where the batch lies in pinned memory."""
+        moved: dict[str, Any] = {name: t.to(device, non_blocking=True) for name, t in self.inputs().items()}
+        return replace(self, **moved)
+
+
+TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
+COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row."""
+
+    step: int
+    epoch: int
+    batches: list[Batch]
+
+    @property
+    def predictions(self) -> int:
+        return sum(batch.predictions for batch in self.batches)
+
+    @property
+    def nsp_pairs(self) -> int:
+        return sum(batch.nsp_pairs for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.tokens for batch in self.batches)
+
+    @property
+    def sequences(self) -> int:
+        return sum(batch.sequences for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How n rows lie in one int32 and one int64 buffer, which is how they travel between processes."""
+
+    rows: int
+    seq_len: int
+    slots: int
+    capacity: int
+
+    def widths(self, wide: bool) -> dict[str, int]:
+        """Elements a row takes of each field of the int64 (`wide`) or the int32 buffer, in order."""
+        t, s, k = self.seq_len, self.slots, self.capacity
+        if wide:
+            return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1} | dict.fromkeys(COUNTS, 1)
+        names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
+        return dict.fromkeys(names, t) | {"lengths": s, "cls_positions": s, "mlm_positions": k}
+
+    def empty(self) -> tuple[np.ndarray, np.ndarray]:
+        """Unset int32 and int64 buffers."""
+        sizes = [self.rows * sum(self.widths(wide).values()) for wide in (False, True)]
+        return np.empty(sizes[0], np.int32), np.empty(sizes[1], np.int64)
+
+    def carve(self, narrow: Any, wide: Any) -> dict[str, Any]:
+        """Views [n, width] of each field over two flat buffers (arrays or tensors)."""
+        views = {}
+        for buffer, is_wide in ((narrow, False), (wide, True)):
+            start = 0
+            for name, width in self.widths(is_wide).items():
+                views[name] = buffer[start : start + self.rows * width].reshape(self.rows, width)
+                start += self.rows * width
+        return views
+
+
+def collate(
+    rows: Rows, masked: Masked, row_ids: np.ndarray, row_start: np.ndarray, out: dict[str, np.ndarray]
+) -> None:
+    """Fill `out` (views of n rows, see `Shape`) from rows and their masks. Rows with a negative id become fillers.
+
+    row_start int64 [n] is the flat index of each row's first position in its micro-batch.
+    """
+    n, seq_len = rows.ids.shape
+    slots = rows.bounds.shape[1]
+    lengths = rows.bounds[:, :, 0].astype(np.int32)
+    used = lengths > 0
+    ends = np.cumsum(lengths, axis=1, dtype=np.int32)
+    pieces = np.empty((n, slots + 1), np.int64)  # the last one is the padding
+    pieces[:, :slots] = lengths
+    np.subtract(seq_len, ends[:, -1], out=pieces[:, slots])
+    values = np.zeros((3, n, slots + 1), np.int32)
+    values[0, :, :slots] = ends - lengths
+    values[1, :, :slots] = ends
+    values[2, :, :slots] = rows.bounds[:, :, 1]
+    values[2, :, slots] = seq_len  # padding has no B part
+    pieces = pieces.ravel()
+    key_start, key_end, a_length = (np.repeat(v.ravel(), pieces).reshape(n, seq_len) for v in values)
+    out["input_ids"][:] = masked.ids
+    out["key_start"][:] = key_start
+    out["key_end"][:] = key_end
+    position = out["position_ids"]
+    np.subtract(np.arange(seq_len, dtype=np.int32), key_start, out=position)
+    np.greater_equal(position, a_length, out=out["segment_ids"], casting="unsafe")
+    position *= key_end > 0
+
+    out["lengths"][:] = lengths
+    out["cls_positions"][:] = np.where(used, values[0, :, :slots], 0) + row_start[:, None]
+    out["mlm_positions"][:] = masked.positions + row_start[:, None]
+    out["mlm_labels"][:] = masked.labels
+    pair = used & (rows.isnext >= 0)
+    out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORED)
+    out["row_ids"][:, 0] = row_ids
+    out["predictions"][:, 0] = masked.counts
+    out["nsp_pairs"][:, 0] = pair.sum(1)
+    out["tokens"][:, 0] = ends[:, -1]
+    out["sequences"][:, 0] = used.sum(1)
+    filler = row_ids < 0
+    if filler.any():
+        for name in ("mlm_labels", "nsp_labels"):
+            out[name][filler] = IGNORED
+        for name in COUNTS:
+            out[name][filler] = 0
+        out["mlm_positions"][filler] = row_start[filler, None]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What makes rows of (row id, epoch) pairs; shared by training and evaluation."""
+
+    dataset: Dataset
+    vocabulary: Vocabulary
+    masking: Masking
+    seed: int
+    micro_batch: int
+
+    def shape(self, rows: int) -> Shape:
+        m = self.dataset.manifest
+        return Shape(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len))
+
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n])."""
+        shape = self.shape(len(row_ids))
+        buffers = shape.empty()
+        out = shape.carve(*buffers)
+        chunk = max(1, CHUNK_TOKENS // shape.seq_len)
+        row_start = np.arange(len(row_ids)) % self.micro_batch * shape.seq_len
+        for first in range(0, len(row_ids), chunk):
+            part = slice(first, first + chunk)
+            wanted = np.maximum(row_ids[part], 0)
+            rows = self.dataset.read(wanted)
+            masked = mask(
+                rows.ids,
+                rows.bounds,
+                wanted,
+                seed=self.seed,
+                epoch=epochs[part],
+                vocabulary=self.vocabulary,
+                masking=self.masking,
+            )
+            collate(rows, masked, row_ids[part], row_start[part], {k: v[part] for k, v in out.items()})
+        return buffers
+
+    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, rows: int) -> list[Batch]:
+        """Micro-batches over the buffers of `rows` rows, without a copy."""
+        views = self.shape(rows).carve(narrow, wide)
+        m = self.micro_batch
+        tensors = zip(*(views[name].split(m) for name in TENSORS), strict=True)
+        counts = np.stack([views[name].numpy().reshape(-1, m).sum(1) for name in COUNTS], axis=1).tolist()
+        row_ids = views["row_ids"].numpy().reshape(-1, m)
+        return [
+            Batch(*parts) for parts in ((*t, *c, r) for t, c, r in zip(tensors, counts, row_ids, strict=True))
+        ]
+
+
+class MaskingOptions(Protocol):
+    """The fields of `config.MaskingConfig`, or of `masking.Masking`."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def mask(self) -> float: ...
+    @property
+    def random(self) -> float: ...
+    @property
+    def max_predictions(self) -> int: ...
+
+
+def _source(
+    dataset: Dataset, tokenizer: Tokenizer | Vocabulary, masking: MaskingOptions, seed: int, micro_batch: int
+) -> _Source:
+    manifest = dataset.manifest
+    if isinstance(tokenizer, Tokenizer):
+        if tokenizer.sha256 != manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
+            )
+        vocabulary = Vocabulary(
+            tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.word_start
+        )
+    else:
+        vocabulary = tokenizer
+    if len(vocabulary.special) != manifest.vocab_size:
+        raise ValueError(
+            f"{dataset.folder}: manifest says {manifest.vocab_size} pieces, the tokenizer has {len(vocabulary.special)}"
+        )
+    if micro_batch < 1:
+        raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
+    options = Masking(masking.strategy, masking.rate, masking.mask, masking.random, masking.max_predictions)
+    return _Source(dataset, vocabulary, options, seed, micro_batch)
+
+
+# --- loader -----------------------------------------------------------------------------------------------------------
+
+
+class _Updates(torch.utils.data.Dataset):
+    """Step -> the buffers of one rank's update. A damaged row comes back as its exception: its text stays one line."""
+
+    def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
+        self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
+
+    def positions(self, step: int) -> np.ndarray:
+        """Global positions of this rank's rows, int64 [n], micro-step by micro-step."""
+        m = self.source.micro_batch
+        micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
+        return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor] | ValueError:
+        manifest = self.source.dataset.manifest
+        epochs, positions = np.divmod(self.positions(step), manifest.rows)
+        row_ids = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            row_ids[here] = row_order(
+                manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
+            )
+        try:
+            narrow, wide = self.source.make(row_ids, epochs)
+        except ValueError as error:
+            return error
+        return torch.from_numpy(narrow), torch.from_numpy(wide)
+
+
+class _StepsFrom(torch.utils.data.Sampler):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.start)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class Loader:
+    """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
+
+    `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Raises
+    ValueError for a batch that does not divide or a tokenizer that is not the dataset's, and, from `next`, DamagedRow.
+    `close` ends the workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: Tokenizer | Vocabulary,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        masking: MaskingOptions | None = None,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        start_step: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+        if global_batch < 1 or global_batch % (micro_batch * world):
+            raise ValueError(
+                f"batch.global_size={global_batch} is not a multiple of batch.micro_size={micro_batch} x {world} ranks"
+            )
+        assert 0 <= rank < world and start_step >= 0
+        self.step, self.global_batch, self.rows = start_step, global_batch, global_batch // world
+        loader = torch.utils.data.DataLoader(
+            _Updates(self.source, global_batch, rank, world),
+            batch_size=None,
+            sampler=_StepsFrom(start_step),
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            collate_fn=_as_it_is,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # not the global one, whose state belongs to the model
+        )
+        self._items: Any = iter(loader)
+
+    @staticmethod
+    def from_config(
+        config: Config,
+        dataset: Dataset,
+        tokenizer: Tokenizer | Vocabulary,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        start_step: int = 0,
+    ) -> Loader:
+        """The loader that a configuration asks for; memory is pinned where there is a CUDA device."""
+        accumulation = max(1, config.batch.global_size // (config.batch.micro_size * world))
+        return Loader(
+            dataset,
+            tokenizer,
+            global_batch=config.batch.global_size,
+            micro_batch=config.batch.micro_size,
+            seed=config.seed,
+            masking=config.data.masking,
+            rank=rank,
+            world=world,
+            workers=config.data.workers,
+            prefetch=-(-config.data.prefetch // accumulation),
+            start_step=start_step,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Update:
+        if self._items is None:
+            raise StopIteration
+        item = next(self._items)
+        if isinstance(item, ValueError):
+            raise item
+        epoch = self.step * self.global_batch // self.source.dataset.rows
+        narrow, wide = item
+        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows))
+        self.step += 1
+        return update
+
+    def close(self) -> None:
+        """End the worker processes; no update comes after it."""
+        self._items = None
+
+
+def eval_batches(
+    dataset: Dataset,
+    tokenizer: Tokenizer | Vocabulary,
+    *,
+    micro_batch: int,
+    seed: int,
+    masking: MaskingOptions | None = None,
+    rank: int = 0,
+    world: int = 1,
+    max_rows: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
+
+    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; what is left over is filled
+    with copies of row 0 without labels (row id -1), which count for nothing.
+    """
+    source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+    rows = min(dataset.rows, max_rows or dataset.rows)
+    for first in range(0, rows, micro_batch * world):
+        row_ids = first + rank * micro_batch + np.arange(micro_batch)
+        row_ids[row_ids >= rows] = -1
+        narrow, wide = source.make(row_ids, np.zeros_like(row_ids))
+        yield from source.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)
