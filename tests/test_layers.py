@@ -26,7 +26,8 @@ ALLOWED = {
     "model": {"config", "ops"},
     "optim": {"config", "ops", "partition"},
     "partition": {"distributed"},
-    "data": {"config", "masking", "shards", "tokenizer"},
+    "batches": {"masking", "shards"},
+    "data": {"batches", "config", "masking", "shards", "tokenizer"},
     "distributed": set(),
 }
 WITHOUT_TORCH = {"config", "schedule", "shards", "tokenizer", "doctor"}

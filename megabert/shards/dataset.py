@@ -1,0 +1,232 @@
+"""A row is compared with its checksum, and its parts with each other, before anything sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megabert.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, Layout, checksums
+from megabert.shards.manifest import MANIFEST, Manifest, Shard
+
+MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
+OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
+
+
+class DamagedRow(ValueError):
+    """A row whose bytes are not the bytes that were written; the text names shard, block, row and byte offset."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n rows: ids [n, T] in the storage type, bounds uint16 [n, S, 2], isnext int8 [n, S]."""
+
+    ids: np.ndarray
+    bounds: np.ndarray
+    isnext: np.ndarray
+
+
+def _unpack(packed: np.ndarray, m: Manifest) -> Rows:
+    """Rows of packed ones (structured [n]), each part contiguous."""
+
+    def part(name: str, dtype: str, *shape: int) -> np.ndarray:
+        return np.ascontiguousarray(packed[name]).view(dtype).reshape(len(packed), *shape)
+
+    bounds = part("bounds", "u2", m.max_sequences, 2)
+    return Rows(part("ids", m.dtype, m.seq_len), bounds, part("isnext", "i1", m.max_sequences))
+
+
+def _inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
+    """bool [n]: rows whose parts contradict each other although their checksum is right (written wrongly)."""
+    n, seq_len = rows.ids.shape
+    bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (
+        rows.bounds[:, :, 1] > rows.bounds[:, :, 0]
+    ).any(1)
+    if rows.ids.max(initial=0) >= vocab_size:
+        bad |= rows.ids.max(1, initial=0) >= vocab_size
+    if n and (rows.isnext.min() < -1 or rows.isnext.max() > 1):
+        bad |= ((rows.isnext < -1) | (rows.isnext > 1)).any(1)
+    return bad
+
+
+class Dataset:
+    """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
+
+    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.manifest = m = Manifest.load(folder)
+        self.rows = m.rows
+        for shard in m.shards:
+            path = self.folder / shard.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.bytes:
+                state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
+                raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+        self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._maps: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": OrderedDict()}
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / self.manifest.tokenizer["file"]
+
+    @property
+    def held_out_path(self) -> Path | None:
+        """Folder of the held-out dataset, None where none was cut."""
+        return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
+
+    def _views(self, section: int) -> dict[str, np.ndarray]:
+        """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block."""
+        if section in self._maps:
+            self._maps.move_to_end(section)
+            return self._maps[section]
+        shards, tail = self.manifest.shards, section == len(self.manifest.shards)
+        shard = shards[-1] if tail else shards[section]
+        layout, blocks, start = self._full, shard.rows // self._full.rows, 0
+        if tail:
+            layout, blocks, start = self._last, 1, blocks * self._full.bytes
+        with open(self.folder / shard.name, "rb") as file:
+            data = mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
+        views = {
+            name: np.ndarray(
+                (blocks, layout.rows),
+                "<u4" if name == "crc" else f"V{row_bytes}",
+                buffer=data,
+                offset=start + offset,
+                strides=(layout.bytes, row_bytes),
+            )
+            for name, (_, offset, row_bytes) in layout.members.items()
+        }
+        self._maps[section] = views
+        if len(self._maps) > OPEN_SHARDS:
+            self._maps.popitem(last=False)
+        return views
+
+    def read(self, row_ids: np.ndarray) -> Rows:
+        """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
+
+        DamagedRow names shard, block, row and byte offset of the first row that is not as written.
+        """
+        m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
+        n = len(wanted)
+        if n and not (wanted.min() >= 0 and wanted.max() < self.rows):
+            raise ValueError(f"{self.folder}: row ids must lie in 0..{self.rows - 1}")
+        whole = (
+            self.rows // m.block_rows * m.block_rows
+        )  # the rows of full blocks; the rest are a section of their own
+        full = wanted < whole
+        section = np.where(full, wanted // m.rows_per_shard, len(m.shards))
+        local = np.where(full, wanted % m.rows_per_shard, wanted - whole)
+        block, row = np.divmod(local, m.block_rows)
+        order = np.argsort(section, kind="stable")
+        section, block, row = section[order], block[order], row[order]
+        cuts = [0, *(np.flatnonzero(np.diff(section)) + 1).tolist(), n] if n else []
+        packed, expected = np.empty(n, self._full.row), np.empty(n, np.uint32)
+        for first, last in itertools.pairwise(cuts):
+            views, at = self._views(int(section[first])), (block[first:last], row[first:last])
+            for name in ("ids", "bounds", "isnext"):
+                packed[name][first:last] = views[name][at]
+            expected[first:last] = views["crc"][at]
+        wrong = checksums(packed) != expected
+        if wrong.any():
+            raise DamagedRow(self._place(int(wanted[order[np.argmax(wrong)]])) + MISMATCH)
+        if len(cuts) > 2:  # back to the caller's order
+            sorted_rows, packed = packed.view(f"V{packed.itemsize}"), np.empty_like(packed)
+            packed.view(sorted_rows.dtype)[order] = sorted_rows
+        rows = _unpack(packed, m)
+        if (bad := _inconsistent(rows, m.vocab_size)).any():
+            raise DamagedRow(self._place(int(wanted[np.argmax(bad)])) + CONTRADICTION)
+        return rows
+
+    def _place(self, row_id: int) -> str:
+        shard, local = divmod(row_id, self.manifest.rows_per_shard)
+        block, row = divmod(local, self.manifest.block_rows)
+        tail = row_id >= self.rows - self.rows % self.manifest.block_rows
+        _, offset, row_bytes = (self._last if tail else self._full).members["ids"]
+        byte = block * self._full.bytes + offset + row * row_bytes
+        path = self.folder / self.manifest.shards[shard].name
+        return f"{path}: block {block}, row {row} (ids at byte {byte})"
+
+
+def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Every problem of a dataset, one line each: manifest, tokenizer, each shard's size, headers, rows, padding and hash.
+
+    Reads every byte once in constant memory and goes on after a problem. The held-out dataset is checked too.
+    """
+    folder = Path(folder)
+    try:
+        m = Manifest.load(folder)
+    except ValueError as error:
+        yield str(error)
+        return
+    tokenizer = folder / m.tokenizer["file"]
+    if not tokenizer.is_file():
+        yield f"{tokenizer}: is missing"
+    elif hashlib.sha256(tokenizer.read_bytes()).hexdigest() != m.tokenizer["sha256"]:
+        yield f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)"
+    for i, shard in enumerate(m.shards):
+        path = folder / shard.name
+        if not path.is_file():
+            yield f"{path}: is missing"
+            continue
+        yield from _verify_shard(path, shard, i * (m.rows_per_shard // m.block_rows), m)
+    if m.held_out:
+        held_out = folder / m.held_out["path"]
+        yield from verify(held_out)
+        manifest = held_out / MANIFEST
+        if (
+            manifest.is_file()
+            and hashlib.sha256(manifest.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]
+        ):
+            yield f"{manifest}: is not the held-out manifest that {folder / MANIFEST} names (SHA-256 differs)"
+
+
+def _verify_shard(path: Path, shard: Shard, first_block: int, m: Manifest) -> Iterator[str]:
+    digest, start = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        for block, first in enumerate(range(0, shard.rows, m.block_rows)):
+            layout = Layout(min(m.block_rows, shard.rows - first), m.seq_len, m.max_sequences, m.dtype)
+            data = file.read(layout.bytes)
+            digest.update(data)
+            if len(data) < layout.bytes:
+                yield f"{path}: block {block} is cut at byte {start + len(data)} of {shard.bytes}"
+                return
+            packed, crc = np.empty(layout.rows, layout.row), np.zeros(0)
+            for name, (_, offset, row_bytes) in layout.members.items():
+                end = offset + layout.rows * row_bytes
+                padding = bytes(-(NPY_HEADER + end - offset) % TAR_UNIT)
+                for at, want in ((offset - HEADER, layout.header(name, first_block + block)), (end, padding)):
+                    got = data[at : at + len(want)]
+                    if got != want:
+                        byte = start + at + next(i for i in range(len(want)) if got[i] != want[i])
+                        yield f"{path}: block {block}, {name}: header or padding differs at byte {byte}"
+                if name == "crc":
+                    crc = np.frombuffer(data, "<u4", layout.rows, offset)
+                else:
+                    packed[name] = np.frombuffer(data, layout.row[name], layout.rows, offset)
+            wrong = checksums(packed) != crc
+            for row in np.flatnonzero(wrong | _inconsistent(_unpack(packed, m), m.vocab_size)).tolist():
+                byte = start + layout.members["ids"][1] + row * layout.members["ids"][2]
+                why = MISMATCH if wrong[row] else CONTRADICTION
+                yield f"{path}: block {block}, row {row} (ids at byte {byte}){why}"
+            start += layout.bytes
+        end_of_archive = file.read(len(TAR_END) + 1)
+        digest.update(end_of_archive)
+        if end_of_archive != TAR_END:
+            yield f"{path}: the end of the archive at byte {start} is not as written"
+    if digest.hexdigest() != shard.sha256:
+        yield f"{path}: SHA-256 is not the one in the manifest"

@@ -1,0 +1,111 @@
+"""A shard's bytes are a function of its arrays: where every header and row lies is known before a byte is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TAR_UNIT = 512
+TAR_END = b"\0" * (2 * TAR_UNIT)
+NPY_HEADER = 128
+HEADER = TAR_UNIT + NPY_HEADER
+
+
+class Layout:
+    """Where everything is inside a block of `rows` rows: `members` maps a name to (npy header, data offset, bytes a row)."""
+
+    def __init__(self, rows: int, seq_len: int, max_sequences: int, dtype: str) -> None:
+        self.rows, self.bytes = rows, 0
+        self.members: dict[str, tuple[bytes, int, int]] = {}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            "ids": (np.dtype(dtype).newbyteorder("<").str, (rows, seq_len)),
+            "bounds": ("<u2", (rows, max_sequences, 2)),
+            "isnext": ("|i1", (rows, max_sequences)),
+            "crc": ("<u4", (rows,)),
+        }
+        for name, (descr, shape) in shapes.items():
+            text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+            npy = (
+                b"\x93NUMPY\x01\x00"
+                + (NPY_HEADER - 10).to_bytes(2, "little")
+                + text.ljust(NPY_HEADER - 11)
+                + b"\n"
+            )
+            assert len(npy) == NPY_HEADER
+            row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(descr).itemsize
+            self.members[name] = (npy, self.bytes + HEADER, row_bytes)
+            self.bytes += TAR_UNIT - (-(NPY_HEADER + rows * row_bytes) // TAR_UNIT) * TAR_UNIT
+        sizes = {name: member[2] for name, member in self.members.items()}
+        self.row = np.dtype([(name, f"V{sizes[name]}") for name in ("ids", "bounds", "isnext")])
+
+    def header(self, name: str, block: int) -> bytes:
+        """The tar and npy headers of one member: constant but for the key and the size."""
+        info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
+        info.size, info.mode = NPY_HEADER + self.rows * self.members[name][2], 0o644
+        return info.tobuf(tarfile.USTAR_FORMAT) + self.members[name][0]
+
+
+def shard_bytes(rows: int, block_rows: int, seq_len: int, max_sequences: int, dtype: str) -> int:
+    """Size in bytes of a shard of `rows` rows."""
+    full, rest = divmod(rows, block_rows)
+    size = full * Layout(block_rows, seq_len, max_sequences, dtype).bytes + len(TAR_END)
+    return size + (Layout(rest, seq_len, max_sequences, dtype).bytes if rest else 0)
+
+
+def checksums(rows: np.ndarray) -> np.ndarray:
+    """zlib.crc32 of each packed row, uint32 [n]; `rows` is a structured array of ids, bounds, isnext."""
+    return np.fromiter(map(zlib.crc32, rows.view(f"V{rows.itemsize}").tolist()), np.uint32, len(rows))
+
+
+def write_shard(
+    path: str | os.PathLike[str],
+    first_block: int,
+    ids: np.ndarray,
+    bounds: np.ndarray,
+    isnext: np.ndarray,
+    block_rows: int = 256,
+) -> dict[str, Any]:
+    """Write the shard of ids [n, T] (uint16 or uint32), bounds [n, S, 2] and isnext [n, S] whole or not at all.
+
+    `first_block` is the global number of its first block. Returns its manifest entry: name, rows, bytes, sha256.
+    The bytes depend on the arguments alone. OSError (a full disk) leaves no file behind.
+    """
+    path, n = Path(path), len(ids)
+    slots = bounds.shape[1]
+    assert n > 0 and ids.ndim == 2 and ids.dtype in (np.uint16, np.uint32), (
+        "ids must be uint16 or uint32 [n, T]"
+    )
+    assert bounds.shape == (n, slots, 2) and bounds.dtype == np.uint16, "bounds must be uint16 [n, S, 2]"
+    assert isnext.shape == (n, slots) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
+    digest, size = hashlib.sha256(), 0
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for first in range(0, n, block_rows):
+                part = slice(first, min(n, first + block_rows))
+                layout = Layout(part.stop - first, ids.shape[1], slots, ids.dtype.name)
+                packed = np.empty(layout.rows, layout.row)
+                for name, array in (("ids", ids), ("bounds", bounds), ("isnext", isnext)):
+                    flat = np.ascontiguousarray(array[part]).reshape(layout.rows, -1)
+                    packed[name] = flat.view(layout.row[name]).ravel()
+                data = bytearray(layout.bytes)
+                for name, (_, offset, _) in layout.members.items():
+                    payload = (checksums(packed) if name == "crc" else packed[name]).tobytes()
+                    data[offset - HEADER : offset] = layout.header(name, first_block + first // block_rows)
+                    data[offset : offset + len(payload)] = payload
+                size += file.write(data)
+                digest.update(data)
+            size += file.write(TAR_END)
+            digest.update(TAR_END)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"name": path.name, "rows": n, "bytes": size, "sha256": digest.hexdigest()}
