@@ -20,7 +20,7 @@ RANKS=${RANKS:-$((gpus == 1 ? 1 : 2))}
 settings=("schedule.total_steps=$STEPS" "schedule.warmup_steps=$((STEPS / 10))" zero.stage=2)
 if [ "$gpus" = 0 ]; then
   cores=$(nproc)
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
+  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
   grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null || settings+=(precision=fp32) # bf16 is emulated there
 fi
 
@@ -35,9 +35,12 @@ started=$SECONDS
 rm -rf "$OUT/data" "$OUT/run"
 mkdir -p "$OUT"
 
+quiet=()
+[ -t 2 ] || quiet=(--quiet) # no progress bar in a log
+
 section "1/4 shards from ${CORPUS:-the English documentation installed on this machine}"
 python -m data_prep build --input "${corpus[@]}" --output "$OUT/data" \
-  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --held-out 0.02
+  --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --held-out 0.02 "${quiet[@]}"
 
 section "2/4 tiny on $RANKS ranks, ZeRO stage 2, stopped at step $half of $STEPS"
 train --stop-after "$half"

@@ -24,8 +24,8 @@ ALLOWED = {
     "tokenizer": set(),
     "ops": {"ops"},
     "model": {"config", "ops"},
-    "optim": {"config", "ops", "partition"},
-    "partition": {"distributed"},
+    "optim": {"config", "ops"},
+    "partition": {"distributed", "optim"},  # where ZeRO put each parameter, for LAMB
     "batches": {"masking", "shards"},
     "data": {"batches", "config", "masking", "shards", "tokenizer"},
     "distributed": set(),

@@ -1,0 +1,359 @@
+"""Time to a held-out loss: MegaBERT against Hugging Face's `BertForMaskedLM` in a plain loop, on the same machine.
+
+    python -m data_prep build --input TEXT… --output DATA --no-nsp
+    python benchmarks/bench_quality.py --data DATA --minutes 30 --json FILE --plot FILE.svg
+
+Same text, tokenizer, size, threads and minutes of training (evaluation not counted). Both are scored by
+`megabert.evaluate`'s code on the same held-out rows under the same masks: Hugging Face's weights are mapped into our
+model for it. `ratio` is their time over the time after which ours is as good as theirs in the end; above 1 is better.
+The file is written again after every evaluation, so a run that is cut short keeps what it measured, and a run made
+later (`--system ours --label ours-12min --minutes 12`) joins the others in the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hardware
+
+sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+
+if TYPE_CHECKING:
+    from hf_plain_loop import Recipe
+
+    from megabert.config import Config
+
+LOSS, ACCURACY = "eval/mlm_loss", "eval/mlm_accuracy"
+Result = dict[str, Any]
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def our_command(args: argparse.Namespace, run: Path, *more: str) -> list[str]:
+    """The preset as its users run it, for the budget, without the next-sentence task that the peer has not."""
+    command = [
+        sys.executable,
+        "megabert/train.py",
+        "--config",
+        args.config,
+        "--data",
+        str(args.data),
+        "--run",
+        str(run),
+    ]
+    command += ["model.nsp=false", "schedule.name=budget", f"schedule.budget_minutes={float(args.minutes)}"]
+    return [*command, "checkpoint.interval=1000000", *shlex.split(args.ours), *more]
+
+
+def lines_of(path: Path) -> list[Result]:
+    """The whole lines of a metrics file that is still being written."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps_between(args: argparse.Namespace, run: Path, env: dict[str, str]) -> int:
+    """Updates in `--eval-every` seconds, from a short trial."""
+    command = our_command(args, run, "log.interval=5", "eval.interval=0", "--stop-after", "20")
+    done = subprocess.run(command, cwd=hardware.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    timed = [line for line in lines_of(run / "metrics.jsonl") if "perf/tokens_per_sec" in line]
+    first, last = timed[0], timed[-1]
+    seconds = (last["time/train_seconds"] - first["time/train_seconds"]) / (last["step"] - first["step"])
+    return max(1, round(args.eval_every / seconds))
+
+
+def run_ours(args: argparse.Namespace) -> Iterator[Result]:
+    """Trains with megabert/train.py in a process of its own; yields the result so far after each evaluation."""
+    run = Path(args.run) / args.label
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
+    interval = steps_between(args, run / "trial", env)
+    command = our_command(args, run / "run", f"eval.interval={interval}")
+    result: Result = {
+        "system": "megabert",
+        "minutes": args.minutes,
+        "command": shlex.join(command),
+        "curve": [],
+    }
+    with open(run / "train.log", "w") as log:
+        process = subprocess.Popen(command, cwd=hardware.ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                time.sleep(2)
+                lines = lines_of(run / "run/metrics.jsonl")
+                scored = [line for line in lines if LOSS in line]
+                if len(scored) > len(result["curve"]):
+                    result["curve"] = [
+                        {"seconds": line["time/train_seconds"], "step": line["step"]} | scores(line)
+                        for line in scored
+                    ]
+                    rates = sorted(
+                        line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line
+                    )
+                    result["tokens_per_second"] = round(rates[len(rates) // 2], 1) if rates else None
+                    yield result
+        finally:
+            if process.poll() is None:  # we were interrupted: so is it
+                process.terminate()
+                process.wait()
+    if process.returncode:
+        sys.exit(f"error: training failed (exit {process.returncode}); its output is in {run / 'train.log'}")
+    from megabert import checkpoint, config
+
+    weights, state = checkpoint.load_weights(str(run / "run"))
+    cfg = config.from_dict(state["config"])
+    result["parameters"] = sum(value.numel() for value in weights.values())
+    yield result | {"config": state["config"], "fp32": score(weights, cfg, args.data, "float32")}
+
+
+# --- theirs -----------------------------------------------------------------------------------------------------------
+
+
+def peer_config(args: argparse.Namespace) -> Config:
+    """Our config of the peer's size: post-LN, as Hugging Face's BERT is; held-out rows and masks are those of ours."""
+    from megabert import config
+    from megabert.shards import Manifest
+
+    fixed = [f"model.vocab_size={Manifest.load(args.data).vocab_size}", "model.nsp=false", "model.norm=post"]
+    shared = [key for key in shlex.split(args.ours) if key.startswith(("eval.", "data.masking."))]
+    return config.load(args.config, fixed + shared)
+
+
+def run_theirs(args: argparse.Namespace) -> Iterator[Result]:
+    """Trains the peer for the budget, with the best of a grid of short runs where `--tune-minutes` asks for one."""
+    from hf_plain_loop import Recipe
+
+    from megabert.shards import Manifest
+
+    manifest = Manifest.load(args.data)
+    ours = peer_config(args).batch.global_size * manifest.statistics["sequences"] / manifest.rows
+    batch = args.hf_batch or max(8, round(ours / 8) * 8)  # as many sequences as an update of ours
+    chosen, tried = (args.hf_lr, batch), []
+    if args.tune_minutes:
+        for lr in (5e-4, 1e-3, 2e-3):
+            for size in sorted({batch, max(8, batch // 2), max(8, batch // 4)}):
+                recipe = Recipe(minutes=args.tune_minutes, batch=size, lr=lr, dropout=args.hf_dropout)
+                *_, done = train_theirs(args, recipe)
+                tried.append({"lr": lr, "batch": size, "minutes": args.tune_minutes} | done["curve"][-1])
+                print(f"tuning hf: lr {lr:g}, batch {size}: loss {tried[-1][LOSS]:.4f}", flush=True)
+        least = min(tried, key=lambda row: row[LOSS])
+        chosen = (least["lr"], least["batch"])
+    recipe = Recipe(minutes=args.minutes, lr=chosen[0], batch=chosen[1], dropout=args.hf_dropout)
+    for result in train_theirs(args, recipe):
+        yield result | {"tuning": tried}
+
+
+def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
+    """Yields the result so far after each evaluation, and in the end once more with the figures in fp32."""
+    import hf_plain_loop
+    import torch
+
+    from megabert.convert import from_huggingface
+    from megabert.tokenizer import Tokenizer
+
+    torch.set_num_threads(args.threads)
+    cfg = peer_config(args)
+    tokenizer = Tokenizer.load(args.data / "tokenizer.model")
+    result: Result = {
+        "system": "huggingface",
+        "minutes": recipe.minutes,
+        "recipe": asdict(recipe),
+        "curve": [],
+    }
+    for point, model in hf_plain_loop.train(args.data, tokenizer, cfg.model, recipe, args.eval_every):
+        theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+        weights = from_huggingface(theirs, cfg.model)
+        result["curve"].append(point | score(weights, cfg, args.data, "bfloat16"))
+        result["tokens_per_second"] = round(point["tokens"] / max(point["seconds"], 1e-9), 1)
+        result["parameters"] = sum(value.numel() for value in model.parameters())
+        yield result
+    yield result | {"fp32": score(weights, cfg, args.data, "float32")}
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def score(weights: dict[str, Any], cfg: Config, data: Path, dtype: str) -> dict[str, float]:
+    """Held-out figures of weights under our names, by `megabert.evaluate`'s own code, computed in `dtype`."""
+    import torch
+
+    from megabert import evaluate
+    from megabert.model import BertForPreTraining
+    from megabert.tokenizer import Tokenizer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = BertForPreTraining(cfg.model, cfg.ops)
+    model.load_state_dict(weights)
+    tokenizer = Tokenizer.load(data / "tokenizer.model")
+    batches = evaluate.fixed_batches(evaluate.held_out(str(data), cfg), tokenizer, cfg)
+    return scores(
+        evaluate.summary(evaluate.batch_sums(model.to(device, getattr(torch, dtype)), batches, device))
+    )
+
+
+def scores(figures: dict[str, float]) -> dict[str, float]:
+    return {LOSS: round(figures[LOSS], 5), ACCURACY: round(figures[ACCURACY], 5)}
+
+
+def time_to(curve: list[Result], loss: float) -> float | None:
+    """Seconds of training after which a curve is at `loss` or below, linear between evaluations; None: never."""
+    for before, after in zip([None, *curve], curve, strict=False):
+        if after[LOSS] <= loss:
+            if before is None or before[LOSS] <= after[LOSS]:
+                return float(after["seconds"])
+            share = (before[LOSS] - loss) / (before[LOSS] - after[LOSS])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+    return None
+
+
+def compare(report: Result) -> None:
+    """Adds to each of our runs when it reached the peer's final loss, and the best `ratio` to the report."""
+    peer = next(
+        (run for run in report["runs"].values() if run["system"] == "huggingface" and run["curve"]), None
+    )
+    report["ratio"] = None
+    for run in report["runs"].values():
+        if run["curve"]:
+            run["final"] = {key: run["curve"][-1][key] for key in ("seconds", LOSS, ACCURACY)}
+        if peer is None or run["system"] != "megabert":
+            continue
+        last = peer["curve"][-1]
+        reached = time_to(run["curve"], last[LOSS])
+        run["reached_peer_seconds"] = None if reached is None else round(reached, 1)
+        run["ratio"] = round(last["seconds"] / reached, 3) if reached else None
+        report["ratio"] = max(filter(None, (report["ratio"], run["ratio"])), default=None)
+
+
+def plot(report: Result, path: Path) -> None:
+    """Held-out loss and accuracy against minutes of training, with the peer's final loss as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    colours = {"megabert": ["#1b6ca8", "#4fa3d1", "#0b3c5d"], "huggingface": ["#d1495b"]}
+    for label, run in report["runs"].items():
+        colour = colours[run["system"]].pop(0) if colours[run["system"]] else None
+        minutes = [point["seconds"] / 60 for point in run["curve"]]
+        for panel, key in zip(panels, (LOSS, ACCURACY), strict=True):
+            panel.plot(
+                minutes,
+                [point[key] for point in run["curve"]],
+                marker="o",
+                markersize=3,
+                label=label,
+                color=colour,
+            )
+        if run["system"] == "huggingface":
+            panels[0].axhline(run["curve"][-1][LOSS], color=colour, linewidth=0.8, linestyle="--")
+        elif run.get("reached_peer_seconds"):
+            panels[0].axvline(run["reached_peer_seconds"] / 60, color=colour, linewidth=0.8, linestyle="--")
+    for panel, title in zip(panels, ("held-out MLM loss", "held-out MLM accuracy"), strict=True):
+        panel.set(xlabel="minutes of training", title=title)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.suptitle(
+        f"{report['settings']['config']}, {report['settings']['threads']} threads, {hardware.describe()}",
+        fontsize=9,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--system", choices=("ours", "hf", "both"), default="both")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="dataset folder built with --no-nsp, with a held-out split"
+    )
+    parser.add_argument("--config", default="mini", help="preset of both: the size, held-out rows and masks")
+    parser.add_argument("--minutes", type=float, default=30.0, help="training time of each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--eval-every", type=float, default=120.0, metavar="SECONDS", help="training time between evaluations"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("runs/quality/quality.json"), help="runs in it already are kept"
+    )
+    parser.add_argument("--plot", type=Path, help=".svg or .png")
+    parser.add_argument("--run", default="runs/quality", help="folder of our runs")
+    parser.add_argument("--label", default="megabert", help="name of our run in the file")
+    parser.add_argument("--ours", default="", metavar="'section.key=value …'", help="overrides of our run")
+    parser.add_argument("--hf-lr", type=float, default=5e-4)
+    parser.add_argument(
+        "--hf-batch", type=int, default=0, help="sequences; 0 takes as many as an update of ours"
+    )
+    parser.add_argument("--hf-dropout", type=float, default=0.1)
+    parser.add_argument(
+        "--tune-minutes",
+        type=float,
+        default=0.0,
+        help="tune the peer on a grid of runs this long; 0 does not",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    args.run, args.data = os.path.abspath(args.run), args.data.resolve()
+    from megabert.shards import Manifest
+
+    try:
+        manifest = Manifest.load(args.data)
+        if manifest.held_out is None:
+            raise ValueError(
+                f"{args.data}: no held-out split; build it with data_prep build --held-out SHARE"
+            )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report: Result = json.loads(args.json.read_text()) if args.json.is_file() else {}
+    report.setdefault("runs", {})
+    settings = {"config": args.config, "threads": args.threads, "dataset": manifest.fingerprint}
+    if report.setdefault("settings", settings) != settings:
+        print(f"error: {args.json} holds runs of {report['settings']}; give another --json", file=sys.stderr)
+        return 2
+    systems = {"ours": [(args.label, run_ours)], "hf": [("huggingface", run_theirs)]}
+    for label, run in systems["ours"] + systems["hf"] if args.system == "both" else systems[args.system]:
+        for result in run(args):
+            report["runs"][label] = dict(result)
+            compare(report)
+            hardware.write_json(
+                args.json, {"settings": settings, "ratio": report["ratio"], "runs": report["runs"]}
+            )
+            if args.plot:
+                plot(report, args.plot)
+            last = result["curve"][-1]
+            print(
+                f"{label}: {last['seconds'] / 60:6.1f} min  loss {last[LOSS]:.4f}  accuracy {last[ACCURACY]:.4f}",
+                flush=True,
+            )
+    print(
+        json.dumps(
+            {"ratio": report["ratio"]} | {name: run["final"] for name, run in report["runs"].items()},
+            indent=1,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
