@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -196,17 +195,11 @@ def tools() -> list[Finding]:
     """Compilers, MPI and SLURM."""
     found = []
     compiler = tool(os.environ.get("CXX", "c++" if shutil.which("c++") else "g++"), "--version")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     rows: list[tuple[str, str | None, str]] = [
         (
             "C++ compiler",
             compiler,
-            "apt-get install g++; the native library and DeepSpeed's operations are built with it",
-        ),
-        (
-            "Python.h",
-            str(header) if header.is_file() else None,
-            "apt-get install python3-dev; DeepSpeed's CPU collective needs it",
+            "apt-get install g++; the native library is built with it",
         ),
         ("nvcc", tool("nvcc", "--version"), "install the CUDA toolkit to build the CUDA operations"),
         (
