@@ -45,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
         "--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation"
     )
     p.add_argument(
-        "--max-sequences", type=int, default=d.max_sequences, help="sequences packed in a row at most"
+        "--max-sequences",
+        type=int,
+        default=d.max_sequences,
+        help="sequences packed in a row at most; 0: as few as fill rows within half a percent of the best",
     )
     p.add_argument("--rows-per-shard", type=int, default=d.rows_per_shard)
     p.add_argument(
@@ -131,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         what = "the disk is full (or a file size limit is reached)" if full else error.strerror or str(error)
-        where = error.filename or getattr(args, "output", None) or getattr(args, "folder", "")
+        where = error.filename or getattr(args, "output", "") or getattr(args, "folder", "")
         print(f"error: {os.fspath(where)}: {what}", file=sys.stderr)
     except KeyboardInterrupt:
         print("error: interrupted; nothing was left behind", file=sys.stderr)

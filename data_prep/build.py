@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,19 +115,20 @@ class Meter:
             self._bar.close()
 
     def step(self, done: Any) -> None:
-        """Callback for a result: a Done, or a tuple that ends in one."""
-        found = done[-1] if isinstance(done, tuple) else done
-        self._bar.update((found.size or 1) * self._factor)
+        """Callback for a result: counts its `size` in bytes, or one part."""
+        self._bar.update((getattr(done, "size", 0) or 1) * self._factor)
 
 
 def _sum(results: list[Done]) -> Done:
     total = Done()
     for done in results:
         total.counts.update(done.counts)
-        total.seconds.update(done.seconds)
+        for name, seconds in done.seconds.items():
+            total.seconds[name] += seconds
         total.problems.update(done.problems)
         total.units += done.units
         total.held += done.held
+        total.lengths.update(done.lengths)
         total.least_hash = min(total.least_hash, done.least_hash)
         total.peak = max(total.peak, done.peak)
     return total
@@ -175,7 +177,11 @@ def build(
         job = Job(options, str(output / TOKENIZER), str(work), int(options.held_out * (1 << 64)))
         training = -time.perf_counter()
         if tokenizer_file is None:
-            (output / TOKENIZER).write_bytes(tokenizer_training.train(tasks, job, options))
+            chosen = tokenizer_training.shares(tasks, options)
+            with meter.stage("sample", len(chosen), "part", factor):
+                samples = executor.map(partial(tokenizer_training.sample, job), chosen, meter.step)
+            (output / TOKENIZER).write_bytes(tokenizer_training.train(samples, options))
+            del samples
         else:
             shutil.copyfile(tokenizer_file, output / TOKENIZER)
         training += time.perf_counter()
@@ -191,10 +197,12 @@ def build(
             # A small corpus: hold out the one document that comes first by hash.
             for path in work.iterdir():
                 path.unlink()
-            job = Job(options, job.tokenizer, job.work, read.least_hash + 1)
+            job = replace(job, held_limit=read.least_hash + 1)
             read = read_all(job)
         if read.counts["tokens"] < options.seq_len:
             raise units.too_small(read.counts["tokens"], options.seq_len)
+        slots = options.max_sequences or shuffle.choose_slots(read.lengths, options.seq_len)
+        job = replace(job, slots=slots)
         held_entry, held_done = None, Done()
         if read.held:
             with meter.stage("held out", 1, "part"):
@@ -206,7 +214,7 @@ def build(
             )
             held_done = _sum([held_done, written[2]])
             held_manifest = _manifest(
-                options, tokenizer, "../" + TOKENIZER, tokenizer_file is None, written[:2], held_done,
+                job, tokenizer, "../" + TOKENIZER, tokenizer_file is None, written[:2], held_done,
                 read.counts["held-out bytes"], None,
             )  # fmt: skip
             shards.write_manifest(output / HELD_OUT, held_manifest)
@@ -215,7 +223,7 @@ def build(
         written = _write_rows(job, executor, meter, factor, "train", read, output, tokenizer)
         total = _sum([read, written[2]])
         manifest = _manifest(
-            options, tokenizer, TOKENIZER, tokenizer_file is None, written[:2], total,
+            job, tokenizer, TOKENIZER, tokenizer_file is None, written[:2], total,
             total.counts["bytes"], held_entry,
         )  # fmt: skip
         problem_counts = Counter(problems.counts) + total.problems
@@ -271,7 +279,7 @@ def _write_rows(
 
 
 def _manifest(
-    options: BuildOptions,
+    job: Job,
     tokenizer: Tokenizer,
     tokenizer_name: str,
     trained: bool,
@@ -280,11 +288,12 @@ def _manifest(
     text_bytes: int,
     held_out: dict[str, Any] | None,
 ) -> dict[str, Any]:
+    options = job.options
     rows, entries = written
     return {
         "schema": 1,
         "seq_len": options.seq_len,
-        "max_sequences": options.max_sequences,
+        "max_sequences": job.slots,
         "rows": rows,
         "block_rows": BLOCK_ROWS,
         "dtype": units.id_dtype(tokenizer).name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from itertools import pairwise
 
 # C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
@@ -44,7 +45,7 @@ def decode(raw: bytes) -> tuple[str, int]:
 def is_hard_wrapped(text: str) -> bool:
     """Whether single line ends only wrap: lines that another line follows are 40 to 120 characters, mostly."""
     lines = text[:100_000].split("\n")
-    followed = sorted(len(a) for a, b in zip(lines, lines[1:], strict=False) if a.strip() and b.strip())
+    followed = sorted(len(a) for a, b in pairwise(lines) if a.strip() and b.strip())
     if not followed:
         return False
     return followed[len(followed) // 2] >= 40 and followed[len(followed) * 19 // 20] <= 120

@@ -16,7 +16,9 @@ class BuildOptions:
     """Options of `data_prep build` but its inputs, output and number of workers."""
 
     seq_len: int = 128  # tokens a row
-    max_sequences: int = 8  # sequences packed in a row
+    max_sequences: int = (
+        0  # sequences packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
+    )
     nsp: bool = True  # sentence pairs; without, full sentences
     short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
     held_out: float = 0.01  # of documents, by a hash of their text
@@ -33,7 +35,7 @@ class BuildOptions:
         """Raises BadInput naming the option that is out of range."""
         for name, low, high in (
             ("seq_len", 8, 8192),
-            ("max_sequences", 1, 64),
+            ("max_sequences", 0, 64),
             ("short_share", 0, 1),
             ("held_out", 0, 0.5),
             ("seed", 0, 2**32 - 1),

@@ -94,7 +94,7 @@ class Ranks:
         """As Local.map, but `done` sees the results of rank 0 alone. Raises the error of the first failing item."""
         self._comm.bcast((function, items), root=0)
         shares = self._comm.gather(self._share(function, items, done), root=0)
-        merged = sorted((entry for share in shares for entry in share), key=lambda entry: entry[0])
+        merged = sorted((entry for share in shares or () for entry in share), key=lambda entry: entry[0])
         for _, result in merged:
             if isinstance(result, Exception):
                 raise result
@@ -103,7 +103,8 @@ class Ranks:
     def serve(self) -> None:
         """Work for rank 0 until it closes."""
         while (call := self._comm.bcast(None, root=0)) is not None:
-            self._comm.gather(self._share(*call, lambda _: None), root=0)
+            function, items = call
+            self._comm.gather(self._share(function, items, lambda _: None), root=0)
 
     def close(self) -> None:
         if self.is_root:

@@ -10,18 +10,101 @@ CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
 TERMINALS = ".!?\u2026\u3002\uff01\uff1f\u0964\u061f"
 # Words that end in a full stop and do not end a sentence, lower-cased, without the full stop.
 ABBREVIATIONS = frozenset(
-    "mr mrs ms mx dr prof rev hon st sr jr capt col gen lt sgt cpl maj adm cmdr gov sen rep pres supt messrs mme mlle "
-    "vs v cf viz ca c approx al etc eg ie fig figs eq vol vols ed eds trans pp p art sec ch chap op inc ltd co corp "
-    "bros dept est univ assn jan feb mar apr jun jul aug sep sept oct nov dec mt ft no nos nr b d r fl".split()
+    [
+        "mr",
+        "mrs",
+        "ms",
+        "mx",
+        "dr",
+        "prof",
+        "rev",
+        "hon",
+        "st",
+        "sr",
+        "jr",
+        "capt",
+        "col",
+        "gen",
+        "lt",
+        "sgt",
+        "cpl",
+        "maj",
+        "adm",
+        "cmdr",
+        "gov",
+        "sen",
+        "rep",
+        "pres",
+        "supt",
+        "messrs",
+        "mme",
+        "mlle",
+        "vs",
+        "v",
+        "cf",
+        "viz",
+        "ca",
+        "c",
+        "approx",
+        "al",
+        "etc",
+        "eg",
+        "ie",
+        "fig",
+        "figs",
+        "eq",
+        "vol",
+        "vols",
+        "ed",
+        "eds",
+        "trans",
+        "pp",
+        "p",
+        "art",
+        "sec",
+        "ch",
+        "chap",
+        "op",
+        "inc",
+        "ltd",
+        "co",
+        "corp",
+        "bros",
+        "dept",
+        "est",
+        "univ",
+        "assn",
+        "jan",
+        "feb",
+        "mar",
+        "apr",
+        "jun",
+        "jul",
+        "aug",
+        "sep",
+        "sept",
+        "oct",
+        "nov",
+        "dec",
+        "mt",
+        "ft",
+        "no",
+        "nos",
+        "nr",
+        "b",
+        "d",
+        "r",
+        "fl",
+    ]
 )
 # These end sentences often when another capital follows; they stay together with a following number only by case.
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
-_LAST = frozenset(TERMINALS + CLOSERS)
+LAST = frozenset(TERMINALS + CLOSERS)
 
 
 def can_end(word: str) -> bool:
     """Whether a sentence may end after `word`: a terminal mark, closers aside, and no abbreviation."""
-    if not word or word[-1] not in _LAST:
+    if not word or word[-1] not in LAST:
         return False
     bare = word.rstrip(CLOSERS)
     if not bare or bare[-1] not in TERMINALS:

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from data_prep import formats, pydoc_source, streams
 from data_prep.problems import BadInput, Problems
@@ -117,7 +117,7 @@ def _cut(path: str, options: ReadOptions, problems: Problems) -> list[Piece]:
         problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
         return []
     size = status.st_size
-    stem, suffix = os.path.splitext(path)
+    suffix = os.path.splitext(path)[1]
     compression = streams.compression_of(head)
     named = streams.SUFFIXES.get(suffix)
     if named and compression != named:
@@ -131,7 +131,7 @@ def _cut(path: str, options: ReadOptions, problems: Problems) -> list[Piece]:
     if size <= RANGE_BYTES * 3 // 2 or (format_ == "text" and _documents(options, size, "") == "file"):
         return [Piece(path, "", format_, size=size)]
     edges = [*range(0, size - RANGE_BYTES // 2, RANGE_BYTES), size]
-    return [Piece(path, "", format_, a, b, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [Piece(path, "", format_, a, b, b - a) for a, b in pairwise(edges)]
 
 
 def _format(path: str, head: bytes, options: ReadOptions, problems: Problems) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from itertools import chain
 
 import sentencepiece
 
@@ -23,45 +23,41 @@ THREADS = 2
 MAX_SENTENCE = 4096  # characters; longer ones are cut
 
 
-def sample(tasks: list[Task], job: Job, problems: Problems) -> Iterator[str]:
-    """Sentences of up to `sample_megabytes` of documents that are not held out."""
-    budget = job.options.sample_megabytes * 1_000_000
+def shares(tasks: list[Task], options: BuildOptions) -> list[tuple[Task, int]]:
+    """The tasks to sample, at even distances, and the bytes of text to take from each."""
     count = min(len(tasks), SAMPLED_TASKS)
-    for i in range(count):
-        share, taken = budget // (count - i), 0
-        for paragraphs, hash_, size in texts(tasks[i * len(tasks) // count], job, Done(), problems):
-            if hash_ < job.held_limit:
-                continue
-            for paragraph in paragraphs:
-                for sentence in sentences.split(paragraph):
-                    yield " ".join(clean.clean_word(word) for word in sentence[:MAX_SENTENCE].split(" "))
-                    taken += len(sentence)
-                if taken >= share:
-                    break
-            if taken >= share:
-                break
-        budget -= taken
+    size = options.sample_megabytes * 1_000_000 // count
+    return [(tasks[i * len(tasks) // count], size) for i in range(count)]
 
 
-def train(tasks: list[Task], job: Job, options: BuildOptions) -> bytes:
+def sample(job: Job, share: tuple[Task, int]) -> tuple[str, ...]:
+    """Sentences from the opening of one task, held-out documents left out."""
+    task, size = share
+    found: list[str] = []
+    # What is wrong with the input is counted by the build itself, so that it is counted once.
+    for paragraphs, hash_, _ in texts(task, job, Done(), Problems(job.options.on_bad)):
+        if hash_ < job.held_limit:
+            continue
+        for paragraph in paragraphs:
+            for sentence in sentences.split(paragraph):
+                found.append(" ".join(clean.clean_word(word) for word in sentence[:MAX_SENTENCE].split(" ")))
+                size -= len(sentence)
+            if size <= 0:
+                return tuple(found)
+    return tuple(found)
+
+
+def train(samples: list[tuple[str, ...]], options: BuildOptions) -> bytes:
     """Bytes of a SentencePiece model with the five special pieces at ids 0 to 4.
 
     Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works.
     """
     model = io.BytesIO()
-    # What is wrong with the input is reported by the build itself, under its policy.
-    found = sample(tasks, job, Problems(options.on_bad))
-    first = next(found, None)
-    if first is None:
+    if not any(samples):
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
-
-    def all_sentences() -> Iterator[str]:
-        yield first
-        yield from found
-
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=all_sentences(),
+            sentence_iterator=chain.from_iterable(samples),
             model_writer=model,
             vocab_size=options.vocab_size,
             model_type=options.model_type,

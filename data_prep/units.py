@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,11 @@ class Job:
     tokenizer: str
     work: str
     held_limit: int  # documents whose 64-bit hash is below are held out
+    slots: int = 0  # sequences a row at most, once that is known
+
+
+def _zeros() -> dict[str, float]:
+    return defaultdict(float)
 
 
 @dataclass
@@ -48,10 +53,11 @@ class Done:
     """What one item of work reports. `units` and `held` list (file stem, sequences or documents, tokens)."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=_zeros)
     problems: Counter[str] = field(default_factory=Counter)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     held: list[tuple[str, int, int]] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)  # of sequences, in tokens
     least_hash: int = 1 << 64
     size: int = 0  # input bytes on disk
     peak: int = 0  # bytes, of the process that did it
@@ -162,10 +168,10 @@ def process_task(job: Job, task: Task) -> Done:
     return done
 
 
-def _write(path: str, *arrays: np.ndarray) -> None:
+def write_arrays(path: str, *arrays: np.ndarray) -> None:
     with open(path, "wb") as file:
         for array in arrays:
-            file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+            file.write(np.ascontiguousarray(array).data.cast("B"))
 
 
 def _spool(job: Job, name: str, encoded: Encoded, done: Done) -> None:
@@ -174,7 +180,7 @@ def _spool(job: Job, name: str, encoded: Encoded, done: Done) -> None:
         ("sentences", encoded.sentence_lengths),
         ("documents", encoded.document_sizes),
     ):
-        _write(os.path.join(job.work, f"{name}.{suffix}"), array)
+        write_arrays(os.path.join(job.work, f"{name}.{suffix}"), array)
     done.held.append((name, len(encoded.document_sizes), len(encoded.tokens)))
 
 
@@ -199,10 +205,12 @@ def write_unit(
     meta["start"], meta["length"], meta["first"] = np.cumsum(lengths) - lengths, lengths, first
     done.seconds["pairs"] += clock() - before
     before = clock()
-    _write(os.path.join(job.work, f"{name}.meta"), meta)
-    _write(os.path.join(job.work, f"{name}.ids"), flat)
+    write_arrays(os.path.join(job.work, f"{name}.meta"), meta)
+    write_arrays(os.path.join(job.work, f"{name}.ids"), flat)
     done.seconds["spool"] += clock() - before
     done.units.append((name, len(meta), len(flat)))
+    counts = np.bincount(lengths)
+    done.lengths.update({int(n): int(counts[n]) for n in np.flatnonzero(counts)})
     done.counts["sentences"] += len(encoded.sentence_lengths)
     done.counts["corpus tokens"] += len(encoded.tokens)
     done.counts["sequences"] += len(meta)

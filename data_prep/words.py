@@ -9,6 +9,7 @@ the cache never change what comes out. Legend: w words, t tokens, s sentences, d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,8 @@ class WordEncoder:
         if not new:
             return
         self._numbers.new = []
-        encoded = self.processor.encode([clean.clean_word(w[:MAX_WORD]) for w in new], num_threads=1)
+        plain = [w if w.isascii() and "&" not in w else clean.clean_word(w[:MAX_WORD]) for w in new]
+        encoded = self.processor.encode([w[:MAX_WORD] for w in plain], num_threads=1)
         for i, word in enumerate(new):
             if len(word) > MAX_WORD:
                 pieces = [clean.clean_word(word[k : k + MAX_WORD]) for k in range(0, len(word), MAX_WORD)]
@@ -145,12 +147,13 @@ class WordEncoder:
         while self._used + total > len(self._flat):
             self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
         self._flat[self._used : self._used + total] = np.fromiter(
-            (token for word in encoded for token in word), self.dtype, total
+            chain.from_iterable(encoded), self.dtype, total
         )
         self._start[first:last] = self._used + np.cumsum(lengths) - lengths
         self._length[first:last] = lengths
-        self._ends[first:last] = [sentences.can_end(w) for w in new]
-        self._starts[first:last] = [sentences.can_start(w) for w in new]
+        marks = sentences.LAST
+        self._ends[first:last] = [w[-1] in marks and sentences.can_end(w) for w in new]
+        self._starts[first:last] = [not w[0].islower() and sentences.can_start(w) for w in new]
         self._known, self._used = last, self._used + total
         self._characters += sum(map(len, new))
 
