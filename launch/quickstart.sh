@@ -61,9 +61,9 @@ lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().sp
 start = next(line for line in lines if line["step"] == 0 and "eval/mlm_loss" in line)
 rows = [start, *(json.loads((out / name).read_text()) for name in ("half.json", "end.json"))]
 keys = [k for k in ("eval/mlm_loss", "eval/mlm_accuracy", "eval/perplexity", "eval/nsp_accuracy") if k in start]
-print(f"{'':24}" + "".join(f"{k.removeprefix('eval/'):>16}" for k in keys))
+print(f"{'':30}" + "".join(f"{k.removeprefix('eval/'):>16}" for k in keys))
 for name, row in zip(("untrained", "stopped", "resumed and finished"), rows, strict=True):
-    print(f"{name + ', step ' + str(row['step']):24.24}" + "".join(f"{row[k]:16.4f}" for k in keys))
+    print(f"{name + ', step ' + str(row['step']):30}" + "".join(f"{row[k]:16.4f}" for k in keys))
 if rows[-1]["eval/mlm_loss"] >= start["eval/mlm_loss"]:
     sys.exit("error: the held-out loss did not fall")
 PYTHON
