@@ -1,0 +1,258 @@
+"""Rows a second on one core: our loader whole, against a collator alone and against reading one row a sample.
+
+    python benchmarks/bench_data.py [--json FILE] [--rows N] [--data DIR]
+
+Ours is everything: order, read, checksum, masking and batches ready for the model, in one process. The peers do less and
+are given the better start: Hugging Face's collator gets its rows in memory as the lists that a `datasets` loader hands
+it, with special-token masks made beforehand; webdataset reads and decodes one `.npy` a row and masks nothing. All run in
+one process, in turn, for several rounds; p20, p50 and p80 over the rounds are shown and ratios are of p50.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hardware
+import numpy as np
+import torch
+
+from megabert.data import Loader
+from megabert.masking import Masking, Vocabulary
+from megabert.shards import Dataset, write_manifest, write_shard
+from megabert.tokenizer import Tokenizer
+
+VOCAB, SLOTS, BLOCK_ROWS = 30_000, 8, 256
+SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+MICRO, ROUNDS, SECONDS = 32, 7, 0.25
+
+
+def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabulary]:
+    """Rows of one pair (60%) or two (40%), full but for a token, in four shards; 70% of the tokens start a word."""
+    rng = np.random.default_rng(0)
+    row = np.arange(rows)
+    ids = rng.integers(len(SPECIAL), VOCAB, (rows, seq_len)).astype(np.uint16)
+    bounds = np.zeros((rows, SLOTS, 2), np.uint16)
+    isnext = np.full((rows, SLOTS), -1, np.int8)
+    two = rng.random(rows) < 0.4
+    first = np.where(
+        two, rng.integers(seq_len // 4, seq_len * 3 // 4, rows), seq_len - rng.integers(0, 2, rows)
+    )
+    second = np.where(two, seq_len - first, 0)
+    ids[np.arange(seq_len) >= (first + second)[:, None]] = SPECIAL["pad"]
+    for slot, length, start, here in ((0, first, 0 * first, row), (1, second, first, np.flatnonzero(two))):
+        a = length[here] // 2
+        ids[here, start[here]] = SPECIAL["cls"]
+        ids[here, start[here] + a - 1] = ids[here, start[here] + length[here] - 1] = SPECIAL["sep"]
+        bounds[here, slot] = np.stack([length[here], a], axis=1)
+        isnext[here, slot] = rng.integers(0, 2, len(here))
+    per_shard = max(BLOCK_ROWS, rows // 4 // BLOCK_ROWS * BLOCK_ROWS)
+    shards = [
+        write_shard(
+            folder / f"shard-{i // per_shard:06d}.tar",
+            i // BLOCK_ROWS,
+            *(array[i : i + per_shard] for array in (ids, bounds, isnext)),
+            block_rows=BLOCK_ROWS,
+        )
+        for i in range(0, rows, per_shard)
+    ]
+    tokenizer = {"kind": "sentencepiece", "file": "none.model", "sha256": "0" * 64, "vocab_size": VOCAB}
+    manifest = {
+        "schema": 1,
+        "seq_len": seq_len,
+        "max_sequences": SLOTS,
+        "rows": rows,
+        "block_rows": BLOCK_ROWS,
+    }
+    manifest |= {"dtype": "uint16", "tokenizer": tokenizer | {"special_ids": SPECIAL}, "shards": shards}
+    write_manifest(folder, manifest | {"statistics": {}, "options": {}, "held_out": None})
+    starts = rng.random(VOCAB) < 0.7
+    starts[: len(SPECIAL)] = False
+    return Dataset(folder), Vocabulary(VOCAB, SPECIAL["mask"], SPECIAL.values(), starts)
+
+
+def ours(dataset: Dataset, vocabulary: Vocabulary, strategy: str, global_batch: int) -> Callable[[], int]:
+    loader = Loader(
+        dataset,
+        vocabulary,
+        global_batch=global_batch,
+        micro_batch=min(MICRO, global_batch),
+        seed=1,
+        masking=Masking(strategy),
+    )
+
+    def step() -> int:
+        next(loader)
+        return global_batch
+
+    return step
+
+
+def hugging_face(dataset: Dataset, rows: int) -> Callable[[], int]:
+    """`DataCollatorForLanguageModeling` on batches of 32 rows that are in memory already."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    size = dataset.manifest.vocab_size
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, size))]
+    words = Fast(WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **dict(zip(roles, names, strict=False)))
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    ids = dataset.read(np.arange(min(rows, dataset.rows))).ids
+    features = [
+        {"input_ids": row, "special_tokens_mask": special}
+        for row, special in zip(ids.tolist(), (ids < 5).astype(int).tolist(), strict=True)
+    ]
+    batches = [features[i : i + MICRO] for i in range(0, len(features) - MICRO + 1, MICRO)]
+    return cycle(batches, lambda batch: len(collator(batch)["input_ids"]))
+
+
+def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Callable[[], int]:
+    """Stock webdataset over a tar with one `.npy` of ids a row."""
+    import webdataset
+
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for i, row in enumerate(dataset.read(np.arange(min(rows, dataset.rows))).ids):
+            data = io.BytesIO()
+            np.save(data, row)
+            info = tarfile.TarInfo(f"{i:09d}.ids.npy")
+            info.size = data.tell()
+            data.seek(0)
+            tar.addfile(info, data)
+
+    def samples() -> Iterator[Any]:
+        while True:
+            yield from webdataset.WebDataset(str(path), shardshuffle=False).decode()
+
+    found = samples()
+
+    def step() -> int:
+        for _ in range(MICRO):
+            next(found)["ids.npy"]
+        return MICRO
+
+    return step
+
+
+def cycle(batches: list[Any], work: Callable[[Any], int]) -> Callable[[], int]:
+    position = 0
+
+    def step() -> int:
+        nonlocal position
+        position += 1
+        return work(batches[position % len(batches)])
+
+    return step
+
+
+def rows_per_second(step: Callable[[], int]) -> float:
+    rows, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < SECONDS:
+        rows += step()
+    return rows / passed
+
+
+def measure(
+    dataset: Dataset, vocabulary: Vocabulary, rows: int, global_batch: int, scratch: Path
+) -> dict[str, Any]:
+    cases = {
+        f"ours, {name}, updates of {size} rows": ours(dataset, vocabulary, name, size)
+        for name, size in (
+            ("token", global_batch),
+            ("token", 256),
+            ("word", global_batch),
+            ("span", global_batch),
+        )
+    }
+    main = next(iter(cases))
+    peers = {
+        "HF DataCollatorForLanguageModeling, collating only": hugging_face(dataset, rows),
+        "webdataset, one row a sample, reading only": one_row_a_sample(dataset, rows, scratch / "rows.tar"),
+    }
+    found: dict[str, list[float]] = {name: [] for name in (*cases, *peers)}
+    for case in (cases | peers).values():
+        case()  # maps, caches, first imports
+    for _ in range(ROUNDS):
+        for name, step in (cases | peers).items():
+            found[name].append(rows_per_second(step))
+    quantiles = {
+        name: statistics.quantiles(values, n=10, method="inclusive") for name, values in found.items()
+    }
+    shown = {name: {"p20": q[1], "p50": q[4], "p80": q[7]} for name, q in quantiles.items()}
+    comparisons = [
+        {"ours": mine, "peer": peer, "ratio": shown[mine]["p50"] / shown[peer]["p50"]}
+        for mine in cases
+        for peer in peers
+    ]
+    return {
+        "seq_len": dataset.manifest.seq_len,
+        "main": main,
+        "rows_per_sec": shown,
+        "comparisons": comparisons,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"\nrows of {result['seq_len']} tokens; rows/s on one core")
+    for name, q in result["rows_per_sec"].items():
+        print(f"  {name:<52} p20 {q['p20']:>9,.0f}   p50 {q['p50']:>9,.0f}   p80 {q['p80']:>9,.0f}")
+    for c in result["comparisons"]:
+        if c["ours"] == result["main"]:
+            print(f"  ratio {c['ratio']:>8.1f}   {c['ours']}  over  {c['peer']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens"
+    )
+    parser.add_argument("--data", metavar="DIR", help="measure this dataset in place of synthetic ones")
+    parser.add_argument("--global-batch", type=int, default=2048, help="rows of an update")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="bench_data_"))
+    results = []
+    try:
+        print(hardware.describe())
+        if args.data:
+            dataset = Dataset(args.data)
+            t = Tokenizer.load(dataset.tokenizer_path)
+            pairs = [(dataset, Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.word_start))]
+        else:
+            pairs = []
+            for seq_len in (128, 512):
+                (folder := scratch / str(seq_len)).mkdir()
+                pairs.append(synthetic(folder, max(1024, args.rows * 128 // seq_len), seq_len))
+        for dataset, vocabulary in pairs:
+            results.append(measure(dataset, vocabulary, 4096, args.global_batch, scratch))
+            show(results[-1])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(scratch)
+    if args.json:
+        hardware.write_json(
+            args.json, {"benchmark": "data", "unit": "rows/s on one core", "results": results}
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
