@@ -13,19 +13,17 @@ import io
 import json
 import logging
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert import optim
+from megabert import optim, rng
 from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
 from megabert.partition import find_shards
@@ -223,7 +221,7 @@ class Engine:
             if self.world.is_main:
                 (folder / script).unlink(missing_ok=True)  # DeepSpeed's copies of its own tools
         random_state = folder / f"random-{self.world.rank:05d}.json"
-        random_state.write_text(json.dumps(_random_state(self.world.device)))
+        random_state.write_text(json.dumps(rng.state(self.world.device)))
         return [*self._written, random_state]
 
     def load(self, folder: Path) -> None:
@@ -235,7 +233,7 @@ class Engine:
         if path is None:
             raise ValueError(f"{folder}: no DeepSpeed state in it")
         state = json.loads((folder / f"random-{self.world.rank:05d}.json").read_text())
-        _restore_random_state(state, self.world.device)
+        rng.restore(state, self.world.device)
 
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
@@ -283,9 +281,9 @@ class Engine:
         writer = self._deepspeed.checkpoint_engine
         write = writer.save
 
-        def save(state: Any, path: str) -> None:
+        def save(state_dict: Any, path: str) -> None:  # DeepSpeed passes both by name or by position
             try:
-                write(state, path)
+                write(state_dict, path)
                 self._written.append(Path(path))
             except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
                 self._failure = error
@@ -327,29 +325,3 @@ def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
 def _stack(output: Any) -> Tensor:
     values = (output.mlm_loss_sum, output.nsp_loss_sum, output.mlm_correct, output.nsp_correct)
     return torch.stack([value.double() for value in values])
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    state = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-        "python": [version, list(internal), gauss_next],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-    return state
-
-
-def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    def tensor(text: str) -> Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    torch.set_rng_state(tensor(state["torch"]))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(tensor(state["cuda"]), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import time
@@ -17,7 +18,7 @@ from megabert.distributed import free_port
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Results of `function(world, *args)` on every rank, in rank order. `function` is a module's top-level one.
 
-    A rank killed by a signal gives the signal's negative number as its result; others are then killed too.
+    When a rank is killed by a signal, every result is that signal's negative number; the others are killed too.
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -37,13 +38,15 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
             try:
                 rank, good, value = results.get(timeout=0.2)
             except queue.Empty:
-                dead = [(r, w.exitcode) for r, w in enumerate(workers) if w.exitcode and r not in found]
-                if dead:
-                    return [dead[0][1]] * size
+                if killed := _signals(workers):
+                    return [killed[0]] * size
                 continue
             if not good:
+                time.sleep(0.5)  # the failure may be that of a rank whose peer was killed
+                if killed := _signals(workers):
+                    return [killed[0]] * size
                 raise AssertionError(f"rank {rank} of {size} failed:\n{value}")
-            found[rank] = value
+            found[rank] = pickle.loads(value)
     finally:
         for worker in workers:
             worker.join(timeout=5 if len(found) == size else 0)
@@ -51,6 +54,10 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
                 os.kill(worker.pid, signal.SIGKILL)
                 worker.join()
     return [found[rank] for rank in range(size)]
+
+
+def _signals(workers: list[Any]) -> list[int]:
+    return [worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
 
 
 def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: Any) -> None:
@@ -70,7 +77,8 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
 
         torch.set_num_threads(1)
         world = distributed.init(distributed.discover())
-        results.put((rank, True, function(world, *args)))
+        # bytes: a tensor sent as itself is a file descriptor of a process that may be gone when it is read
+        results.put((rank, True, pickle.dumps(function(world, *args))))
         world.barrier()
         distributed.shutdown()
     except BaseException:

@@ -1,0 +1,26 @@
+"""What cannot run here is skipped by name; test helpers are importable in spawned ranks too."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device on this machine",
+        "slurm": None if shutil.which("sbatch") else "no SLURM on this machine (sbatch not found)",
+    }
+    for item in items:
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
