@@ -1,0 +1,153 @@
+"""`train.py` as its users run it: launched, stopped, resumed, misused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.integration.conftest import command, metrics
+
+SMALL = (
+    *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
+    *(
+        "optimizer.lr=2e-3",
+        "schedule.total_steps=16",
+        "schedule.warmup_steps=4",
+        "log.interval=1",
+        "eval.interval=0",
+    ),
+    *("checkpoint.interval=6", "eval.rows=64", "data.workers=1", "peak_tflops=1.0"),
+)
+
+
+def train(data, run, *extra, ranks=0, **kwargs):
+    return command(
+        *("megabert/train.py", "--config", "tiny", "--data", data, "--run", run),
+        *SMALL,
+        *extra,
+        ranks=ranks,
+        **kwargs,
+    )
+
+
+@pytest.mark.dist
+def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    done = train(dataset, straight, "zero.stage=2", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stop in (("--stop-after", 7), ()):
+        done = train(dataset, broken, "zero.stage=2", *stop, ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming from" in done.stdout and "at step 7" in done.stdout
+
+    whole, parts = metrics(straight), metrics(broken)
+    losses = {m["step"]: m["train/loss"] for m in whole if "train/loss" in m}
+    assert list(losses) == list(range(1, 17))
+    assert losses[16] < losses[1] - 0.5
+    assert {m["step"]: m["train/loss"] for m in parts if "train/loss" in m} == losses
+    final = [m for m in parts if "eval/mlm_loss" in m]
+    assert [m["step"] for m in final] == [0, 16]
+    assert final[1]["eval/mlm_loss"] < final[0]["eval/mlm_loss"] - 0.5
+
+    for line in whole:
+        if "train/loss" in line:
+            assert {
+                "train/mlm_accuracy",
+                "train/lr",
+                "perf/tokens_per_sec",
+                "perf/mfu",
+                "train/grad_norm",
+            } <= set(line)
+    assert list((straight / "tensorboard").glob("events*"))
+
+    done = command("-m", "megabert.evaluate", "--run", broken, "--data", dataset, "--rows", 64)
+    assert done.returncode == 0, done.stderr
+    alone = json.loads(done.stdout)
+    assert alone["step"] == 16
+    assert alone["eval/mlm_loss"] == pytest.approx(final[1]["eval/mlm_loss"], rel=2e-3)
+
+
+def test_the_script_and_a_lone_rank_and_init_from(dataset, tmp_path):
+    first = tmp_path / "first"
+    done = train(dataset, first, "schedule.total_steps=4", "schedule.warmup_steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    second = tmp_path / "second"
+    done = train(
+        dataset,
+        second,
+        f"init_from={first}",
+        "schedule.total_steps=1",
+        "schedule.warmup_steps=0",
+        "optimizer.name=lamb",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting from the weights of" in done.stdout
+    before = [m for m in metrics(first) if "eval/mlm_loss" in m][-1]["eval/mlm_loss"]
+    after = next(m for m in metrics(second) if "eval/mlm_loss" in m)["eval/mlm_loss"]
+    assert after == pytest.approx(before, rel=2e-3)
+
+    done = train(dataset, first, "schedule.total_steps=5", "batch.global_size=64")
+    assert done.returncode == 2
+    assert "batch.global_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def damaged(dataset, tmp_path, change):
+    copy = tmp_path / "damaged"
+    shutil.copytree(dataset, copy)
+    change(copy)
+    return copy
+
+
+def flip_payload(folder):
+    shard = sorted(folder.glob("shard-*.tar"))[0]
+    data = bytearray(shard.read_bytes())
+    for at in range(2000, len(data), 4000):
+        data[at] ^= 4
+    shard.write_bytes(data)
+
+
+MISTAKES = {
+    "unknown key": ((), ("modle.layers=2",), "unknown config key modle; did you mean model?"),
+    "batch does not divide": ((), ("batch.global_size=33",), "batch.global_size=33 is not a multiple"),
+    "missing data": ((lambda f: shutil.rmtree(f),), (), "manifest.json"),
+    "missing shard": ((lambda f: sorted(f.glob("shard-*.tar"))[0].unlink(),), (), "shard-000000.tar"),
+    "damaged shard": ((flip_payload,), (), "shard-000000.tar"),
+    "wrong tokenizer": ((lambda f: (f / "tokenizer.model").write_bytes(b"nonsense"),), (), "tokenizer.model"),
+    "damaged manifest": ((lambda f: (f / "manifest.json").write_text("{"),), (), "manifest.json"),
+    "deepspeed file": ((), ("--deepspeed_config", "missing.json"), "missing.json"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_clear_line(name, dataset, tmp_path):
+    changes, extra, message = MISTAKES[name]
+    data = damaged(dataset, tmp_path, changes[0]) if changes else dataset
+    done = train(data, tmp_path / "run", *extra)
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and message in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_large_takes_three_real_steps_under_zero_2(dataset, tmp_path):
+    done = command(
+        *("megabert/train.py", "--config", "large_phase1", "--data", dataset, "--run", tmp_path / "large"),
+        *(
+            "batch.global_size=8",
+            "batch.micro_size=4",
+            "zero.stage=2",
+            "optimizer.name=adamw",
+            "optimizer.lr=1e-4",
+        ),
+        *("schedule.total_steps=3", "schedule.warmup_steps=0", "schedule.name=constant", "log.interval=1"),
+        *("eval.rows=16", "data.workers=0"),
+        ranks=2,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [m["train/loss"] for m in metrics(tmp_path / "large") if "train/loss" in m]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] - 0.2, losses
