@@ -5,7 +5,7 @@ SHELL := bash
 VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH")
 PYTEST_ARGS ?=
-export CORPUS
+export CORPUS ONLY
 
 .PHONY: help venv quickstart test lint soak bench clean
 

@@ -204,7 +204,7 @@ def tools() -> list[Finding]:
         ("nvcc", tool("nvcc", "--version"), "install the CUDA toolkit to build the CUDA operations"),
         (
             "numactl",
-            tool("numactl", "--version"),
+            tool("numactl", "--hardware"),
             "apt-get install numactl for deepspeed --bind_cores_to_rank",
         ),
         (

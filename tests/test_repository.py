@@ -37,7 +37,9 @@ def tracked(*patterns: str) -> list[Path]:
             ["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
         return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-    return [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file()]
+    made = re.compile(r"^(\.(?!ci/|gitignore)|build/|dist/|runs/|data/)|__pycache__|\.egg-info|\.so$")
+    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file())
+    return [path for path in found if not made.search(path.relative_to(ROOT).as_posix())]
 
 
 def scripts() -> list[Path]:
