@@ -265,7 +265,7 @@ def _write_rows(
 ) -> tuple[int, list[dict[str, Any]], Done]:
     """Shuffle, pack and write all units of `source`. Returns (rows, shard entries, what it took)."""
     dtype = units.id_dtype(tokenizer).name
-    parts = shuffle.buckets(kind, source.units, dtype)
+    parts = shuffle.buckets(kind, source.units, dtype, job.options.rows_per_shard * job.options.seq_len)
     with meter.stage("shuffle", len(parts), "bucket", factor):
         packed = executor.map(partial(shuffle.process_bucket, job), parts, meter.step)
     for name, _, _ in source.units:

@@ -59,26 +59,38 @@ def detect(path: str, suffix: str, head: bytes, text_field: str) -> str:
     )
 
 
-def line_runs(chunks: Iterator[bytes], base: int, path: str, problems: Problems) -> Iterator[Document]:
-    """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte."""
-    buffer, offset, dropping = b"", base, False
+def line_runs(
+    chunks: Iterator[bytes], base: int, path: str, problems: Problems, start: int = 0, end: int | None = None
+) -> Iterator[Document]:
+    """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte.
+
+    A line longer than MAX_LINE is bad where it begins in [start, end) and left to that range where it does not.
+    """
+    parts: list[bytes] = []  # of a line whose end has not come yet
+    size, offset, dropping = 0, base, False
     for chunk in chunks:
         if dropping:
-            end = chunk.find(b"\n") + 1
-            if not end:
+            line_end = chunk.find(b"\n") + 1
+            if not line_end:
                 offset += len(chunk)
+                if end is not None and offset >= end:
+                    return
                 continue
-            chunk, offset, dropping = chunk[end:], offset + end, False
-        buffer = buffer + chunk if buffer else chunk
-        cut = buffer.rfind(b"\n") + 1
+            chunk, offset, dropping = chunk[line_end:], offset + line_end, False
+        cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield offset, buffer[:cut]
-            buffer, offset = buffer[cut:], offset + cut
-        if len(buffer) > MAX_LINE:
-            problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE >> 20} MiB")
-            buffer, offset, dropping = b"", offset + len(buffer), True
-    if buffer:
-        yield offset, buffer
+            run = b"".join([*parts, chunk[:cut]])
+            yield offset, run
+            offset += len(run)
+            parts, size = [], 0
+        parts.append(chunk[cut:])
+        size += len(chunk) - cut
+        if size > MAX_LINE:
+            if offset >= start and (end is None or offset < end):
+                problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE >> 20} MiB")
+            parts, size, offset, dropping = [], 0, offset + size, True
+    if size:
+        yield offset, b"".join(parts)
 
 
 def split_lines(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
@@ -92,7 +104,7 @@ def split_lines(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
 
 
 def split_wiki(runs: Iterator[Document], path: str, problems: Problems) -> Iterator[Document]:
-    """Bodies of `<doc …>` elements, the tag line left out; text outside of them is ignored."""
+    """`<doc …>` elements without their end tag; text outside of them is ignored."""
     buffer, base = b"", 0
     for offset, run in runs:
         if buffer and base + len(buffer) != offset:  # a long line was dropped between
@@ -104,9 +116,7 @@ def split_wiki(runs: Iterator[Document], path: str, problems: Problems) -> Itera
         while (end := buffer.find(b"</doc>", at)) >= 0:
             start = buffer.rfind(b"<doc ", at, end)
             if start >= 0:
-                line_end = buffer.find(b"\n", start, end)
-                body = buffer.rfind(b">", start, end if line_end < 0 else line_end) + 1
-                yield base + start, buffer[max(body, start) : end]
+                yield base + start, buffer[start:end]
             at = end + 6
         buffer, base = buffer[at:], base + at
         if len(buffer) > MAX_DOCUMENT:
@@ -115,6 +125,13 @@ def split_wiki(runs: Iterator[Document], path: str, problems: Problems) -> Itera
             buffer = b""
     if (start := buffer.find(b"<doc ")) >= 0:
         problems.bad(path, base + start, "unclosed document", "a <doc> without </doc> at the file's end")
+
+
+def wiki_body(element: bytes, keep_title: bool) -> bytes:
+    """The end of a `<doc …>` element that follows the tag and, unless it is kept, the title line."""
+    line_end = element.find(b"\n")
+    body = element[element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1 :]
+    return body if keep_title else body.lstrip(b"\r\n").partition(b"\n")[2]
 
 
 def split_blank(runs: Iterator[Document], synced: bool, path: str, problems: Problems) -> Iterator[Document]:

@@ -93,20 +93,26 @@ def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> Non
     spans += np.stack([front_a, front_a - cut_a, front_b, front_b - cut_b], axis=1)
 
 
-def full_sentences(encoded: Encoded, capacity: int) -> Ranges:
+def full_sentences(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> Ranges:
     """Runs of whole sentences inside documents, as many as fit in `capacity` tokens; nothing is dropped.
 
-    A sentence longer than the capacity is cut (RoBERTa's doc-sentences, Liu et al. 2019).
+    A share of them stops at a shorter, uniform length, as pairs do: they fill the rows that longer ones leave open.
+    A sentence longer than the target is cut (otherwise RoBERTa's doc-sentences, Liu et al. 2019).
     """
     edges = _document_edges(encoded, halve=False)
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
     rows: list[tuple[int, int, int, int]] = []
+    draws: list[list[float]] = []
     for d in range(len(edges) - 1):
         position, end = at[edges[d]], at[edges[d + 1]]
         while position < end:
-            stop = at[bisect_right(at, position + capacity, edges[d], edges[d + 1] + 1) - 1]
+            if not draws:
+                draws = rng.random((_DRAWS, 2)).tolist()
+            short, target_draw = draws.pop()
+            target = capacity if short >= short_share else 2 + int(target_draw * (capacity - 1))
+            stop = at[bisect_right(at, position + target, edges[d], edges[d + 1] + 1) - 1]
             if stop <= position:
-                stop = position + capacity
+                stop = min(position + target, end)
             rows.append((position, stop, 0, 0))
             position = stop
     spans = np.array(rows, np.int64).reshape(-1, 4)

@@ -19,7 +19,7 @@ from data_prep.packing import pack
 from data_prep.units import META, Done, Job, peak_memory, write_arrays
 from megabert import shards
 
-BUCKET_TOKENS = 1 << 23
+MAX_BUCKET_TOKENS = 1 << 23  # a shard's worth where a shard is smaller
 _STREAM = 2
 _SEQUENCES_AT_ONCE = 1 << 14
 _SEQUENCES_TRIED = 1 << 17
@@ -63,9 +63,10 @@ def choose_slots(lengths: Counter[int], seq_len: int) -> int:
     return next(slots for slots in rows if rows[slots] <= rows[16] * 1.005)
 
 
-def buckets(kind: str, units: list[tuple[str, int, int]], dtype: str) -> list[Bucket]:
-    """As many key ranges as the tokens of all units need."""
-    count = max(1, round(sum(tokens for _, _, tokens in units) / BUCKET_TOKENS))
+def buckets(kind: str, units: list[tuple[str, int, int]], dtype: str, shard_tokens: int) -> list[Bucket]:
+    """As many key ranges as the tokens of all units need, each about a shard's worth."""
+    size = min(shard_tokens, MAX_BUCKET_TOKENS)
+    count = max(1, round(sum(tokens for _, _, tokens in units) / size))
     names = tuple(name for name, _, _ in units)
     return [Bucket(kind, i, count, names, dtype) for i in range(count)]
 

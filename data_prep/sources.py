@@ -201,7 +201,7 @@ def _read_file(piece: Piece, options: ReadOptions, problems: Problems) -> Iterat
         format_ = found
     if begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
-    runs = formats.line_runs(chain([first], chunks), begin, path, problems)
+    runs = formats.line_runs(chain([first], chunks), begin, path, problems, piece.start, piece.end)
     synced = piece.start == 0
     if format_ == "wiki":
         documents = formats.split_wiki(runs, path, problems)
@@ -225,9 +225,8 @@ def _read_file(piece: Piece, options: ReadOptions, problems: Problems) -> Iterat
             if text is not None:
                 yield Document(path, offset, text, False)
         elif format_ == "wiki":
-            if not options.keep_titles:
-                body = body.lstrip(b"\r\n").partition(b"\n")[2]
-            yield Document(path, offset, body, True)
+            text_bytes = formats.wiki_body(body, options.keep_titles)
+            yield Document(path, offset + len(body) - len(text_bytes), text_bytes, True)
         else:
             yield Document(path, offset, body, False)
 

