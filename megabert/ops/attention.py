@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabert.ops.backend import MISSING
+
 
 def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
     """What `attend` needs of a batch, made once for all layers.
@@ -37,6 +39,8 @@ def attend(
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] and stream number the dropout mask of the native backend; the others draw from torch's generator.
     """
+    if backend == "native":
+        return torch.ops.megabert.attention(qkv, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
     if backend == "varlen":
@@ -52,3 +56,32 @@ def attend(
         ~mask.any(-1, keepdim=True), 0
     )  # rows without a key, whatever the kernel gives there
     return out.transpose(1, 2).reshape(batch, width, heads * size)
+
+
+def _register() -> None:
+    @torch.library.register_fake("megabert::attention")
+    def _(qkv, key_start, key_end, seed, stream, heads, p):
+        batch, width, triple = qkv.shape
+        return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(
+            batch, heads, width, dtype=torch.float32
+        )
+
+    @torch.library.register_fake("megabert::attention_backward")
+    def _(grad, qkv, context, lse, key_start, key_end, seed, stream, heads, p):
+        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+    def setup_context(ctx, inputs, output):
+        qkv, key_start, key_end, seed, *ctx.numbers = inputs
+        ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, grad, _grad_lse):
+        saved = ctx.saved_tensors
+        dqkv = torch.ops.megabert.attention_backward(grad, *saved, *ctx.numbers)
+        return dqkv, None, None, None, None, None, None
+
+    torch.library.register_autograd("megabert::attention", backward, setup_context=setup_context)
+
+
+if not MISSING:
+    _register()

@@ -1,0 +1,117 @@
+// Multi-head attention over packed rows, and its gradient.
+
+#include <cstring>
+
+#include "common/check.h"
+#include "cpu/kernels.h"
+
+namespace megabert {
+namespace {
+
+struct Shape {
+  int64_t batch, tokens, heads, size;
+};
+
+Shape check(const char* op, const Tensor& qkv, const Tensor& start, const Tensor& end, int64_t heads) {
+  check_cpu(op, "qkv", qkv);
+  check_compute_dtype(op, "qkv", qkv);
+  STD_TORCH_CHECK(qkv.dim() == 3, op, ": qkv has ", qkv.dim(), " dimensions, not 3");
+  STD_TORCH_CHECK(heads > 0 && qkv.size(2) > 0 && qkv.size(2) % (3 * heads) == 0, op, ": qkv has size ", qkv.size(2),
+                  " in dimension 2, not a multiple of 3 x ", heads, " heads");
+  const Shape shape{qkv.size(0), qkv.size(1), heads, qkv.size(2) / (3 * heads)};
+  check_cpu(op, "key_start", start);
+  check_cpu(op, "key_end", end);
+  check_dtype(op, "key_start", start, ScalarType::Int);
+  check_dtype(op, "key_end", end, ScalarType::Int);
+  check_shape(op, "key_start", start, {shape.batch, shape.tokens});
+  check_shape(op, "key_end", end, {shape.batch, shape.tokens});
+  return shape;
+}
+
+void check_bounds(const char* op, const int32_t* start, const int32_t* end, const Shape& shape) {
+  for (int64_t i = 0; i < shape.batch * shape.tokens; ++i) {
+    STD_TORCH_CHECK(start[i] >= 0 && end[i] <= shape.tokens, op, ": key_start, key_end of token ", i, " are ", start[i],
+                    ", ", end[i], ", outside [0, ", shape.tokens, "]");
+  }
+}
+
+// Heads are the outer index, so that each thread's share has all rows and the shares are equally long.
+template <class F>
+void for_each_head(const Shape& shape, F f) {
+  torch::stable::parallel_for(0, shape.heads * shape.batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) f(task % shape.batch, task / shape.batch);
+  });
+}
+
+template <class T>
+Attention<T> arguments(const Tensor& qkv, const Tensor& start, const Tensor& end, const Shape& shape,
+                       const Dropout& dropout, const Tensor& lse) {
+  Attention<T> args{};
+  args.qkv = static_cast<const T*>(qkv.const_data_ptr());
+  args.start = start.const_data_ptr<int32_t>();
+  args.end = end.const_data_ptr<int32_t>();
+  args.lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr()));
+  args.batch = shape.batch, args.tokens = shape.tokens, args.heads = shape.heads, args.size = shape.size;
+  args.dropout = dropout;
+  return args;
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start, const Tensor& key_end,
+                                     const Tensor& seed, int64_t stream, int64_t heads, double p) {
+  constexpr const char* op = "attention";
+  const Shape shape = check(op, qkv, key_start, key_end, heads);
+  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Tensor qc = dense(qkv), start = dense(key_start), end = dense(key_end);
+  check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
+  Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
+  Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lse);
+    args.context = static_cast<T*>(context.mutable_data_ptr());
+    for_each_head(shape, [&](int64_t row, int64_t head) { kernels<T>().attention(args, row, head); });
+  };
+  if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  return {context, lse};
+}
+
+Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context, const Tensor& lse,
+                          const Tensor& key_start, const Tensor& key_end, const Tensor& seed, int64_t stream,
+                          int64_t heads, double p) {
+  constexpr const char* op = "attention_backward";
+  const Shape shape = check(op, qkv, key_start, key_end, heads);
+  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"grad", grad}, {"context", context}}) {
+    check_cpu(op, name, t);
+    check_dtype(op, name, t, qkv.scalar_type());
+    check_shape(op, name, t, {shape.batch, shape.tokens, shape.heads * shape.size});
+  }
+  check_cpu(op, "lse", lse);
+  check_dtype(op, "lse", lse, ScalarType::Float);
+  check_shape(op, "lse", lse, {shape.batch, shape.heads, shape.tokens});
+  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Tensor gc = dense(grad), qc = dense(qkv), cc = dense(context), lc = dense(lse),
+               start = dense(key_start), end = dense(key_end);
+  check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
+  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc));
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lc);
+    args.context = static_cast<T*>(const_cast<void*>(cc.const_data_ptr()));
+    args.grad = static_cast<const T*>(gc.const_data_ptr());
+    args.dqkv = static_cast<T*>(dqkv.mutable_data_ptr());
+    for_each_head(shape, [&](int64_t row, int64_t head) { kernels<T>().attention_backward(args, row, head); });
+  };
+  if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  return dqkv;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
+
+}  // namespace megabert

@@ -1,0 +1,78 @@
+// The kernels exist once in source and several times in the library, compiled for different instruction sets; the best
+// one that this machine runs is taken at run time (environment MEGABERT_CPU_ISA forces one, for tests).
+// Kernels work on a range of rows or tasks and allocate nothing that is shared, so any number of threads may run them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/philox.h"
+
+namespace megabert {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// Column sums (of gradients) are taken over blocks of rows, each into its own fp32 line, and the lines are added in order:
+// the result does not depend on the number of threads.
+struct RowBlocks {
+  int64_t rows, size, count;
+
+  explicit RowBlocks(int64_t rows) : rows(rows) {
+    size = (rows + 63) / 64 < 64 ? 64 : (rows + 63) / 64;
+    count = (rows + size - 1) / size;
+  }
+  int64_t begin(int64_t block) const { return block * size; }
+  int64_t end(int64_t block) const { return (block + 1) * size < rows ? (block + 1) * size : rows; }
+};
+
+template <class T>
+struct LayerNormBackward {
+  const T *grad, *grad_z, *z, *weight;  // grad_z may be null
+  const float *mean, *rstd;
+  T *dx, *dresidual;  // dx may be null: without dropout it is dresidual
+  int64_t width;
+  Dropout dropout;
+};
+
+template <class T>
+struct Attention {
+  const T* qkv;             // [batch, tokens, 3, heads, size]
+  const int32_t *start, *end;  // [batch, tokens]
+  T* context;               // [batch, tokens, heads, size]
+  float* lse;               // [batch, heads, tokens]
+  int64_t batch, tokens, heads, size;
+  Dropout dropout;
+  const T* grad;  // backward only: gradient of context
+  T* dqkv;        // backward only
+};
+
+template <class T>
+struct Kernels {
+  // y = gelu(x + bias) for rows [begin, end)
+  void (*bias_gelu)(const T* x, const T* bias, T* y, int64_t width, int64_t begin, int64_t end);
+  // dx, and dbias[width] = column sums over the rows
+  void (*bias_gelu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
+                             int64_t begin, int64_t end);
+  // z = residual + dropout(x + bias); y = normalised z * weight + shift
+  void (*dropout_add_layer_norm)(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,
+                                 T* z, float* mean, float* rstd, int64_t width, Dropout dropout, float eps,
+                                 int64_t begin, int64_t end);
+  // sums: 3 x width fp32 (dbias, dweight, dshift) over the rows
+  void (*dropout_add_layer_norm_backward)(const LayerNormBackward<T>& args, float* sums, int64_t begin, int64_t end);
+  // one head of one row of sequences
+  void (*attention)(const Attention<T>& args, int64_t row, int64_t head);
+  void (*attention_backward)(const Attention<T>& args, int64_t row, int64_t head);
+  // logits [rows, stride] without bias -> loss and correct of each row; with dbias, logits become their gradient
+  void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, int32_t* correct, float* dbias,
+                   int64_t vocab, int64_t stride, int64_t begin, int64_t end);
+  // out = sum over blocks of partial[block * stride + column], columns [begin, end)
+  void (*reduce_blocks)(const float* partial, T* out, int64_t blocks, int64_t stride, int64_t begin, int64_t end);
+};
+
+template <class T>
+const Kernels<T>& kernels();
+
+const char* instruction_set();  // name of the chosen one
+
+}  // namespace megabert

@@ -1,0 +1,200 @@
+// Vectors of W floats and what the kernels need of them, for the instruction set this is compiled for.
+// Included inside a namespace of that instruction set; compiler vector types keep it portable (GCC, Clang; x86, Arm, ...),
+// intrinsics appear only where the compiler does not find the instruction.
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(MEGABERT_AVX512)
+constexpr int W = 16;
+#elif defined(MEGABERT_AVX2)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vu splat_u(uint32_t x) { return x - vu{}; }
+INLINE vi splat_i(int32_t x) { return x - vi{}; }
+
+template <class To, class From>
+INLINE To as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+INLINE vi lanes() {
+  vi v{};
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
+}
+
+INLINE vf widen(vh x) { return as<vf>(__builtin_convertvector(x, vu) << 16); }
+
+INLINE vh narrow(vf x) {  // round to nearest even; NaN stays NaN
+#if defined(MEGABERT_AVX512BF16)
+  return as<vh>(_mm512_cvtneps_pbh(x));
+#else
+  const vu u = as<vu>(x);
+  const vu rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  return __builtin_convertvector((u & 0x7FFFFFFFu) > 0x7F800000u ? (u >> 16) | 0x40u : rounded, vh);
+#endif
+}
+
+// Loads and stores of n <= W elements; missing lanes are zero. n == W is the fast way.
+INLINE vf load(const float* p, int64_t n = W) {
+  vf v{};
+  if (n >= W) memcpy(&v, p, sizeof v);
+  else memcpy(&v, p, 4 * n);
+  return v;
+}
+INLINE vf load(const bf16* p, int64_t n = W) {
+  vh v{};
+  if (n >= W) memcpy(&v, p, sizeof v);
+  else memcpy(&v, p, 2 * n);
+  return widen(v);
+}
+INLINE void store(float* p, vf v, int64_t n = W) {
+  if (n >= W) memcpy(p, &v, sizeof v);
+  else memcpy(p, &v, 4 * n);
+}
+INLINE void store(bf16* p, vf x, int64_t n = W) {
+  const vh v = narrow(x);
+  if (n >= W) memcpy(p, &v, sizeof v);
+  else memcpy(p, &v, 2 * n);
+}
+INLINE vf rounded(vf x, const float*) { return x; }  // as a store to that type and a load would give it back
+INLINE vf rounded(vf x, const bf16*) { return widen(narrow(x)); }
+
+INLINE float total(vf v) {
+  for (int half = W / 2; half; half /= 2) {
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  }
+  return v[0];
+}
+INLINE float largest(vf v) {
+  float m = v[0];
+  for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+INLINE vf magnitude(vf x) { return as<vf>(as<vu>(x) & 0x7FFFFFFFu); }
+
+// exp(x) = 2^n * e^r, |r| <= ln2 / 2, e^r by a minimax polynomial (relative error 3e-9 before rounding).
+// Below -87.3 the result is 0, so that exp(-inf) = 0; NaN stays NaN.
+INLINE vf exp(vf x) {
+  const vf low = splat(-87.3f), high = splat(88.7f);
+  const vf y = x < low ? low : (x > high ? high : x);
+  const vf shifted = y * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
+  const vf n = shifted - 12582912.0f;
+  const vf r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = r * 1.38146e-3f + 8.3687166e-3f;
+  p = p * r + 4.16683890e-2f;
+  p = p * r + 1.66665211e-1f;
+  p = p * r + 4.99999940e-1f;
+  p = p * r * r + (r + 1.0f);
+  const vf scale = as<vf>((as<vu>(shifted) << 23) + (127u << 23));
+  return x < low ? vf{} : p * scale;
+}
+
+// Standard normal distribution: cdf(z), and density(z) * sqrt(2 pi) = exp(-z^2 / 2).
+// cdf(-u) = exp(-u^2 / 2) * t * P(t), t = 1 / (1 + 0.26 u): our own minimax fit, relative error 3e-7 on all u >= 0.
+struct Normal {
+  vf cdf, bell;
+};
+INLINE Normal normal(vf z) {
+  const vf u = magnitude(z);
+  const vf t = 1.0f / (u * 0.26f + 1.0f);
+  vf p = t * 0.030504941940307617f - 0.1528290957212448f;
+  p = p * t + 0.25149184465408325f;
+  p = p * t - 0.1509496122598648f;
+  p = p * t + 0.16094829142093658f;
+  p = p * t + 0.05102750286459923f;
+  p = p * t + 0.10303030163049698f;
+  p = p * t + 0.10301674157381058f;
+  p = p * t + 0.10375905781984329f;
+  const vf bell = exp(z * z * -0.5f);
+  const vf tail = bell * p * t;
+  return {z < 0.0f ? tail : 1.0f - tail, bell};
+}
+
+INLINE vu high_product(vu a, uint32_t b) {
+#if defined(MEGABERT_AVX512)
+  const __m512i x = (__m512i)a, y = _mm512_set1_epi32(static_cast<int>(b));
+  const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
+  return (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(MEGABERT_AVX2)
+  const __m256i x = (__m256i)a, y = _mm256_set1_epi32(static_cast<int>(b));
+  const __m256i even = _mm256_mul_epu32(x, y), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
+  return (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+  vu r{};
+  for (int i = 0; i < W; ++i) r[i] = static_cast<uint32_t>((static_cast<uint64_t>(a[i]) * b) >> 32);
+  return r;
+#endif
+}
+
+// Keep bits of columns [8 * group, 8 * (group + groups)) of one row, a byte for 8 columns (Dropout::keep8).
+// Writes a multiple of W bytes.
+INLINE void keep_bits(const Dropout& d, uint64_t row, uint32_t group, int64_t groups, uint8_t* out) {
+  const vu row_low = splat_u(static_cast<uint32_t>(row)), row_high = splat_u(static_cast<uint32_t>(row >> 32));
+  for (int64_t g = 0; g < groups; g += W) {
+    vu c0 = as<vu>(lanes()) + (group + static_cast<uint32_t>(g)), c1 = row_low, c2 = row_high, c3 = splat_u(d.stream);
+    uint32_t k0 = static_cast<uint32_t>(d.seed), k1 = static_cast<uint32_t>(d.seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      const vu n0 = high_product(c2, kPhiloxM1) ^ c1 ^ k0, n2 = high_product(c0, kPhiloxM0) ^ c3 ^ k1;
+      c1 = c2 * kPhiloxM1, c3 = c0 * kPhiloxM0, c0 = n0, c2 = n2;
+      k0 += kPhiloxW0, k1 += kPhiloxW1;
+    }
+    const vu words[4] = {c0, c1, c2, c3};
+    vu bits{};
+    for (int i = 0; i < 8; ++i) {
+      const vu value = i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFFu;
+      bits |= as<vu>(value >= d.threshold) & (1u << i);
+    }
+    const vb bytes = __builtin_convertvector(bits, vb);
+    memcpy(out + g, &bytes, sizeof bytes);
+  }
+}
+
+// x where the bit of the column is set, else zero. Lane i belongs to column + i, counted from the first of `bits`, of which
+// four bytes from the column's on are read.
+INLINE vf keep(vf x, const uint8_t* bits, int64_t column) {
+  uint32_t word;
+  memcpy(&word, bits + column / 8, 4);
+  word >>= column % 8;
+#if defined(MEGABERT_AVX512)
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(word), x);
+#else
+  return as<vf>(as<vu>(x) & as<vu>(((splat_u(word) >> as<vu>(lanes())) & 1u) != 0u));
+#endif
+}
+
+// Memory of one thread, kept between calls.
+struct Scratch {
+  char* data = nullptr;
+  size_t size = 0, used = 0;
+  ~Scratch() { free(data); }
+  void reset(size_t bytes) {
+    if (bytes > size) {
+      free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = static_cast<char*>(aligned_alloc(64, size));
+      if (!data) size = 0, throw std::bad_alloc();
+    }
+    used = 0;
+  }
+  template <class E>
+  E* take(int64_t count) {
+    E* p = reinterpret_cast<E*>(data + used);
+    used += (count * sizeof(E) + 63) / 64 * 64;
+    return p;
+  }
+};

@@ -1,0 +1,121 @@
+// bias + dropout + residual + LayerNorm over the last dimension, and its gradients.
+
+#include "common/check.h"
+#include "cpu/kernels.h"
+
+namespace megabert {
+namespace {
+
+constexpr const char* kForward = "dropout_add_layer_norm";
+constexpr const char* kBackward = "dropout_add_layer_norm_backward";
+
+void check_like(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  check_cpu(op, name, t);
+  check_dtype(op, name, t, like.scalar_type());
+  STD_TORCH_CHECK(shape_of(t) == shape_of(like), op, ": ", name, " has another shape than the residual stream");
+}
+
+void check_vector(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check_cpu(op, name, t);
+  check_dtype(op, name, t, x.scalar_type());
+  check_shape(op, name, t, {x.size(x.dim() - 1)});
+}
+
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+T* out(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+std::vector<int64_t> rows_of(const Tensor& x) {
+  std::vector<int64_t> shape = shape_of(x);
+  shape.pop_back();
+  return shape;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& bias, const Tensor& residual,
+                                                   const Tensor& weight, const Tensor& shift, const Tensor& seed,
+                                                   int64_t stream, double p, double eps) {
+  check_cpu(kForward, "x", x);
+  check_compute_dtype(kForward, "x", x);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, kForward, ": x has no columns");
+  check_like(kForward, "residual", residual, x);
+  check_vector(kForward, "bias", bias, x);
+  check_vector(kForward, "weight", weight, x);
+  check_vector(kForward, "shift", shift, x);
+  const Dropout dropout = make_dropout(kForward, seed, stream, p);
+  const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight),
+               sc = dense(shift);
+  const int64_t width = bias.numel(), rows = x.numel() / width;
+  Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor mean = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
+  Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    torch::stable::parallel_for(0, rows, 1 + 32768 / width, [&](int64_t begin, int64_t end) {
+      kernels<T>().dropout_add_layer_norm(data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y),
+                                          out<T>(z), out<float>(mean), out<float>(rstd), width, dropout,
+                                          static_cast<float>(eps), begin, end);
+    });
+  };
+  if (x.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  return {y, z, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_z,
+                                                            const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                                            const Tensor& weight, const Tensor& seed, int64_t stream,
+                                                            double p) {
+  check_cpu(kBackward, "z", z);
+  check_compute_dtype(kBackward, "z", z);
+  check_like(kBackward, "grad", grad, z);
+  if (grad_z) check_like(kBackward, "grad_z", *grad_z, z);
+  check_vector(kBackward, "weight", weight, z);
+  const int64_t width = weight.numel();
+  const RowBlocks blocks(z.numel() / width);
+  for (const Tensor& t : {mean, rstd}) {
+    check_dtype(kBackward, "mean and rstd", t, ScalarType::Float);
+    STD_TORCH_CHECK(t.numel() == blocks.rows, kBackward, ": mean and rstd have not one element a row");
+  }
+  const Dropout dropout = make_dropout(kBackward, seed, stream, p);
+  const Tensor gc = dense(grad), gzc = grad_z ? dense(*grad_z) : gc, zc = dense(z),
+               wc = dense(weight), mc = dense(mean), rc = dense(rstd);
+  // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.
+  Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
+  Tensor dresidual = torch::stable::new_empty(zc, shape_of(zc));
+  Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),
+         dshift = torch::stable::new_empty(wc, {width});
+  const Tensor partial = torch::stable::new_empty(zc, {blocks.count, 3, width}, ScalarType::Float);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const LayerNormBackward<T> args{data<T>(gc),      grad_z ? data<T>(gzc) : nullptr,
+                                    data<T>(zc),      data<T>(wc),
+                                    data<float>(mc),  data<float>(rc),
+                                    dropout.threshold ? out<T>(dx) : nullptr,
+                                    out<T>(dresidual), width, dropout};
+    float* sums = out<float>(partial);
+    torch::stable::parallel_for(0, blocks.count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b)
+        kernels<T>().dropout_add_layer_norm_backward(args, sums + b * 3 * width, blocks.begin(b), blocks.end(b));
+    });
+    T* results[3] = {out<T>(dbias), out<T>(dweight), out<T>(dshift)};
+    for (int i = 0; i < 3; ++i)
+      kernels<T>().reduce_blocks(sums + i * width, results[i], blocks.count, 3 * width, 0, width);
+  };
+  if (z.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  return {dx, dresidual, dbias, dweight, dshift};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
+  m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace megabert

@@ -1,0 +1,76 @@
+// z = residual + dropout(x + bias) is rounded to the tensor's type first, and the norm is of the rounded z, so that
+// forward and backward (which reads the stored z) speak of the same function. Statistics are fp32.
+
+template <class T>
+static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,
+                                   T* z, float* mean, float* rstd, int64_t width, Dropout dropout, float eps,
+                                   int64_t begin, int64_t end) {
+  static thread_local Scratch scratch;
+  const int64_t padded = (width + W - 1) / W * W, groups = (width + 7) / 8;
+  scratch.reset(4 * padded + groups + 8 * W + 256);
+  float* line = scratch.take<float>(padded);
+  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W);
+  const float inverse = 1.0f / static_cast<float>(width);
+  for (int64_t r = begin; r < end; ++r) {
+    if (dropout.threshold) keep_bits(dropout, r, 0, groups, bits);
+    vf sum{};
+    for (int64_t j = 0; j < width; j += W) {
+      const int64_t n = width - j, at = r * width + j;
+      vf branch = load(x + at, n) + load(bias + j, n);
+      if (dropout.threshold) branch = keep(branch * dropout.scale, bits, j);
+      const vf value = rounded(load(residual + at, n) + branch, z);
+      store(z + at, value, n);
+      store(line + j, value);
+      sum += value;
+    }
+    const float mu = total(sum) * inverse;
+    vf square{};
+    for (int64_t j = 0; j < width; j += W) {
+      const vf centred = load(line + j) - mu;
+      square += j + W <= width ? centred * centred : (lanes() < splat_i(width - j) ? centred * centred : vf{});
+    }
+    const float scale = 1.0f / std::sqrt(total(square) * inverse + eps);
+    for (int64_t j = 0; j < width; j += W) {
+      const int64_t n = width - j;
+      store(y + r * width + j, (load(line + j) - mu) * scale * load(weight + j, n) + load(shift + j, n), n);
+    }
+    mean[r] = mu, rstd[r] = scale;
+  }
+}
+
+// With xhat = (z - mean) * rstd and g = grad * weight:
+//   dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_z; dresidual = dz; dx = dropout'(dz).
+template <class T>
+static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float* sums, int64_t begin, int64_t end) {
+  static thread_local Scratch scratch;
+  const int64_t width = a.width, groups = (width + 7) / 8;
+  scratch.reset(groups + 8 * W + 256);
+  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W);
+  float *dbias = sums, *dweight = sums + width, *dshift = sums + 2 * width;
+  memset(sums, 0, sizeof(float) * 3 * width);
+  const float inverse = 1.0f / static_cast<float>(width);
+  for (int64_t r = begin; r < end; ++r) {
+    const float mu = a.mean[r], scale = a.rstd[r];
+    vf sum_g{}, sum_gx{};
+    for (int64_t j = 0; j < width; j += W) {
+      const int64_t n = width - j, at = r * width + j;
+      const vf dy = load(a.grad + at, n), xhat = (load(a.z + at, n) - mu) * scale;
+      const vf g = dy * load(a.weight + j, n);
+      sum_g += g, sum_gx += g * xhat;  // lanes past the end have g = 0
+      store(dweight + j, load(dweight + j, n) + dy * xhat, n);
+      store(dshift + j, load(dshift + j, n) + dy, n);
+    }
+    const float mean_g = total(sum_g) * inverse, mean_gx = total(sum_gx) * inverse;
+    if (a.dropout.threshold) keep_bits(a.dropout, r, 0, groups, bits);
+    for (int64_t j = 0; j < width; j += W) {
+      const int64_t n = width - j, at = r * width + j;
+      const vf xhat = (load(a.z + at, n) - mu) * scale, g = load(a.grad + at, n) * load(a.weight + j, n);
+      vf dz = (g - mean_g - xhat * mean_gx) * scale;
+      if (a.grad_z) dz += load(a.grad_z + at, n);
+      store(a.dresidual + at, dz, n);
+      const vf dx = a.dropout.threshold ? keep(dz * a.dropout.scale, bits, j) : dz;
+      if (a.dx) store(a.dx + at, dx, n);
+      store(dbias + j, load(dbias + j, n) + dx, n);
+    }
+  }
+}

@@ -1,0 +1,35 @@
+// Every operation's schema, once. Implementations are registered beside their code, one for each device, under these names.
+// All are functional: no output shares memory with an input or another output. Statistics are fp32.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(megabert, m) {
+  // x [..., D], bias [D] -> gelu(x + bias)
+  m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor");
+  // -> dx, dbias
+  m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
+
+  // x, residual [..., D]; bias, weight, shift [D] -> y, z [..., D], mean, rstd [...]
+  m.def(
+      "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
+      "int stream, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+  // -> dx (empty without dropout: then it is dresidual), dresidual, dbias, dweight, dshift
+  m.def(
+      "dropout_add_layer_norm_backward(Tensor grad, Tensor? grad_z, Tensor z, Tensor mean, Tensor rstd, Tensor weight, "
+      "Tensor seed, int stream, float p) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
+  m.def(
+      "attention(Tensor qkv, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) -> (Tensor, "
+      "Tensor)");
+  // -> dqkv
+  m.def(
+      "attention_backward(Tensor grad, Tensor qkv, Tensor context, Tensor lse, Tensor key_start, Tensor key_end, "
+      "Tensor seed, int stream, int heads, float p) -> Tensor");
+
+  // hidden [N, D], weight [V', D], bias [V'], labels int64 [N] -> loss sum (fp32), correct (int64), and with need_grad
+  // the gradients of the sum for hidden, weight and bias (else empty)
+  m.def(
+      "mlm_loss(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int vocab_size, bool need_grad) -> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)");
+}
