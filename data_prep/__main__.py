@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--on-bad", choices=("stop", "skip"), default=d.on_bad, help="bad input: stop, or drop and count it"
     )
     p.add_argument("--overwrite", action="store_true", help="replace a dataset in DIR")
+    p.add_argument("--json", metavar="FILE", help="write the summary there too")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     for name, text in (("verify", "check every byte"), ("inspect", "show what is in it")):
         p = commands.add_parser(name, help=text)
@@ -111,6 +113,8 @@ def _build(args: argparse.Namespace) -> int:
     finally:
         executor.close()
     print(report.summary_text(summary, args.output))
+    if args.json:
+        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
