@@ -235,6 +235,7 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:
     path = folder / WEIGHTS
     try:
         save_file(dict(weights), path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes it readable by its owner alone
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
     return path

@@ -91,7 +91,7 @@ class Engine:
             else:  # DeepSpeed refuses the key here; its copies are fp32 and torch accumulates in fp32 for it
                 settings.pop("data_types", None)
         self.optimizer = optim.build(config.optimizer, module)
-        with contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 wrapper
+        with _quiet():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
@@ -229,7 +229,8 @@ class Engine:
 
         The files are unpickled: verify their hashes first.
         """
-        path, _ = self._deepspeed.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
+        with _quiet():
+            path, _ = self._deepspeed.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
         if path is None:
             raise ValueError(f"{folder}: no DeepSpeed state in it")
         state = json.loads((folder / f"random-{self.world.rank:05d}.json").read_text())
@@ -289,6 +290,11 @@ class Engine:
                 self._failure = error
 
         writer.save = save
+
+
+def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    """Hides what DeepSpeed prints past its own logger; errors are exceptions and come through."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _import_deepspeed(world: World) -> Any:

@@ -59,6 +59,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     an infinite loss over finite gradients."""
     cfg = tiny.config(precision=precision, zero__stage=stage, **extra)
     clean, engine = tiny.engine(cfg, world), tiny.engine(cfg, world)
+    seen = gradient_types(engine) if stage == 0 else []
     found: dict[str, Any] = {"straight": tiny.train(clean, range(4)), "losses": tiny.train(engine, range(2))}
     for kind in ("gradient", "loss"):
         before = engine.consolidated_weights()
@@ -74,6 +75,11 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
         done = len(found["losses"])
         found["losses"] += tiny.train(engine, range(done, done + 1))
     weights = (engine.consolidated_weights().values(), clean.consolidated_weights().values())
+    found["types"] = [
+        {str(p.dtype) for p in engine.module.parameters()},
+        {str(shard.tensor.dtype) for shard in engine.layout.shards},
+        set(seen),
+    ]
     found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     if precision == "fp16":  # at the floor of the loss scale an overflow is a bad update like any other
         wrapper = engine._deepspeed.optimizer
@@ -84,6 +90,15 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     else:
         found["weights"] = weights_round_trip(clean, cfg)
     return found
+
+
+def gradient_types(engine: Any) -> list[str]:
+    """Filled with the type of the accumulated gradient after each micro-step."""
+    seen: list[str] = []
+    next(engine.module.parameters()).register_post_accumulate_grad_hook(
+        lambda p: seen.append(str(p.grad.dtype))
+    )
+    return seen
 
 
 def poisoned_update(engine: Any, kind: str) -> Any:
@@ -218,6 +233,15 @@ def test_ranks_report_the_same_update(two):
 def test_cpu_offload_changes_nothing(stage, two, plain):
     for ours, theirs in zip(two[0][f"offload {stage}"], plain["losses"], strict=False):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_masters_are_fp32_and_stage_0_accumulates_in_fp32(precision, stage, two):
+    model, masters, gradients = two[0][f"skip {precision} {stage}"]["types"]
+    assert model == {{"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]}
+    assert masters == {"torch.float32"}
+    assert gradients == ({"torch.float32"} if stage == 0 else set())
 
 
 @pytest.mark.parametrize("stage", STAGES)
