@@ -78,10 +78,10 @@ def train(run: Run, stop: Stop) -> int:
     config, first = run.config, run.step
     if first == 0:
         validate(run)
+    started = time.perf_counter()  # waiting for data is training time, evaluating and saving are not
     for update in run.loader:
         if complete(run) or run.step >= run.stop_after:
             break
-        started = time.perf_counter()
         lr = schedule.learning_rate(config.schedule, config.optimizer.lr, run.step, run.seconds / 60)
         result = run.engine.train_update(update, lr)
         elapsed = run.world.max_float(time.perf_counter() - started)
@@ -98,6 +98,7 @@ def train(run: Run, stop: Stop) -> int:
             return REQUEUE
         if run.step % config.checkpoint.interval == 0:
             save(run)
+        started = time.perf_counter()
     if complete(run) and run.step > first:
         validate(run)
     if run.last_save != run.step:
