@@ -94,7 +94,7 @@ class Shape:
         """Elements a row takes of each field of the int64 (`wide`) or the int32 buffer, in order."""
         t, s, k = self.seq_len, self.slots, self.capacity
         if wide:
-            return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1} | dict.fromkeys(COUNTS, 1)
+            return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1, "counts": len(COUNTS)}
         names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
         return dict.fromkeys(names, t) | {"lengths": s, "cls_positions": s, "mlm_positions": k}
 
@@ -151,14 +151,11 @@ def collate(
     pair = used & (rows.isnext >= 0)
     out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORED)
     out["row_ids"][:, 0] = row_ids
-    out["predictions"][:, 0] = masked.counts
-    out["nsp_pairs"][:, 0] = pair.sum(1)
-    out["tokens"][:, 0] = ends[:, -1]
-    out["sequences"][:, 0] = used.sum(1)
+    for column, count in enumerate((masked.counts, pair.sum(1), ends[:, -1], used.sum(1))):  # as in COUNTS
+        out["counts"][:, column] = count
     filler = row_ids < 0
     if filler.any():
         for name in ("mlm_labels", "nsp_labels"):
             out[name][filler] = IGNORED
-        for name in COUNTS:
-            out[name][filler] = 0
+        out["counts"][filler] = 0
         out["mlm_positions"][filler] = row_start[filler, None]

@@ -120,8 +120,8 @@ class _Source:
         """Micro-batches over the buffers of `rows` rows, without a copy."""
         views = self.shape(rows).carve(narrow, wide)
         m = self.micro_batch
-        tensors = zip(*(views[name].split(m) for name in TENSORS), strict=True)
-        counts = np.stack([views[name].numpy().reshape(-1, m).sum(1) for name in COUNTS], axis=1).tolist()
+        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
+        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
         row_ids = views["row_ids"].numpy().reshape(-1, m)
         return [
             Batch(*parts) for parts in ((*t, *c, r) for t, c, r in zip(tensors, counts, row_ids, strict=True))
@@ -238,17 +238,21 @@ class Loader:
             )
         assert 0 <= rank < world and start_step >= 0
         self.step, self.global_batch, self.rows = start_step, global_batch, global_batch // world
-        loader = torch.utils.data.DataLoader(
-            _Updates(self.source, global_batch, rank, world),
-            batch_size=None,
-            sampler=_StepsFrom(start_step),
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            collate_fn=_as_it_is,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # not the global one, whose state belongs to the model
-        )
-        self._items: Any = iter(loader)
+        updates = _Updates(self.source, global_batch, rank, world)
+        self._pin = pin_memory
+        self._items: Any = map(updates.__getitem__, itertools.count(start_step))
+        if workers:
+            loader = torch.utils.data.DataLoader(
+                updates,
+                batch_size=None,
+                sampler=_StepsFrom(start_step),
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                collate_fn=_as_it_is,
+                pin_memory=pin_memory,
+                generator=torch.Generator(),  # not the global one, whose state belongs to the model
+            )
+            self._items = iter(loader)
 
     @staticmethod
     def from_config(
@@ -288,6 +292,8 @@ class Loader:
             raise item
         epoch = self.step * self.global_batch // self.source.dataset.rows
         narrow, wide = item
+        if self._pin and not narrow.is_pinned():
+            narrow, wide = narrow.pin_memory(), wide.pin_memory()
         update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows))
         self.step += 1
         return update

@@ -123,7 +123,8 @@ class _Draw:
 
     keys: np.ndarray  # uint32 [n, T], (sequence, random bits, position) from high to low bits; unsorted
     position_mask: np.uint32  # of the position's bits in a key
-    sequence: np.ndarray  # uint32 [n * T], slot of each position's sequence, S in the padding
+    sequence: np.ndarray  # uint32 [n * T], the high bits of each key: its sequence's slot, S in the padding
+    sequence_shift: np.uint32
     special: np.ndarray  # int64, flat positions that are never masked, ascending
     maskable: np.ndarray  # int64 [n, S]
     budget: np.ndarray  # int64 [n, S], its sum over a row at most K
@@ -176,20 +177,21 @@ def _prepare(
     pieces = np.empty((n, slots + 1), np.int64)  # every position belongs to a sequence or to the padding
     pieces[:, :slots] = bounds[:, :, 0]
     np.subtract(seq_len, pieces[:, :slots].sum(1), out=pieces[:, slots])
-    sequence = np.repeat(np.tile(np.arange(slots + 1, dtype=np.uint32), n), pieces.ravel())
+    slot_bits = np.tile(np.arange(slots + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
+    sequence = np.repeat(slot_bits, pieces.ravel())
 
     special = np.flatnonzero(ids.ravel() <= vocabulary.last_special)
     special = special[vocabulary.special[ids.ravel()[special]]]
-    owner = special // seq_len * (slots + 1) + sequence[special]
+    owner = special // seq_len * (slots + 1) + (sequence[special] >> np.uint32(sequence_shift))
     maskable = (pieces - np.bincount(owner, minlength=pieces.size).reshape(pieces.shape))[:, :slots]
 
     # One offset a row and differences of floors: each budget is rate x maskable rounded up or down, their sum too.
     total = np.cumsum(maskable, axis=1)
     share = np.minimum(rate, capacity / np.maximum(total[:, -1:], 1))
     offset = (keys >> np.uint64(40)).astype(np.float64)[:, None] / 2.0**24
-    budget = np.diff(np.floor(total * share + offset), axis=1, prepend=0.0).astype(np.int64)
+    budget = _steps((total * share + offset).astype(np.int64))  # truncation is the floor: nothing is negative
     np.maximum(budget, maskable > 0, out=budget)
-    budget = np.diff(np.minimum(np.cumsum(budget, axis=1), capacity), axis=1, prepend=0)
+    budget = _steps(np.minimum(np.cumsum(budget, axis=1), capacity))
 
     low, high = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
     position, position_mask = np.arange(seq_len, dtype=np.uint32), np.uint32((1 << position_bits) - 1)
@@ -197,8 +199,17 @@ def _prepare(
     drawn >>= np.uint32(32 - sequence_shift)
     drawn &= ~position_mask
     drawn |= position
-    drawn |= (sequence << np.uint32(sequence_shift)).reshape(n, seq_len)
-    return _Draw(drawn, position_mask, sequence, special, maskable, budget, low, high)
+    drawn |= sequence.reshape(n, seq_len)
+    return _Draw(
+        drawn, position_mask, sequence, np.uint32(sequence_shift), special, maskable, budget, low, high
+    )
+
+
+def _steps(total: np.ndarray) -> np.ndarray:
+    """Differences along rows [n, S] of running totals, the first from 0."""
+    steps = total.copy()
+    steps[:, 1:] -= total[:, :-1]
+    return steps
 
 
 def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -220,7 +231,8 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     """Flat positions of the predictions, int64 [P], ascending; `edge` bool [n, T] (overwritten): a word may start here."""
     n, seq_len = edge.shape
     slots = draw.budget.shape[1]
-    word_free = draw.sequence == slots
+    sequence = draw.sequence >> draw.sequence_shift
+    word_free = sequence == slots
     word_free[draw.special] = True
     edge = edge.ravel()
     edge |= word_free
@@ -230,7 +242,7 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     is_word = ~word_free[edges]
     first = edges[is_word]  # [W], flat position of each word's first token
     length = np.diff(edges, append=edge.size)[is_word]
-    group = first // seq_len * slots + draw.sequence[first]  # the word's sequence
+    group = first // seq_len * slots + sequence[first]  # the word's sequence
     budget, left = draw.budget.ravel(), draw.budget.ravel().copy()
     available = np.bincount(group, minlength=n * slots)  # words
     begin = np.cumsum(available) - available
