@@ -53,6 +53,8 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
 class Meter:
     """Running sums between two log lines: results stay on the device, counts on the host, until `drain`."""
 
+    _sums: torch.Tensor | None  # loss and accuracy sums of the updates that were not skipped
+
     def __init__(self, world: World, model: ModelConfig, peak_tflops: float) -> None:
         self._world, self._model, self._peak = world, model, peak_tflops
         self._reset()
@@ -101,7 +103,7 @@ class Meter:
     def _reset(self) -> None:
         self._seconds, self._updates = 0.0, 0
         self._counts = [0, 0, 0, 0]  # tokens, sequences, predictions, squared lengths
-        self._sums: torch.Tensor | None = None
+        self._sums = None
 
 
 class JsonLines:
