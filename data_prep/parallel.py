@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -43,15 +44,36 @@ class Local:
                 results.append(function(item))
                 done(results[-1])
             return results
-        found: dict[int, Result] = {}
         running: dict[Any, int] = {}
+        try:
+            return self._map(function, items, done, running)
+        except BrokenProcessPool:
+            raise BadInput(
+                "a worker process died (killed for memory?); give fewer --workers or more memory"
+            ) from None
+        finally:
+            # After an error nobody may still be writing when the caller removes the work folder.
+            for future in running:
+                future.cancel()
+            wait(running)
+
+    def _map(
+        self,
+        function: Callable[[Item], Result],
+        items: Sequence[Item],
+        done: Progress,
+        running: dict[Any, int],
+    ) -> list[Result]:
+        assert self._pool is not None
+        found: dict[int, Result] = {}
         coming = iter(enumerate(items))
         while True:
             while len(running) < 2 * self.size and (following := next(coming, None)) is not None:
                 running[self._pool.submit(function, following[1])] = following[0]
             if not running:
                 return [found[i] for i in range(len(items))]
-            for future in sorted(wait(running, return_when=FIRST_COMPLETED).done, key=running.__getitem__):
+            finished = wait(running, return_when=FIRST_COMPLETED).done
+            for future in sorted(finished, key=running.__getitem__):
                 index = running.pop(future)
                 found[index] = future.result()
                 done(found[index])

@@ -3,10 +3,15 @@
 import bz2
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from data_prep import parallel
+from data_prep.problems import BadInput
 
 GOOD = ("The first sentence is here. A second one follows it. " * 40 + "\n\n") * 30
 
@@ -104,6 +109,39 @@ def test_an_unknown_suffix_is_named(build, tmp_path):
 
 def test_a_missing_file_is_named(build, tmp_path):
     expect_error(build(tmp_path / "nowhere*"), "--input", "nowhere*", "no such file")
+
+
+def test_a_pipe_and_a_file_without_permission_are_named(build, tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    expect_error(build(tmp_path / "pipe.txt"), tmp_path / "pipe.txt", "not a regular file")
+    locked = write(tmp_path / "locked.txt", GOOD)
+    locked.chmod(0)
+    if not os.access(locked, os.R_OK):
+        expect_error(build(locked), locked, "can't be read")
+
+
+def test_an_interrupt_leaves_nothing(corpus, tokenizer_file, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", "build", "--input", str(corpus), "--output", out, "--tokenizer",
+         tokenizer_file, "--workers", "2", "--quiet"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not list(out.glob(".work/*.ids")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
+    assert not out.exists()
+
+
+def test_a_worker_that_is_killed_ends_the_build_with_a_line():
+    pool = parallel.Local(2)
+    with pytest.raises(BadInput, match="a worker process died"):
+        pool.map(os._exit, [1, 1, 1], lambda _: None)
+    pool.close()
 
 
 def test_a_corpus_smaller_than_a_row(build, tmp_path):

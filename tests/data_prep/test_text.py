@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from data_prep import clean, sentences
 from data_prep.words import WordEncoder, is_word_local
@@ -61,8 +62,30 @@ def test_sentence_ends(text, want):
     assert sentences.split(text) == want
 
 
-def test_the_word_cache_gives_sentencepiece_s_tokens(tokenizer_file, topics):
+def train_model(topics, path, **options):
+    lines = [line for text in topics for line in text.splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=2000, pad_id=0, unk_id=1, bos_id=2, eos_id=3,
+        pad_piece="[PAD]", unk_piece="[UNK]", bos_piece="[CLS]", eos_piece="[SEP]", control_symbols=["[MASK]"],
+        minloglevel=2, **options,
+    )  # fmt: skip
+    return Tokenizer.load(f"{path}.model")
+
+
+def test_a_model_whose_pieces_cross_words_is_refused(topics, tmp_path):
+    crossing = train_model(topics, tmp_path / "crossing", split_by_whitespace=False)
+    with pytest.raises(ValueError, match="pieces cross word boundaries"):
+        WordEncoder(crossing.processor, np.dtype(np.uint16))
+    bare = train_model(topics, tmp_path / "bare", add_dummy_prefix=False)
+    assert not is_word_local(bare.processor)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])
+def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topics, tmp_path):
     tokenizer = Tokenizer.load(tokenizer_file)
+    if kind != "unigram":
+        rule = "nmt_nfkc_cf" if "lower" in kind else "nmt_nfkc"
+        tokenizer = train_model(topics, tmp_path / kind, model_type="bpe", normalization_rule_name=rule)
     assert is_word_local(tokenizer.processor)
     encoder = WordEncoder(tokenizer.processor, np.dtype(np.uint16))
     extra = ["ﬁne ½ e\u0301 \u4f60\u597d\u3002\u518d\u89c1 \u200b", "", "x" * 40 + " [MASK] \u2581"]
