@@ -9,6 +9,9 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // -> dx, dbias
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
 
+  // dropout over x [..., D]; the gradient is the same operation on the gradient
+  m.def("dropout(Tensor x, Tensor seed, int stream, float p) -> Tensor");
+
   // x, residual [..., D]; bias, weight, shift [D] -> y, z [..., D], mean, rstd [...]
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "

@@ -117,9 +117,11 @@ class Embeddings(nn.Module):
         self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
-        self.cfg = cfg
+        self.cfg, self.backend = cfg, backends.layer.name
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """int32 [B, T] each -> (normed, stream), both [B, T, D]."""
         x = (
             self.word(input_ids)
@@ -131,9 +133,9 @@ class Embeddings(nn.Module):
         )
         p = self.cfg.dropout if self.training else 0.0
         if self.cfg.norm == "post":
-            normed = F.dropout(normed, p)
+            normed = native.dropout(normed, p, seed, 0, self.backend)
             return normed, normed
-        return normed, F.dropout(x, p)
+        return normed, native.dropout(x, p, seed, 0, self.backend)
 
 
 class Layer(nn.Module):
@@ -223,7 +225,7 @@ class BertForPreTraining(nn.Module):
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
         bounds = native.attention_inputs(self.backends.attention.name, key_start, key_end, lengths)
-        normed, x = self.embeddings(input_ids, segment_ids, position_ids)
+        normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
             args = (normed, x, bounds, seed, 4 * index + 4, last)

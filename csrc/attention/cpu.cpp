@@ -67,9 +67,10 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
   Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
   const auto run = [&](auto type) {
     using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
     Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lse);
     args.context = static_cast<T*>(context.mutable_data_ptr());
-    for_each_head(shape, [&](int64_t row, int64_t head) { kernels<T>().attention(args, row, head); });
+    for_each_head(shape, [&](int64_t row, int64_t head) { kernel.attention(args, row, head); });
   };
   if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
@@ -96,11 +97,12 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
   Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc));
   const auto run = [&](auto type) {
     using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
     Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lc);
     args.context = static_cast<T*>(const_cast<void*>(cc.const_data_ptr()));
     args.grad = static_cast<const T*>(gc.const_data_ptr());
     args.dqkv = static_cast<T*>(dqkv.mutable_data_ptr());
-    for_each_head(shape, [&](int64_t row, int64_t head) { kernels<T>().attention_backward(args, row, head); });
+    for_each_head(shape, [&](int64_t row, int64_t head) { kernel.attention_backward(args, row, head); });
   };
   if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});

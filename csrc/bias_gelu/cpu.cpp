@@ -20,8 +20,9 @@ void forward(const Tensor& x, const Tensor& bias, Tensor& y) {
   const int64_t width = bias.numel(), rows = width ? x.numel() / width : 0;
   const T *px = static_cast<const T*>(x.const_data_ptr()), *pb = static_cast<const T*>(bias.const_data_ptr());
   T* py = static_cast<T*>(y.mutable_data_ptr());
+  const Kernels<T>& kernel = kernels<T>();
   torch::stable::parallel_for(0, rows, 1 + 32768 / (width + 1), [&](int64_t begin, int64_t end) {
-    kernels<T>().bias_gelu(px, pb, py, width, begin, end);
+    kernel.bias_gelu(px, pb, py, width, begin, end);
   });
 }
 
@@ -29,6 +30,7 @@ template <class T>
 void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, Tensor& dx, Tensor& dbias) {
   const int64_t width = bias.numel();
   const RowBlocks blocks(width ? x.numel() / width : 0);
+  const Kernels<T>& kernel = kernels<T>();
   const Tensor partial = torch::stable::new_empty(x, {blocks.count, width}, ScalarType::Float);
   float* sums = static_cast<float*>(partial.mutable_data_ptr());
   const T *pg = static_cast<const T*>(grad.const_data_ptr()), *px = static_cast<const T*>(x.const_data_ptr());
@@ -36,9 +38,9 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, Tensor& d
   T *pdx = static_cast<T*>(dx.mutable_data_ptr()), *pdb = static_cast<T*>(dbias.mutable_data_ptr());
   torch::stable::parallel_for(0, blocks.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
-      kernels<T>().bias_gelu_backward(pg, px, pb, pdx, sums + b * width, width, blocks.begin(b), blocks.end(b));
+      kernel.bias_gelu_backward(pg, px, pb, pdx, sums + b * width, width, blocks.begin(b), blocks.end(b));
   });
-  kernels<T>().reduce_blocks(sums, pdb, blocks.count, width, 0, width);
+  kernel.reduce_blocks(sums, pdb, blocks.count, width, 0, width);
 }
 
 Tensor bias_gelu(const Tensor& x, const Tensor& bias) {

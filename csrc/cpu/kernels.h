@@ -54,6 +54,8 @@ struct Kernels {
   // dx, and dbias[width] = column sums over the rows
   void (*bias_gelu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
                              int64_t begin, int64_t end);
+  // y = dropout(x); its own gradient
+  void (*dropout)(const T* x, T* y, int64_t width, Dropout dropout, int64_t begin, int64_t end);
   // z = residual + dropout(x + bias); y = normalised z * weight + shift
   void (*dropout_add_layer_norm)(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,
                                  T* z, float* mean, float* rstd, int64_t width, Dropout dropout, float eps,

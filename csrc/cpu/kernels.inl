@@ -9,6 +9,7 @@ namespace MEGABERT_ISA {
 #include "cpu/gemm.h"
 #include "attention/kernel.h"
 #include "bias_gelu/kernel.h"
+#include "dropout/kernel.h"
 #include "dropout_add_layer_norm/kernel.h"
 #include "mlm_loss/kernel.h"
 
@@ -16,6 +17,7 @@ template <class T>
 constexpr Kernels<T> make_table() {
   return {bias_gelu<T>,
           bias_gelu_backward<T>,
+          dropout<T>,
           dropout_add_layer_norm<T>,
           dropout_add_layer_norm_backward<T>,
           attention<T>,

@@ -55,8 +55,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   const auto run = [&](auto type) {
     using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
     torch::stable::parallel_for(0, rows, 1 + 32768 / width, [&](int64_t begin, int64_t end) {
-      kernels<T>().dropout_add_layer_norm(data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y),
+      kernel.dropout_add_layer_norm(data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y),
                                           out<T>(z), out<float>(mean), out<float>(rstd), width, dropout,
                                           static_cast<float>(eps), begin, end);
     });
@@ -92,6 +93,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   const Tensor partial = torch::stable::new_empty(zc, {blocks.count, 3, width}, ScalarType::Float);
   const auto run = [&](auto type) {
     using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
     const LayerNormBackward<T> args{data<T>(gc),      grad_z ? data<T>(gzc) : nullptr,
                                     data<T>(zc),      data<T>(wc),
                                     data<float>(mc),  data<float>(rc),
@@ -100,11 +102,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
     float* sums = out<float>(partial);
     torch::stable::parallel_for(0, blocks.count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b)
-        kernels<T>().dropout_add_layer_norm_backward(args, sums + b * 3 * width, blocks.begin(b), blocks.end(b));
+        kernel.dropout_add_layer_norm_backward(args, sums + b * 3 * width, blocks.begin(b), blocks.end(b));
     });
     T* results[3] = {out<T>(dbias), out<T>(dweight), out<T>(dshift)};
     for (int i = 0; i < 3; ++i)
-      kernels<T>().reduce_blocks(sums + i * width, results[i], blocks.count, 3 * width, 0, width);
+      kernel.reduce_blocks(sums + i * width, results[i], blocks.count, 3 * width, 0, width);
   };
   if (z.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});

@@ -9,7 +9,7 @@ static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual,
   const int64_t padded = (width + W - 1) / W * W, groups = (width + 7) / 8;
   scratch.reset(4 * padded + groups + 8 * W + 256);
   float* line = scratch.take<float>(padded);
-  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W);
+  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W + 8);
   const float inverse = 1.0f / static_cast<float>(width);
   for (int64_t r = begin; r < end; ++r) {
     if (dropout.threshold) keep_bits(dropout, r, 0, groups, bits);
@@ -45,7 +45,7 @@ static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float
   static thread_local Scratch scratch;
   const int64_t width = a.width, groups = (width + 7) / 8;
   scratch.reset(groups + 8 * W + 256);
-  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W);
+  uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W + 8);
   float *dbias = sums, *dweight = sums + width, *dshift = sums + 2 * width;
   memset(sums, 0, sizeof(float) * 3 * width);
   const float inverse = 1.0f / static_cast<float>(width);

@@ -71,6 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
 
   const auto run = [&](auto type) {
     using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
     T* logits = static_cast<T*>(buffer.mutable_data_ptr());
     const T* pb = static_cast<const T*>(bc.const_data_ptr());
     for (int64_t at = 0; at < count; at += chunk) {
@@ -80,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
       torch::stable::parallel_for(0, (rows + share - 1) / share, 1, [&](int64_t begin, int64_t end) {
         for (int64_t s = begin; s < end; ++s) {
           const int64_t first = s * share, last = first + share < rows ? first + share : rows;
-          kernels<T>().mlm_loss(logits, pb, label + at, row_loss + at, row_correct + at,
+          kernel.mlm_loss(logits, pb, label + at, row_loss + at, row_correct + at,
                                 need_grad ? sums + (at / share + s) * entries : nullptr, vocab, entries, first, last);
         }
       });
@@ -93,9 +94,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
     if (need_grad && count) {
       T* out = static_cast<T*>(dbias.mutable_data_ptr());
       torch::stable::parallel_for(0, entries / 64, 16, [&](int64_t begin, int64_t end) {
-        kernels<T>().reduce_blocks(sums, out, shares, entries, begin * 64, end * 64);
+        kernel.reduce_blocks(sums, out, shares, entries, begin * 64, end * 64);
       });
-      kernels<T>().reduce_blocks(sums, out, shares, entries, entries / 64 * 64, entries);
+      kernel.reduce_blocks(sums, out, shares, entries, entries / 64 * 64, entries);
     }
   };
   if (hidden.scalar_type() == ScalarType::BFloat16) run(bf16{});

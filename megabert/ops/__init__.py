@@ -2,7 +2,7 @@
 
 from megabert.ops.attention import attend, attention_inputs
 from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Choice, choose
-from megabert.ops.layer import bias_gelu, dropout_add_layer_norm
+from megabert.ops.layer import bias_gelu, dropout, dropout_add_layer_norm
 from megabert.ops.mlm_loss import mlm_loss
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "attention_inputs",
     "bias_gelu",
     "choose",
+    "dropout",
     "dropout_add_layer_norm",
     "mlm_loss",
 ]

@@ -16,6 +16,13 @@ def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     return F.gelu(x + bias)
 
 
+def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
+    """Zeroes a share `p` of x [..., D] and scales the rest by 1 / (1 - p); seed and stream as below."""
+    if p and backend == "native":
+        return torch.ops.megabert.dropout(x, seed, stream, p)
+    return F.dropout(x, p, training=p > 0)
+
+
 def dropout_add_layer_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
     p: float, eps: float, seed: Tensor, stream: int, backend: str,
@@ -52,6 +59,19 @@ def _register() -> None:
         return torch.ops.megabert.bias_gelu_backward(grad, *ctx.saved_tensors)
 
     torch.library.register_autograd("megabert::bias_gelu", gelu_backward, setup_context=gelu_context)
+
+    @torch.library.register_fake("megabert::dropout")
+    def _(x, seed, stream, p):
+        return _like(x)
+
+    def dropout_context(ctx, inputs, output):
+        _x, seed, *ctx.numbers = inputs
+        ctx.save_for_backward(seed)
+
+    def dropout_backward(ctx, grad):
+        return torch.ops.megabert.dropout(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+    torch.library.register_autograd("megabert::dropout", dropout_backward, setup_context=dropout_context)
 
     @torch.library.register_fake("megabert::dropout_add_layer_norm")
     def _(x, bias, residual, weight, shift, seed, stream, p, eps):

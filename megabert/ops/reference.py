@@ -1,0 +1,89 @@
+"""What each native operation computes, in plain eager torch and in the precision of its inputs (fp32 or fp64 in tests).
+
+The dropout mask is an argument here, and `keep_mask` draws it as the native code does: Philox4x32-10 (Salmon et al. 2011)
+on (column / 8, row, stream) under the seed, 16 bits an element, as written down in csrc/common/philox.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+_LOW = 0xFFFFFFFF
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low half of 32-bit products, in int64."""
+    high = ((a >> 16) * b + (((a & 0xFFFF) * b) >> 16)) >> 16
+    return high, (a * b) & _LOW
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (in int64) for each counter of four words; tensors broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return c0, c1, c2, c3
+
+
+def keep_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> Tensor:
+    """Dropout as a factor, fp64 [rows, columns]: 0 where dropped, else 1 / (share kept).
+
+    An element is dropped with probability round(p * 65536) / 65536.
+    """
+    threshold = int(p * 65536 + 0.5)
+    row = torch.arange(rows)[:, None]
+    group = torch.arange(-(-columns // 8))[None]
+    words = philox(
+        (group.expand(rows, -1), row & _LOW, row >> 32, torch.tensor(stream)), (seed & _LOW, seed >> 32)
+    )
+    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    values = torch.stack(halves, -1).flatten(1)[:, :columns]  # (rows, columns)
+    return (values >= threshold).double() * (65536 / (65536 - threshold))
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """x [..., D], bias [D] -> z * Phi(z), z = x + bias."""
+    z = x + bias
+    return z * 0.5 * torch.erfc(-z * 0.5**0.5)
+
+
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, eps: float, keep: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x, residual, keep [..., D]; vectors [D] -> (LayerNorm(z) * weight + shift, z), z = residual + (x + bias) * keep."""
+    z = residual + (x + bias) * keep.to(x.dtype)
+    centred = z - z.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centred * rstd * weight + shift, z
+
+
+def attention(qkv: Tensor, heads: int, key_start: Tensor, key_end: Tensor, keep: Tensor) -> Tensor:
+    """qkv [B, T, 3 * H * d], bounds [B, T], keep [B, H, T, T] -> context [B, T, H * d]; no keys: zeros."""
+    batch, width, triple = qkv.shape
+    q, k, v = qkv.view(batch, width, 3, heads, triple // 3 // heads).permute(2, 0, 3, 1, 4)
+    key = torch.arange(width)
+    allowed = ((key >= key_start[..., None]) & (key < key_end[..., None]))[:, None]  # (B, 1, T, T)
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = (scores - top).exp()
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * keep.to(qkv.dtype)
+    return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
+
+
+def mlm_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """hidden [N, D], weight [V', D], bias [V'], labels [N] -> (loss sum, correct) over the first vocab_size entries."""
+    real = labels != IGNORE
+    logits = (hidden @ weight[:vocab_size].T + bias[:vocab_size])[real]
+    target = labels[real]
+    log_sum = logits.logsumexp(-1)
+    loss = (log_sum - logits.gather(1, target[:, None])[:, 0]).sum()
+    return loss, (logits.argmax(-1) == target).sum()
