@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megabert.distributed import discover, first_host, free_port
+from megabert.distributed import World, _share_cores, discover, first_host, free_port
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,3 +187,17 @@ def test_deepspeed_launcher_trains_quietly(tmp_path):
         if "engine.py" in line or "MA " in line or "FutureWarning" in line
     ]
     assert not noise, noise
+
+
+def _threads(world: World) -> int:
+    import torch
+
+    _share_cores(world)
+    return torch.get_num_threads()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_on_one_host_divide_its_cores(ranks):
+    expected = max(1, len(os.sched_getaffinity(0)) // ranks)
+    assert run_ranks(ranks, _threads) == [expected] * ranks
