@@ -24,7 +24,7 @@ import torch.distributed as dist
 TIMEOUT = timedelta(
     minutes=20
 )  # longer than any rank-0-only work (hashing, consolidating) between collectives
-SETTLE_SECONDS = 0.2  # gloo's threads are done with a collective in microseconds, in milliseconds on a full machine
+SETTLE_SECONDS = 0.2  # gloo threads let go of a collective in microseconds, on a full machine in milliseconds
 
 
 @dataclass(frozen=True)
