@@ -7,7 +7,7 @@ whose gradients are not finite changes nothing and is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
+
+CACHED = 1 << 17  # elements of a piece on the CPU: five fp32 arrays of it fit a core's cache
 
 
 @dataclass(frozen=True)
@@ -134,55 +136,67 @@ class Lamb(_Guarded):
                 self._update_group(group, tensors)
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Gradients are consumed: each becomes the update u = m^ / (sqrt(v^) + eps) + decay * w."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         for tensor in tensors:
             state = self.state[tensor]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                state["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+                state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
             state["step"] += 1
-        gradients = [t.grad for t in tensors if t.grad is not None]
-        first = [self.state[t]["exp_avg"] for t in tensors]
-        second = [self.state[t]["exp_avg_sq"] for t in tensors]
         step = float(self.state[tensors[0]]["step"])
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        # u = m^ / (sqrt(v^) + eps) + decay * w, with m^, v^ corrected for their zero start
-        denominators = torch._foreach_div(second, 1 - beta2**step)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(first, 1 - beta1**step)
-        torch._foreach_div_(updates, denominators)
-        del denominators
-        if decay:
-            torch._foreach_add_(updates, tensors, alpha=decay)
-            self._apply_trust_ratios(tensors, updates)
-        torch._foreach_add_(tensors, updates, alpha=-group["lr"])
+        weights = [t.detach().view(-1) for t in tensors]
+        updates = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
+        first = [self.state[t]["exp_avg"].view(-1) for t in tensors]
+        second = [self.state[t]["exp_avg_sq"].view(-1) for t in tensors]
+        for block in _blocks(weights, updates, first, second):
+            w, u, m, v = block
+            torch._foreach_lerp_(m, u, 1 - beta1)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, u, u, 1 - beta2)
+            denominators = torch._foreach_div(v, 1 - beta2**step)  # m^, v^: corrected for their zero start
+            torch._foreach_sqrt_(denominators)
+            torch._foreach_add_(denominators, group["eps"])
+            torch._foreach_copy_(u, m)
+            torch._foreach_div_(u, 1 - beta1**step)
+            torch._foreach_div_(u, denominators)
+            if decay:
+                torch._foreach_add_(u, w, alpha=decay)
+        if not decay:
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            return
+        pieces = [
+            (segment.index, w[segment.start : segment.end], u[segment.start : segment.end])
+            for number, (tensor, w, u) in enumerate(zip(tensors, weights, updates, strict=True))
+            for segment in self._segments.get(tensor, (Segment(number, 0, w.numel(), 0),))
+        ]
+        ratios = self._trust_ratios(pieces, tensors[0].device)
+        for owner, weight, update in pieces:
+            weight.add_(update, alpha=-group["lr"] * ratios[owner])
 
-    def _apply_trust_ratios(self, tensors: list[Tensor], updates: Iterable[Tensor]) -> None:
-        """Scale each parameter's piece of `updates` by |w| / |u| of the whole parameter."""
-        weights, pieces, owners = [], [], []
-        for number, (tensor, update) in enumerate(zip(tensors, updates, strict=True)):
-            flat, flat_update = tensor.detach().view(-1), update.view(-1)
-            whole = (Segment(number, 0, flat.numel(), 0),)
-            for segment in self._segments.get(tensor, whole):
-                weights.append(flat[segment.start : segment.end])
-                pieces.append(flat_update[segment.start : segment.end])
-                owners.append(segment.index)
-        home = tensors[0].device
+    def _trust_ratios(self, pieces: list[tuple[int, Tensor, Tensor]], home: torch.device) -> list[float]:
+        """|w| / |u| of every parameter, from its (index, weight, update) pieces on all ranks; 1 where either is 0."""
         squares = torch.zeros(2, self._parameters, dtype=torch.float64, device=home)
-        if owners:
+        if pieces:
+            owners, *both = zip(*pieces, strict=True)
             index = torch.tensor(owners, device=home)
-            for row, views in zip(squares, (weights, pieces), strict=True):
+            for row, views in zip(squares, both, strict=True):
                 row.index_add_(0, index, torch.stack(torch._foreach_norm(views)).double().square())
         if self._reduce_on is not None:
             squares = squares.to(self._reduce_on)
             dist.all_reduce(squares)
         weight_norms, update_norms = squares.sqrt()
-        ratios = torch.where(
-            (weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0
-        ).tolist()
-        if pieces:
-            torch._foreach_mul_(pieces, [ratios[owner] for owner in owners])
+        valid = (weight_norms > 0) & (update_norms > 0)
+        return torch.where(valid, weight_norms / update_norms, 1.0).tolist()
+
+
+def _blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """The flat tensors of parallel lists, piece by piece: on the CPU pieces that stay in its cache while a dozen
+    operations pass over them, on CUDA everything at once."""
+    if lists[0][0].device.type != "cpu":
+        yield [list(tensors) for tensors in lists]
+        return
+    for parallel in zip(*lists, strict=True):
+        for pieces in zip(*(tensor.split(CACHED) for tensor in parallel), strict=True):
+            yield [[piece] for piece in pieces]

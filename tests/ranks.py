@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
-
-from megabert.distributed import free_port
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
@@ -22,9 +22,12 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    port = free_port()
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    meeting = os.path.join(
+        folder, "store"
+    )  # a file: a port that is free now may be another program's a moment later
     workers = [
-        context.Process(target=_rank, args=(rank, size, port, results, function, args), daemon=True)
+        context.Process(target=_rank, args=(rank, size, meeting, results, function, args), daemon=True)
         for rank in range(size)
     ]
     for worker in workers:
@@ -53,6 +56,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
             if worker.is_alive() and worker.pid:
                 os.kill(worker.pid, signal.SIGKILL)
                 worker.join()
+        shutil.rmtree(folder)
     return [found[rank] for rank in range(size)]
 
 
@@ -60,13 +64,13 @@ def _signals(workers: list[Any]) -> list[int]:
     return [worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
 
 
-def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, size: int, meeting: str, results: Any, function: Callable[..., Any], args: Any) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT="1",  # never used: the group is started here
         CUDA_VISIBLE_DEVICES="",
         OMP_NUM_THREADS="1",
     )
@@ -76,6 +80,7 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
         from megabert import distributed
 
         torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=size)
         world = distributed.init(distributed.discover())
         # bytes: a tensor sent as itself is a file descriptor of a process that may be gone when it is read
         results.put((rank, True, pickle.dumps(function(world, *args))))

@@ -228,8 +228,8 @@ def test_the_newest_stay_and_abandoned_ones_go(tmp_path):
 CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree"), (checkpoint, "file_sha256")]
 
 
-def save_killed_at(folder: Path, call: int) -> bool:
-    """Save step 20 in a child that dies by SIGKILL at its call-th file-system call; False when it survived."""
+def save_killed_at(folder: Path, call: int, step: int) -> bool:
+    """Save `step`, with weights of 20, in a child that dies by SIGKILL at its call-th file-system call; False when it survived."""
     child = os.fork()
     if child == 0:
         left = [call]
@@ -247,27 +247,29 @@ def save_killed_at(folder: Path, call: int) -> bool:
             setattr(module, name, deadly(getattr(module, name)))
         Path.rename = deadly(Path.rename)  # type: ignore[method-assign]
         try:
-            Checkpoints(folder, ALONE, 1).save(FakeEngine(20), state(20, tiny.config()))
+            Checkpoints(folder, ALONE, 1).save(FakeEngine(20), state(step, tiny.config()))
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("step", (20, 10), ids=("next", "same"))
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(step, tmp_path):
+    """The only other checkpoint is step 10; saving step 10 again replaces it."""
     kept, killed = set(), 0
     for call in range(100):
         run = tmp_path / str(call)
         saved_run(run, (10,), keep=1)
-        if not save_killed_at(run, call):
+        if not save_killed_at(run, call, step):
             break
         killed += 1
         checkpoints = Checkpoints(run, ALONE, 1)
         latest = checkpoints.latest()
         assert latest is not None
         value = float(load_weights(run)[0]["w"][0, 0])
-        assert latest.name == f"step-{int(value):08d}"
+        assert latest.name == ("step-00000010" if value == 10 else f"step-{step:08d}")
         kept.add(int(value))
-        assert not list((run / "checkpoints").glob(".saving-*"))  # cleaned when the run was opened again
+        assert not list((run / "checkpoints").glob(".*"))  # cleaned when the run was opened again
         checkpoints.save(FakeEngine(30), state(30, tiny.config()))
         assert checkpoints.latest().name == "step-00000030"
     assert killed > 15 and kept == {10, 20}
