@@ -310,8 +310,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    world = None
+    world, training = None, False
     try:
+        world = distributed.discover()
         data = [f"data.path={args.data}"] if args.data else []
         config = configuration.load(args.config, data + args.overrides)
         if args.print_config:
@@ -320,10 +321,11 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in (("--data", config.data.path), ("--run", args.run)):
             if not value:
                 raise ValueError(f"{name} is missing: name a folder")
-        world = distributed.init(distributed.discover())
+        distributed.init(world)
         configuration.accumulation(config, world.size)
         stop = Stop()
         run = build(args, config, world)
+        training = True
         code = train(run, stop)
         if code == OK and world.rank == 0 and config.log.tensorboard and run.last_eval:
             run.sinks[-1].hparams(run.last_eval)
@@ -332,16 +334,17 @@ def main(argv: list[str] | None = None) -> int:
         run.loader.close()
         return code
     except (ValueError, OSError) as error:
-        if world is None or world.rank == 0 or world.size == 1:
+        if world is None or world.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        elif training:  # it may be this rank's alone: a damaged row, an unreadable file
+            print(f"rank {world.rank}: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except BadTraining as error:
         if world is None or world.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_TRAINING
     finally:
-        if world is not None:
-            distributed.shutdown()
+        distributed.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from tests.integration.conftest import command, metrics
+from tests.integration.conftest import ROOT, command, metrics
 
 SMALL = (
     *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
@@ -91,6 +94,47 @@ def test_the_script_and_a_lone_rank_and_init_from(dataset, tmp_path):
     done = train(dataset, first, "schedule.total_steps=5", "batch.global_size=64")
     assert done.returncode == 2
     assert "batch.global_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):
+    run = tmp_path / "run"
+    arguments = ["--config", "tiny", "--data", dataset, "--run", run, *SMALL, "schedule.total_steps=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "megabert/train.py", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and "lr" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 85
+    saved = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
+    assert saved >= 1
+    done = train(dataset, run, "schedule.total_steps=100000", "--stop-after", saved + 2)
+    assert done.returncode == 0, done.stderr
+    assert f"at step {saved}," in done.stdout
+    assert [m["step"] for m in metrics(run) if "train/loss" in m] == list(range(1, saved + 3))
+
+
+def test_a_run_that_only_meets_non_finite_updates_stops_and_names_the_rows(dataset, tmp_path):
+    run = tmp_path / "run"
+    extra = (
+        "optimizer.lr=1e38",
+        "optimizer.clip=0.0",
+        "precision=fp32",
+        "max_bad_steps=3",
+        "schedule.warmup_steps=0",
+    )
+    done = train(dataset, run, *extra)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.count("the update is skipped on every rank") == 3
+    assert "3 non-finite updates in a row" in done.stderr and "Traceback" not in done.stderr
+    report = json.loads((run / "bad_rows.json").read_text())
+    assert len(set(report["row_ids"])) == 32
 
 
 def damaged(dataset, tmp_path, change):
