@@ -5,6 +5,7 @@
 PROJECT=${PROJECT:-${SLURM_SUBMIT_DIR:-$PWD}} # this repository, on a file system that every node sees
 VENV=${VENV:-$PROJECT/.venv}                  # made once with `make venv` on a node with the cluster's compiler and nvcc
 CORPUS=${CORPUS:-$PROJECT/corpus}             # text for prep.slurm: files, folders or globs, separated by spaces
+VOCAB=${VOCAB:-30000}                         # entries of the tokenizer that prep.slurm trains
 DATA_128=${DATA_128:-$PROJECT/data/seq128}    # shards of phase 1
 DATA_512=${DATA_512:-$PROJECT/data/seq512}    # shards of phase 2, made with phase 1's tokenizer
 RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard

@@ -1,0 +1,85 @@
+"""The SLURM scripts without SLURM: the batch script runs as SLURM's shell would run it, with the variables SLURM sets.
+
+`srun` is replaced by a script that drops its own options and runs the command once; everything behind it is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\necho "srun: $*"\nexec "$@"\n'
+SMALL = [
+    *("model.layers=1", "model.hidden=32", "batch.global_size=16", "batch.micro_size=16", "eval.rows=32"),
+    *("schedule.total_steps=4", "schedule.warmup_steps=1", "peak_tflops=1.0", "log.interval=1"),
+]
+
+
+def submit(script: str, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`sbatch script arguments…` with this environment's python in place of the site's."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "srun").write_text(SRUN)
+    (tools / "srun").chmod(0o755)
+    site = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "VENV": str(Path(sys.executable).parents[1]),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "0",  # the batch shell has it too, and is no rank
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        ["bash", str(ROOT / script), *arguments],
+        cwd=folder, env=os.environ | site | env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_phase_2_starts_from_phase_1_and_a_second_job_passes_over_both(dataset, tmp_path) -> None:
+    runs = tmp_path / "my runs"  # a path with a space in it
+    env = {"PHASE1": "tiny", "PHASE2": "tiny", "RUNS": str(runs), "SLURM_NTASKS": "1"}
+    env |= {"DATA_128": str(dataset), "DATA_512": str(dataset)}
+    done = submit("launch/pretrain_large.slurm", tmp_path, *SMALL, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"starting from the weights of {runs}/large_phase1 at step 4" in done.stdout
+    scores = {}
+    for phase in ("large_phase1", "large_phase2"):
+        lines = [json.loads(line) for line in (runs / phase / "metrics.jsonl").read_text().splitlines()]
+        scores[phase] = [line["eval/mlm_loss"] for line in lines if "eval/mlm_loss" in line]
+        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4]
+    assert scores["large_phase2"][0] == pytest.approx(scores["large_phase1"][-1], rel=2e-3)
+
+    again = submit("launch/pretrain_large.slurm", tmp_path, *SMALL, **env)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("resuming from") == 2 and "step       5" not in again.stdout
+
+
+def test_a_missing_environment_is_one_clear_line(tmp_path) -> None:
+    done = submit("launch/pretrain_large.slurm", tmp_path, VENV=str(tmp_path / "nothing"), SLURM_NTASKS="1")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        f"error: {tmp_path}/nothing/bin/python is missing: run make venv in {ROOT}, or set VENV in launch/env.sh"
+    )
+
+
+@pytest.mark.dist
+def test_prep_makes_both_lengths_with_one_tokenizer_over_ranks(corpus, tmp_path) -> None:
+    env = {"CORPUS": str(corpus), "VOCAB": "1000", "SLURM_NTASKS": "2"}
+    env |= {"DATA_128": str(tmp_path / "d128"), "DATA_512": str(tmp_path / "d512")}
+    done = submit("launch/prep.slurm", tmp_path, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    short, long = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("d128", "d512"))
+    assert (short["seq_len"], long["seq_len"]) == (128, 512)
+    assert short["tokenizer"]["sha256"] == long["tokenizer"]["sha256"]
+    assert short["statistics"]["documents"] == long["statistics"]["documents"] > 50
+    again = submit("launch/prep.slurm", tmp_path, **env)
+    assert again.returncode == 0 and again.stdout.count("is there already") == 2
