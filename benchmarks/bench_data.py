@@ -31,6 +31,7 @@ import torch
 
 from megabert.data import Loader
 from megabert.masking import Masking, Vocabulary
+from megabert.memory import keep_freed_memory
 from megabert.shards import Dataset, write_manifest, write_shard
 from megabert.tokenizer import Tokenizer
 
@@ -226,6 +227,7 @@ def main() -> int:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    keep_freed_memory()  # as train.py and its loader processes do
     scratch = Path(tempfile.mkdtemp(prefix="bench_data_"))
     results = []
     try:

@@ -20,6 +20,7 @@ import torch
 
 from megabert.batches import COUNTS, TENSORS, Batch, Shape, Update, collate
 from megabert.masking import Masking, Vocabulary, mask, stream_keys
+from megabert.memory import keep_freed_memory
 from megabert.shards import Dataset
 from megabert.tokenizer import Tokenizer
 
@@ -203,6 +204,10 @@ class _StepsFrom(torch.utils.data.Sampler):
         return itertools.count(self.start)
 
 
+def _start_worker(_: int) -> None:
+    keep_freed_memory()
+
+
 def _as_it_is(item: Any) -> Any:
     return item
 
@@ -249,6 +254,7 @@ class Loader:
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 collate_fn=_as_it_is,
+                worker_init_fn=_start_worker,
                 pin_memory=pin_memory,
                 generator=torch.Generator(),  # not the global one, whose state belongs to the model
             )

@@ -33,6 +33,7 @@ from megabert.config import Config
 from megabert.data import Loader, Update
 from megabert.distributed import World
 from megabert.engine import DTYPES, Engine
+from megabert.memory import keep_freed_memory
 from megabert.metrics import JsonLines, Meter, TensorBoard, duration, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.shards import Dataset
@@ -321,6 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in (("--data", config.data.path), ("--run", args.run)):
             if not value:
                 raise ValueError(f"{name} is missing: name a folder")
+        keep_freed_memory()
         distributed.init(world)
         configuration.accumulation(config, world.size)
         stop = Stop()

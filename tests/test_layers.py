@@ -27,7 +27,8 @@ ALLOWED = {
     "optim": {"config", "ops"},
     "partition": {"distributed", "optim"},  # where ZeRO put each parameter, for LAMB
     "batches": {"masking", "shards"},
-    "data": {"batches", "config", "masking", "shards", "tokenizer"},
+    "data": {"batches", "config", "masking", "memory", "shards", "tokenizer"},
+    "memory": set(),
     "distributed": set(),
 }
 WITHOUT_TORCH = {"config", "schedule", "shards", "tokenizer", "doctor"}
