@@ -35,11 +35,20 @@ void check_bounds(const char* op, const int32_t* start, const int32_t* end, cons
   }
 }
 
-// Heads are the outer index, so that each thread's share has all rows and the shares are equally long.
+// Heads are shared out first: then all shares hold all rows and are equally long. With more threads than a share of the
+// heads suits, rows are shared out too.
 template <class F>
-void for_each_head(const Shape& shape, F f) {
-  torch::stable::parallel_for(0, shape.heads * shape.batch, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) f(task % shape.batch, task / shape.batch);
+void for_each_part(const Shape& shape, F f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  int64_t groups = shape.heads < threads ? shape.heads : threads;
+  while (shape.heads % groups) --groups;
+  const int64_t size = shape.heads / groups, rows = groups == threads ? shape.batch : 1;
+  const int64_t parts = shape.batch ? groups * (shape.batch / rows) : 0;
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / groups * rows, head = i % groups * size;
+      f(Heads{row, row + rows < shape.batch ? row + rows : shape.batch, head, head + size});
+    }
   });
 }
 
@@ -70,7 +79,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
     const Kernels<T>& kernel = kernels<T>();
     Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lse);
     args.context = static_cast<T*>(context.mutable_data_ptr());
-    for_each_head(shape, [&](int64_t row, int64_t head) { kernel.attention(args, row, head); });
+    for_each_part(shape, [&](const Heads& part) { kernel.attention(args, part); });
   };
   if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
@@ -102,7 +111,7 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
     args.context = static_cast<T*>(const_cast<void*>(cc.const_data_ptr()));
     args.grad = static_cast<const T*>(gc.const_data_ptr());
     args.dqkv = static_cast<T*>(dqkv.mutable_data_ptr());
-    for_each_head(shape, [&](int64_t row, int64_t head) { kernel.attention_backward(args, row, head); });
+    for_each_part(shape, [&](const Heads& part) { kernel.attention_backward(args, part); });
   };
   if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});

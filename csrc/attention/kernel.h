@@ -32,8 +32,20 @@ static void pack_columns(const T* x, int64_t ld, int64_t count, int64_t width, t
 }
 
 INLINE vu interleave(vf even, vf odd) {  // bf16 pairs
+#if defined(MEGABERT_AVX512BF16)
+  // low half: 16 rounded of `even`, high half: 16 of `odd`; one permutation brings neighbours together
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (vu)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+#else
   return __builtin_convertvector(narrow(even), vu) | (__builtin_convertvector(narrow(odd), vu) << 16);
+#endif
 }
+INLINE void store_units(uint32_t* out, const vf (&line)[2]) {
+  const vu unit = interleave(line[0], line[1]);
+  memcpy(out, &unit, sizeof unit);
+}
+INLINE void store_units(float* out, const vf (&line)[1]) { store(out, line[0]); }
 
 static void pack_pairs(const bf16* x, int64_t ld, int64_t count, int64_t width, uint32_t* out, int64_t ldb) {
   for (int64_t i = 0; i < count; i += 2) {
@@ -50,16 +62,36 @@ static void pack_pairs(const float* x, int64_t ld, int64_t count, int64_t width,
     for (int64_t j = 0; j < ldb; j += W) store(out + i * ldb + j, load(x + i * ld + j, width - j));
 }
 
-// One line of units from `pack` neighbouring fp32 lines of `width` (a multiple of W).
-INLINE void pack_line(const float* x, int64_t width, uint32_t* out) {
-  for (int64_t j = 0; j < width; j += W) {
-    const vu unit = interleave(load(x + j), load(x + width + j));
-    memcpy(out + j, &unit, sizeof unit);
+constexpr float kLog2e = 1.44269504f;
+
+// Starts loading what the next task (the next head, or the next row's first) reads of a token: these short pieces lie far
+// apart, and no hardware foresees them.
+template <class T>
+struct NextTask {
+  const Attention<T>& a;
+  int64_t row, head, last_row;
+
+  NextTask(const Attention<T>& a, int64_t row, int64_t head, const Heads& part)
+      : a(a),
+        row(head + 1 < part.last_head ? row : row + 1),
+        head(head + 1 < part.last_head ? head + 1 : part.head),
+        last_row(part.last_row) {}
+  INLINE_MEMBER void piece(const T* p) const {
+    for (int64_t c = 0; c < a.size; c += 64 / static_cast<int64_t>(sizeof(T))) prefetch(p + c);
   }
-}
-INLINE void pack_line(const float* x, int64_t width, float* out) { memcpy(out, x, sizeof(float) * width); }
+  INLINE_MEMBER void fetch(int64_t token) const {
+    if (row >= last_row) return;
+    const int64_t at = row * a.tokens + token, width = a.heads * a.size;
+    for (int part = 0; part < 3; ++part) piece(a.qkv + (at * 3 + part) * width + head * a.size);
+    if (!a.grad) return;
+    piece(a.grad + at * width + head * a.size);
+    piece(a.context + at * width + head * a.size);
+  }
+};
 
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+// To be added to the last vector of a line of scores: -inf in its lanes past the end, zero in the others.
+INLINE vf past_end(int64_t keys) { return lanes() < splat_i(keys - padded(keys) + W) ? vf{} : splat(-INFINITY); }
 template <class T>
 INLINE int64_t units(int64_t n) { return (n + Unit<T>::pack - 1) / Unit<T>::pack; }
 
@@ -75,7 +107,7 @@ INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t token
 }
 
 template <class T>
-static void attention(const Attention<T>& a, int64_t row, int64_t head) {
+static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
   constexpr int64_t kBlock = 24;  // queries at once
   static thread_local Scratch scratch;
@@ -95,7 +127,8 @@ static void attention(const Attention<T>& a, int64_t row, int64_t head) {
   T* context = a.context + row * tokens * a.heads * size + head * size;
   float* lse = a.lse + (row * a.heads + head) * tokens;
   const uint64_t line = (static_cast<uint64_t>(row) * a.heads + head) * tokens;  // of the dropout mask
-  const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+  const NextTask<T> next(a, row, head, part);
+  const float scale = kLog2e / std::sqrt(static_cast<float>(size));  // scores are in powers of two from here on
 
   for_each_run(a.start + row * tokens, a.end + row * tokens, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {  // nothing to attend to: zeros
@@ -106,6 +139,7 @@ static void attention(const Attention<T>& a, int64_t row, int64_t head) {
       return;
     }
     const int64_t ldk = padded(keys);
+    const vf beyond = past_end(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_pairs(value + j0 * ld, ld, keys, size, value_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
@@ -114,20 +148,21 @@ static void attention(const Attention<T>& a, int64_t row, int64_t head) {
       multiply<T, false>(rows, ldk, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
       for (int64_t r = 0; r < rows; ++r) {
         float* s = scores + r * ldk;
-        for (int64_t j = keys; j < ldk; ++j) s[j] = -INFINITY;
+        store(s + ldk - W, load(s + ldk - W) + beyond);
         vf most_v = load(s);
         for (int64_t j = W; j < ldk; j += W) most_v = larger(load(s + j), most_v);
         const float top = largest(most_v) * scale;
         if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, j0 / 8, (j0 % 8 + keys + 7) / 8, bits);
+        next.fetch(i + r);
         vf sum{};
         for (int64_t j = 0; j < ldk; j += W) {
-          vf p = exp(load(s + j) * scale - top);
+          vf p = exp2_of_score(load(s + j) * scale - top);
           sum += p;
           if (a.dropout.threshold) p = keep(p, bits, j0 % 8 + j);
           store(weights + r * ldk + j, p);
         }
         const float whole = total(sum);
-        lse[i + r] = top + std::log(whole);
+        lse[i + r] = top / kLog2e + std::log(whole);
         s[0] = a.dropout.scale / whole;
       }
       multiply<T, false>(rows, lds, units<T>(keys), reinterpret_cast<U*>(weights), ldk / Unit<T>::pack, 1, value_pairs, lds, out, lds);
@@ -143,15 +178,16 @@ static void attention(const Attention<T>& a, int64_t row, int64_t head) {
 // With P the probabilities, M the scaled dropout mask, C the context:
 //   dV = (P M)^T dC; dP = (dC V^T) M; dS = P (dP - rowsum(dC C)) / sqrt(size); dQ = dS K; dK = dS^T Q.
 template <class T>
-static void attention_backward(const Attention<T>& a, int64_t row, int64_t head) {
+static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
   constexpr int pack = Unit<T>::pack;
   constexpr int64_t kBlock = 36;
   static thread_local Scratch scratch;
   const int64_t tokens = a.tokens, size = a.size, ld = 3 * a.heads * size, ldc = a.heads * size;
   const int64_t most = padded(tokens), steps = units<T>(size), lds = padded(size);
+  const int64_t stride = tokens / 8 + 2 * W + 8;  // of a row's dropout bits
   scratch.reset(sizeof(U) * (2 * steps * most + units<T>(tokens) * lds + kBlock * (2 * steps + 2 * lds + 3 * most)) +
-                sizeof(float) * (kBlock * (2 * most + lds) + 2 * tokens * lds) + pack * (tokens / 8 + 4 * W) + 2048);
+                sizeof(float) * (kBlock * (2 * most + lds) + 2 * tokens * lds) + pack * stride + 2048);
   U* key_columns = scratch.take<U>(steps * most);
   U* value_columns = scratch.take<U>(steps * most);
   U* key_pairs = scratch.take<U>(units<T>(tokens) * lds);
@@ -167,7 +203,7 @@ static void attention_backward(const Attention<T>& a, int64_t row, int64_t head)
   float* dq = scratch.take<float>(kBlock * lds);
   float* dk = scratch.take<float>(tokens * lds);
   float* dv = scratch.take<float>(tokens * lds);
-  uint8_t* bits = scratch.take<uint8_t>(tokens / 8 + 2 * W + 8);
+  uint8_t* bits = scratch.take<uint8_t>(pack * stride);
   const T* query = a.qkv + row * tokens * ld + head * size;
   const T *key = query + a.heads * size, *value = key + a.heads * size;
   const T* context = a.context + row * tokens * ldc + head * size;
@@ -175,7 +211,9 @@ static void attention_backward(const Attention<T>& a, int64_t row, int64_t head)
   T* dqkv = a.dqkv + row * tokens * ld + head * size;
   const float* lse = a.lse + (row * a.heads + head) * tokens;
   const uint64_t line = (static_cast<uint64_t>(row) * a.heads + head) * tokens;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(size)), kept = a.dropout.scale;
+  const NextTask<T> next(a, row, head, part);
+  // Factors common to a whole result are applied at its end: those of dropout and of the scores.
+  const float kept = a.dropout.scale, root = 1.0f / std::sqrt(static_cast<float>(size)), scale = root * kLog2e;
   memset(dk, 0, sizeof(float) * tokens * lds);
   memset(dv, 0, sizeof(float) * tokens * lds);
 
@@ -185,6 +223,7 @@ static void attention_backward(const Attention<T>& a, int64_t row, int64_t head)
       return;
     }
     const int64_t ldk = padded(keys);
+    const vf beyond = past_end(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_columns(value + j0 * ld, ld, keys, size, value_columns, ldk);
     pack_pairs(key + j0 * ld, ld, keys, size, key_pairs, lds);
@@ -196,49 +235,64 @@ static void attention_backward(const Attention<T>& a, int64_t row, int64_t head)
       pack_pairs(grad + i * ldc, ldc, rows, size, grad_pairs, lds);
       multiply<T, false>(rows, ldk, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
       multiply<T, false>(rows, ldk, steps, grad_rows, steps, 1, value_columns, ldk, dp, ldk);
-      for (int64_t r0 = 0; r0 < rows; r0 += pack) {
-        for (int64_t r = r0; r < r0 + pack; ++r) {  // scores become P M, dp becomes dS
-          float *s = scores + r * ldk, *d = dp + r * ldk;
-          if (r >= rows) {  // the other half of the last pair
-            memset(s, 0, sizeof(float) * ldk);
-            memset(d, 0, sizeof(float) * ldk);
+      for (int64_t r = 0; r < rows; r += pack) {  // as many rows as make a unit of the transposed operands
+        vf delta[pack], norm[pack];
+        for (int h = 0; h < pack; ++h) {
+          const int64_t at = i + r + h;
+          delta[h] = vf{}, norm[h] = splat(INFINITY);
+          if (r + h >= rows) {  // the other half of the last pair: probability 0
+            memset(scores + (r + h) * ldk, 0, sizeof(float) * ldk);
+            memset(dp + (r + h) * ldk, 0, sizeof(float) * ldk);
             continue;
           }
-          for (int64_t j = keys; j < ldk; ++j) s[j] = -INFINITY;
-          vf dot{};
           for (int64_t c = 0; c < size; c += W)
-            dot += load(grad + (i + r) * ldc + c, size - c) * load(context + (i + r) * ldc + c, size - c);
-          const float delta = total(dot), norm = lse[i + r];
-          if (a.dropout.threshold) {
-            keep_bits(a.dropout, line + i + r, j0 / 8, (j0 % 8 + keys + 7) / 8, bits);
-            for (int64_t j = 0; j < ldk; j += W) {
-              const vf p = exp(load(s + j) * scale - norm);
-              store(s + j, keep(p * kept, bits, j0 % 8 + j));
-              store(d + j, p * (keep(load(d + j) * kept, bits, j0 % 8 + j) - delta) * scale);
-            }
-          } else {
-            for (int64_t j = 0; j < ldk; j += W) {
-              const vf p = exp(load(s + j) * scale - norm);
-              store(s + j, p);
-              store(d + j, p * (load(d + j) - delta) * scale);
-            }
-          }
-          for (int64_t j = 0; j < ldk; j += W) store(reinterpret_cast<T*>(ds_rows) + r * ldk + j, load(d + j));
+            delta[h] += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
+          delta[h] = splat(total(delta[h]) / kept), norm[h] = splat(lse[at] * kLog2e);
+          float* last = scores + (r + h) * ldk + ldk - W;
+          store(last, load(last) + beyond);
+          if (a.dropout.threshold) keep_bits(a.dropout, line + at, j0 / 8, (j0 % 8 + keys + 7) / 8, bits + h * stride);
+          next.fetch(at);
         }
-        pack_line(scores + r0 * ldk, ldk, p_pairs + r0 / pack * ldk);
-        pack_line(dp + r0 * ldk, ldk, ds_pairs + r0 / pack * ldk);
+        for (int64_t j = 0; j < ldk; j += W) {
+          vf p[pack], d[pack];
+          for (int h = 0; h < pack; ++h) {
+            const vf weight = exp2_of_score(load(scores + (r + h) * ldk + j) * scale - norm[h]);
+            vf change = load(dp + (r + h) * ldk + j);
+            p[h] = weight;
+            if (a.dropout.threshold) {
+              p[h] = keep(weight, bits + h * stride, j0 % 8 + j);
+              change = keep(change, bits + h * stride, j0 % 8 + j);
+            }
+            d[h] = (change - delta[h]) * weight;
+            store(reinterpret_cast<T*>(ds_rows) + (r + h) * ldk + j, d[h]);
+          }
+          store_units(p_pairs + r / pack * ldk + j, p);
+          store_units(ds_pairs + r / pack * ldk + j, d);
+        }
       }
       multiply<T, false>(rows, lds, units<T>(keys), ds_rows, ldk / pack, 1, key_pairs, lds, dq, lds);
       multiply<T, true>(keys, lds, units<T>(rows), p_pairs, 1, ldk, grad_pairs, lds, dv + j0 * lds, lds);
       multiply<T, true>(keys, lds, units<T>(rows), ds_pairs, 1, ldk, query_pairs, lds, dk + j0 * lds, lds);
       for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < size; c += W) store(dqkv + (i + r) * ld + c, load(dq + r * lds + c), size - c);
+        for (int64_t c = 0; c < size; c += W) store(dqkv + (i + r) * ld + c, load(dq + r * lds + c) * (root * kept), size - c);
     }
   });
   for (int64_t j = 0; j < tokens; ++j) {
     for (int64_t c = 0; c < size; c += W) {
-      store(dqkv + j * ld + a.heads * size + c, load(dk + j * lds + c), size - c);
-      store(dqkv + j * ld + 2 * a.heads * size + c, load(dv + j * lds + c), size - c);
+      store(dqkv + j * ld + a.heads * size + c, load(dk + j * lds + c) * (root * kept), size - c);
+      store(dqkv + j * ld + 2 * a.heads * size + c, load(dv + j * lds + c) * kept, size - c);
     }
   }
+}
+
+template <class T>
+static void attention(const Attention<T>& a, const Heads& part) {
+  for (int64_t row = part.row; row < part.last_row; ++row)
+    for (int64_t head = part.head; head < part.last_head; ++head) attend(a, row, head, part);
+}
+
+template <class T>
+static void attention_backward(const Attention<T>& a, const Heads& part) {
+  for (int64_t row = part.row; row < part.last_row; ++row)
+    for (int64_t head = part.head; head < part.last_head; ++head) attend_backward(a, row, head, part);
 }

@@ -47,6 +47,12 @@ struct Attention {
   T* dqkv;        // backward only
 };
 
+// Rows [row, last_row) x heads [head, last_head): what one thread does, row by row, so that a row's tokens, whose heads lie
+// side by side, stay in cache and in the TLB.
+struct Heads {
+  int64_t row, last_row, head, last_head;
+};
+
 template <class T>
 struct Kernels {
   // y = gelu(x + bias) for rows [begin, end)
@@ -62,9 +68,8 @@ struct Kernels {
                                  int64_t begin, int64_t end);
   // sums: 3 x width fp32 (dbias, dweight, dshift) over the rows
   void (*dropout_add_layer_norm_backward)(const LayerNormBackward<T>& args, float* sums, int64_t begin, int64_t end);
-  // one head of one row of sequences
-  void (*attention)(const Attention<T>& args, int64_t row, int64_t head);
-  void (*attention_backward)(const Attention<T>& args, int64_t row, int64_t head);
+  void (*attention)(const Attention<T>& args, const Heads& part);
+  void (*attention_backward)(const Attention<T>& args, const Heads& part);
   // logits [rows, stride] without bias -> loss and correct of each row; with dbias, logits become their gradient
   void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, int32_t* correct, float* dbias,
                    int64_t vocab, int64_t stride, int64_t begin, int64_t end);

@@ -2,7 +2,8 @@
 // Included inside a namespace of that instruction set; compiler vector types keep it portable (GCC, Clang; x86, Arm, ...),
 // intrinsics appear only where the compiler does not find the instruction.
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 
 #if defined(MEGABERT_AVX512)
 constexpr int W = 16;
@@ -74,15 +75,26 @@ INLINE vf rounded(vf x, const float*) { return x; }  // as a store to that type 
 INLINE vf rounded(vf x, const bf16*) { return widen(narrow(x)); }
 
 INLINE float total(vf v) {
-  for (int half = W / 2; half; half /= 2) {
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  }
-  return v[0];
+#if defined(MEGABERT_AVX512)
+  return _mm512_reduce_add_ps(v);
+#else
+  float line[W];
+  memcpy(line, &v, sizeof v);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) line[i] += line[i + half];
+  return line[0];
+#endif
 }
 INLINE float largest(vf v) {
-  float m = v[0];
-  for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+#if defined(MEGABERT_AVX512)
+  return _mm512_reduce_max_ps(v);
+#else
+  float line[W];
+  memcpy(line, &v, sizeof v);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) line[i] = line[i] > line[i + half] ? line[i] : line[i + half];
+  return line[0];
+#endif
 }
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 INLINE vf magnitude(vf x) { return as<vf>(as<vu>(x) & 0x7FFFFFFFu); }
@@ -102,6 +114,20 @@ INLINE vf exp(vf x) {
   p = p * r * r + (r + 1.0f);
   const vf scale = as<vf>((as<vu>(shifted) << 23) + (127u << 23));
   return x < low ? vf{} : p * scale;
+}
+
+// 2^x for x <= 1 or so, as softmax has it, cheaper than exp: relative error 1e-7; below -126 it stays at 2^-126, which is
+// nothing beside a probability. NaN stays NaN.
+INLINE vf exp2_of_score(vf x) {
+  const vf low = splat(-126.0f), y = x < low ? low : x;
+  const vf shifted = y + 12582912.0f;
+  const vf r = y - (shifted - 12582912.0f);
+  vf p = r * 1.326472731e-3f + 9.671512991e-3f;
+  p = p * r + 5.550733581e-2f;
+  p = p * r + 0.2402224243f;
+  p = p * r + 0.6931470037f;
+  p = p * r + 1.0f;
+  return as<vf>(as<vu>(p) + (as<vu>(shifted) << 23));
 }
 
 // Standard normal distribution: cdf(z), and density(z) * sqrt(2 pi) = exp(-z^2 / 2).
@@ -176,6 +202,8 @@ INLINE vf keep(vf x, const uint8_t* bits, int64_t column) {
   return as<vf>(as<vu>(x) & as<vu>(((splat_u(word) >> as<vu>(lanes())) & 1u) != 0u));
 #endif
 }
+
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Memory of one thread, kept between calls.
 struct Scratch {
