@@ -1,0 +1,401 @@
+"""Real tokens a second of a whole training step: ours and Hugging Face's, on the same sequences, in turn, in one process.
+
+    python benchmarks/bench_step.py --vs hf [--model base] [--seq-len 128] [--dropout 0.1 0.0] [--data DIR] [--json FILE]
+
+Ours is the project's own step: packed rows, `Engine.train_update` (DeepSpeed, bf16 with fp32 masters, AdamW, clipping).
+The peer is `BertForPreTraining` as its users run it: sdpa, bf16 autocast over fp32 weights, fused AdamW, clipping, one
+sequence a row, padded. Both take the very same sequences, masks and labels in each update, in as many micro-steps, so
+real tokens, predictions and losses are equal (the losses are shown). Rows are read and batches made before the clock
+starts. Ours keeps freed memory as `megabert.train` does; the peer has the pool too, and for blocks
+from 32 MiB on glibc's mappings, as it would without us. MFU is against the best matrix product measured in the same run; "real" counts what the real tokens need,
+"executed" what is computed. Memory is the growth of the process by weights and optimizer plus the peak of a step.
+Quantiles are over the updates; ratio is the median of the ratios of neighbouring updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hardware
+import numpy as np
+import torch
+
+from megabert import config as configuration
+from megabert import distributed
+from megabert.config import Config
+from megabert.data import Loader, Update
+from megabert.engine import DTYPES, Engine
+from megabert.memory import M_MMAP_MAX, keep_freed_memory
+from megabert.metrics import matmul_tflops, training_flops
+from megabert.model import BertForPreTraining
+from megabert.shards import Dataset
+from megabert.tokenizer import Tokenizer
+
+SIZES = {
+    "mini": {"layers": 4, "hidden": 256, "heads": 4},
+    "base": {"layers": 12, "hidden": 768, "heads": 12},
+    "large": {"layers": 24, "hidden": 1024, "heads": 16},
+}
+M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+WARM_UP = 2  # updates before the timed ones: one to allocate, one to read memory
+LR = 1e-5  # small: the losses of both stay comparable
+HF = "hf BertForPreTraining"
+
+
+def make_config(args: argparse.Namespace, dropout: float) -> Config:
+    model: dict[str, Any] = SIZES[args.model] | {"dropout": dropout, "attention_dropout": dropout}
+    model |= {"max_positions": max(512, args.seq_len)}
+    rows = args.micro or max(1, 2048 // args.seq_len)
+    return configuration.from_dict(
+        {
+            "model": model,
+            "precision": args.precision,
+            "batch": {"micro_size": rows, "global_size": rows * args.accumulation},
+            "optimizer": {"lr": LR},
+            "schedule": {"name": "constant", "warmup_steps": 0},
+            "zero": {"stage": args.zero},
+        }
+    )
+
+
+class Ours:
+    """The project's training step."""
+
+    def __init__(self, cfg: Config, world: distributed.World) -> None:
+        torch.manual_seed(cfg.seed)
+        module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
+        self.backends = {name: f"{c.name} ({c.reason})" for name, c in module.backends._asdict().items()}
+        self.engine, self.model = Engine(cfg, module, world), cfg.model
+
+    def step(self, update: Update) -> float:
+        result = self.engine.train_update(update, LR)
+        return float(result.mlm_loss + result.nsp_loss)
+
+    def executed_flops(self, update: Update) -> float:
+        """All rows with their pads; the last layer after attention, and the heads, only where something is read."""
+        tokens = sum(b.input_ids.numel() for b in update.batches)
+        slots = sum(b.mlm_positions.numel() for b in update.batches)
+        sequences = sum(b.cls_positions.numel() for b in update.batches)
+        squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
+        d, f = self.model.hidden, self.model.ffn
+        skipped = 6 * (d * d + 2 * d * f) * (tokens - slots - sequences)
+        return training_flops(self.model, tokens, squares, slots, sequences) - skipped
+
+
+class HuggingFace:
+    """`BertForPreTraining` in a plain loop."""
+
+    def __init__(self, cfg: Config, device: torch.device) -> None:
+        from transformers import BertConfig
+        from transformers import BertForPreTraining as Peer
+
+        torch.manual_seed(cfg.seed)
+        m = cfg.model
+        peer = BertConfig(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden,
+            num_hidden_layers=m.layers,
+            num_attention_heads=m.heads,
+            intermediate_size=m.ffn,
+            max_position_embeddings=m.max_positions,
+            hidden_dropout_prob=m.dropout,
+            attention_probs_dropout_prob=m.attention_dropout,
+            attn_implementation="sdpa",
+        )
+        self.module = Peer(peer).to(device).train()
+        o = cfg.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=LR, eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+        self.device, self.clip, self.model = device, o.clip, m
+        self.autocast = torch.autocast(device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32")
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        losses = []
+        for batch in batches:
+            with self.autocast:
+                loss = self.module(**{name: t.to(self.device) for name, t in batch.items()}).loss / len(
+                    batches
+                )
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(torch.stack(losses).sum())
+
+    def executed_flops(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        """Every position, pads included, through the encoder, full attention and the vocabulary product."""
+        rows, width = sum(len(b["input_ids"]) for b in batches), batches[0]["input_ids"].shape[1]
+        return training_flops(self.model, rows * width, rows * width**2, rows * width, rows)
+
+
+def map_large_blocks() -> None:
+    """As glibc does by itself after the first of them was freed: blocks from 32 MiB on are mapped and returned."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, value in {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 << 20}.items() if mallopt else ():
+        mallopt(name, value)
+
+
+def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
+    """The sequences of an update one a row, padded, in as many micro-batches, with the same masks and labels."""
+    rows = []
+    for b in update.batches:
+        labels = torch.full((b.input_ids.numel(),), -100)
+        used = b.mlm_labels >= 0
+        labels[b.mlm_positions[used].long()] = b.mlm_labels[used]
+        labels = labels.view_as(b.input_ids)
+        for r, s in (b.lengths > 0).nonzero().tolist():
+            start = int(b.lengths[r, :s].sum())
+            here = slice(start, start + int(b.lengths[r, s]))
+            rows.append((b.input_ids[r, here], b.segment_ids[r, here], labels[r, here], b.nsp_labels[r, s]))
+    batches = []
+    for part in np.array_split(np.arange(len(rows)), len(update.batches)):
+        ids, kinds = (torch.zeros(len(part), width, dtype=torch.long) for _ in range(2))
+        labels = torch.full((len(part), width), -100)
+        mask = torch.zeros(len(part), width, dtype=torch.long)
+        for i, (a, k, t, _) in enumerate(rows[j] for j in part):
+            ids[i, : len(a)], kinds[i, : len(a)], labels[i, : len(a)], mask[i, : len(a)] = a, k, t, 1
+        nsp = torch.stack([rows[j][3] for j in part])
+        batches.append(
+            {
+                "input_ids": ids,
+                "token_type_ids": kinds,
+                "attention_mask": mask,
+                "labels": labels,
+                "next_sentence_label": nsp,
+            }
+        )
+    return batches
+
+
+class Memory:
+    """Bytes of this process (or of the device): now, and at most since `restart`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def _status(self, field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    def now(self) -> int:
+        gc.collect()
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        ctypes.CDLL(None).malloc_trim(0)
+        return self._status("VmRSS")
+
+    def restart(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        return (
+            torch.cuda.max_memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else self._status("VmHWM")
+        )
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
+    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
+
+
+def measure(args: argparse.Namespace, dropout: float, world: distributed.World, data: Path) -> dict[str, Any]:
+    device, dataset = world.device, Dataset(data)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    cfg = make_config(args, dropout)
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"vocab_size": tokenizer.vocab_size})})
+    if dataset.manifest.seq_len != args.seq_len:
+        raise ValueError(
+            f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}"
+        )
+    loader = Loader.from_config(
+        cfg.model_copy(update={"data": cfg.data.model_copy(update={"workers": 0})}), dataset, tokenizer
+    )
+    memory = Memory(device)
+    sides: dict[str, Any] = {}
+    static: dict[str, int] = {}
+    builders: dict[str, Callable[[], Any]] = {"ours": lambda: Ours(cfg, world)}
+    if args.vs == "hf":
+        builders[HF] = lambda: HuggingFace(cfg, device)
+    for name, build in builders.items():
+        before = memory.now()
+        sides[name] = build()
+        static[name] = memory.now() - before
+    found: dict[str, dict[str, list[float]]] = {
+        name: {key: [] for key in ("seconds", "tokens", "sequences", "real", "executed", "loss")}
+        for name in sides
+    }
+    peak = dict.fromkeys(sides, 0)
+    ceiling = 0.0
+    deadline = time.perf_counter() + args.minutes * 60 if args.minutes else None
+    number = 0
+    while number < args.steps + WARM_UP or (deadline and time.perf_counter() < deadline):
+        update = next(loader)
+        inputs: dict[str, Any] = {"ours": update, HF: padded(update, args.seq_len)}
+        squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
+        real = training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
+        order = list(sides) if number % 2 else list(sides)[::-1]  # neither is always first
+        for name in order:
+            (keep_freed_memory if name == "ours" else map_large_blocks)()
+            before = memory.now() if number < WARM_UP else 0
+            memory.restart()
+            _synchronise(device)
+            start = time.perf_counter()
+            loss = sides[name].step(inputs[name])
+            _synchronise(device)
+            seconds = time.perf_counter() - start
+            if number == 0:  # optimizer state is allocated, kernels are chosen
+                static[name] += max(0, memory.now() - before)
+            elif number < WARM_UP:  # memory is read in a pass of its own: reading it empties the pool
+                peak[name] = memory.peak() - before
+            else:
+                work = sides[name].executed_flops(inputs[name])
+                values = (seconds, update.tokens, update.sequences, real, work, loss)
+                for key, value in zip(found[name], values, strict=True):
+                    found[name][key].append(value)
+        ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
+        number += 1
+    results = {name: summary(found[name], ceiling, static[name], peak[name]) for name in sides}
+    comparisons = []
+    if HF in sides:
+        pairs = zip(found["ours"]["seconds"], found[HF]["seconds"], strict=True)
+        ratio = statistics.median(theirs / mine for mine, theirs in pairs)
+        what = f"real tokens/s, {args.model}, seq {args.seq_len}, dropout {dropout}"
+        comparisons = [{"what": what, "ours": "ours", "peer": HF, "ratio": ratio}]
+    return {
+        "model": args.model,
+        "seq_len": args.seq_len,
+        "dropout": dropout,
+        "precision": args.precision,
+        "zero_stage": args.zero,
+        "rows_per_micro_step": cfg.batch.micro_size,
+        "accumulation": args.accumulation,
+        "real_tokens_per_update": statistics.mean(found["ours"]["tokens"]),
+        "fill": dataset.manifest.statistics.get("fill"),
+        "updates": number - WARM_UP,
+        "threads": torch.get_num_threads(),
+        "matmul_ceiling_tflops": ceiling,
+        "backends": sides["ours"].backends,
+        "results": results,
+        "comparisons": comparisons,
+    }
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def summary(found: dict[str, list[float]], ceiling: float, static: int, peak: int) -> dict[str, Any]:
+    seconds = found["seconds"]
+    rate = {key: [v / s for v, s in zip(found[key], seconds, strict=True)] for key in found}
+    return {
+        "step_seconds": quantiles(seconds),
+        "real_tokens_per_sec": quantiles(rate["tokens"]),
+        "sequences_per_sec": quantiles(rate["sequences"]),
+        "mfu_real": statistics.median(rate["real"]) / 1e12 / ceiling,
+        "mfu_executed": statistics.median(rate["executed"]) / 1e12 / ceiling,
+        "memory_static_gib": static / 2**30,
+        "memory_peak_gib": (static + peak) / 2**30,
+        "losses": [round(v, 4) for v in found["loss"]],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(
+        f"\n{result['model']}, rows of {result['seq_len']}, dropout {result['dropout']}, {result['precision']}: "
+        f"{result['real_tokens_per_update']:,.0f} real tokens an update in {result['accumulation']} micro-steps, "
+        f"ceiling {result['matmul_ceiling_tflops']:.3f} TFLOP/s"
+    )
+    for name, r in result["results"].items():
+        s, t, n = r["step_seconds"], r["real_tokens_per_sec"], r["sequences_per_sec"]
+        print(
+            f"  {name:<22} step p20 {s['p20']:.2f} p50 {s['p50']:.2f} p80 {s['p80']:.2f} s   "
+            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {r['mfu_real']:.1%} real, "
+            f"{r['mfu_executed']:.1%} executed   memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
+        )
+    for c in result["comparisons"]:
+        print(f"  ratio {c['ratio']:.2f}   {c['what']}")
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> Path:
+    """The dataset to use: --data, or one built from the English documentation on this machine."""
+    if args.data:
+        return Path(args.data)
+    from data_prep.__main__ import main as data_prep
+
+    print("no --data: building a dataset from the documentation installed here", flush=True)
+    code = data_prep(
+        [
+            "build",
+            "--input",
+            "pydoc",
+            "--output",
+            str(folder / "data"),
+            "--seq-len",
+            str(args.seq_len),
+            "--quiet",
+        ]
+    )
+    if code:
+        raise ValueError("data_prep failed; give a dataset with --data DIR")
+    return folder / "data"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vs", choices=["hf"], help="compare with Hugging Face's BertForPreTraining")
+    parser.add_argument("--model", choices=list(SIZES), default="base")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.0], help="each is measured")
+    parser.add_argument("--precision", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument("--micro", type=int, default=0, help="rows of a micro-step; 0 means 2,048 tokens")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-steps of an update")
+    parser.add_argument("--steps", type=int, default=5, help="timed updates, after two that warm up")
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on for this long for each dropout")
+    parser.add_argument(
+        "--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    results = []
+    try:
+        world = distributed.init(distributed.discover({}))
+        with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
+            data = prepare(args, Path(folder))
+            print(hardware.describe(), flush=True)
+            for dropout in args.dropout:
+                results.append(measure(args, dropout, world, data))
+                show(results[-1])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        distributed.shutdown()
+    if args.json:
+        hardware.write_json(args.json, {"benchmark": "step", "unit": "real tokens/s", "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
