@@ -82,7 +82,7 @@ class BatchConfig(Section):
     """Rows an update takes, and rows a device takes at once."""
 
     global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
-    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank")
+    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank, at most")
 
 
 class OptimizerConfig(Section):
@@ -212,6 +212,15 @@ def from_dict(tree: dict[str, Any]) -> Config:
         ) from error
     _check(config)
     return config
+
+
+def fit_micro_size(config: Config, world_size: int) -> Config:
+    """The config with `batch.micro_size` no larger than a rank's share of the global batch; pure."""
+    batch = config.batch
+    if batch.micro_size * world_size <= batch.global_size or batch.global_size % world_size:
+        return config
+    fitted = batch.model_copy(update={"micro_size": batch.global_size // world_size})
+    return config.model_copy(update={"batch": fitted})
 
 
 def accumulation(config: Config, world_size: int) -> int:

@@ -324,6 +324,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"{name} is missing: name a folder")
         keep_freed_memory()
         distributed.init(world)
+        config = configuration.fit_micro_size(config, world.size)
         configuration.accumulation(config, world.size)
         stop = Stop()
         run = build(args, config, world)

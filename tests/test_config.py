@@ -68,6 +68,19 @@ def test_accumulation_is_derived_and_exact():
         c.accumulation(config, 5)
 
 
+def test_micro_size_shrinks_to_a_ranks_share_and_no_further():
+    config = c.load("", ["batch.global_size=96", "batch.micro_size=64"])
+    assert [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 6)] == [64, 48, 16]
+    assert c.fit_micro_size(config, 5) == config  # 96 rows have no equal shares: left for `accumulation` to refuse
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mini"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_laptop_presets_run_on_a_few_ranks_as_they_are(preset, world):
+    config = c.fit_micro_size(c.load(preset), world)
+    assert c.accumulation(config, world) * config.batch.micro_size * world == config.batch.global_size
+
+
 def test_deepspeed_snapshot():
     config = c.load("", ["batch.global_size=64", "batch.micro_size=8", "zero.stage=2", "zero.offload=cpu"])
     assert c.to_deepspeed(config, 2) == {
