@@ -149,12 +149,15 @@ class BuildNative(build_ext):
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             compiled = [str(path) for path in pool.map(compile_one, ext.sources)]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu"]
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
-            link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp", "-Xlinker=--as-needed"]
+            link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
+            # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one
+            libraries += ["-Xlinker=--no-as-needed", "-ltorch", "-Xlinker=--as-needed", "-ltorch_cpu"]
         else:
             link = [*cxx, "-shared", "-fopenmp", "-Wl,--as-needed"]
+            libraries += ["-ltorch", "-ltorch_cpu"]
         part = target.with_name(target.name + ".part")
         run([*link, *compiled, *libraries, "-o", str(part)], f"linking {target.name}")
         check = f"import torch; torch.ops.load_library({str(part)!r})"

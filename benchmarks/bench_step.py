@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hardware
 import torch
 from hf_step import HuggingFace, padded
+from measure import Memory, quantiles, synchronise
 
 from megabert import config as configuration
 from megabert import distributed
@@ -66,6 +66,7 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
             "optimizer": {"lr": LR},
             "schedule": {"name": "constant", "warmup_steps": 0},
             "zero": {"stage": args.zero},
+            "ops": dict(choice.split("=", 1) for choice in args.ops),
         }
     )
 
@@ -99,42 +100,6 @@ def map_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, value in {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 << 20}.items() if mallopt else ():
         mallopt(name, value)
-
-
-class Memory:
-    """Bytes of this process (or of the device): now, and at most since `restart`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def _status(self, field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    def now(self) -> int:
-        gc.collect()
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        ctypes.CDLL(None).malloc_trim(0)
-        return self._status("VmRSS")
-
-    def restart(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def peak(self) -> int:
-        return (
-            torch.cuda.max_memory_allocated(self.device)
-            if self.device.type == "cuda"
-            else self._status("VmHWM")
-        )
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
-    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
 
 
 def measure(args: argparse.Namespace, dropout: float, world: distributed.World, data: Path) -> dict[str, Any]:
@@ -177,10 +142,10 @@ def measure(args: argparse.Namespace, dropout: float, world: distributed.World, 
             (keep_freed_memory if name == "ours" else map_large_blocks)()
             before = memory.now() if number < WARM_UP else 0
             memory.restart()
-            _synchronise(device)
+            synchronise(device)
             start = time.perf_counter()
             loss = sides[name].step(inputs[name])
-            _synchronise(device)
+            synchronise(device)
             seconds = time.perf_counter() - start
             if number == 0:  # optimizer state is allocated, kernels are chosen
                 static[name] += max(0, memory.now() - before)
@@ -217,11 +182,6 @@ def measure(args: argparse.Namespace, dropout: float, world: distributed.World, 
         "results": results,
         "comparisons": comparisons,
     }
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def summary(found: dict[str, list[float]], ceiling: float, static: int, peak: int) -> dict[str, Any]:
@@ -290,6 +250,9 @@ def main() -> int:
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--micro", type=int, default=0, help="rows of a micro-step; 0 means 2,048 tokens")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-steps of an update")
+    parser.add_argument(
+        "--ops", nargs="*", default=[], metavar="OP=BACKEND", help="backends of ours, e.g. layer=native"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed updates, after two that warm up")
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for this long for each dropout")
     parser.add_argument(

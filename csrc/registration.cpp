@@ -30,9 +30,23 @@ STABLE_TORCH_LIBRARY(megabert, m) {
       "attention_backward(Tensor grad, Tensor qkv, Tensor context, Tensor lse, Tensor key_start, Tensor key_end, "
       "Tensor seed, int stream, int heads, float p) -> Tensor");
 
-  // hidden [N, D], weight [V', D], bias [V'], labels int64 [N] -> loss sum (fp32), correct (int64), and with need_grad
-  // the gradients of the sum for hidden, weight and bias (else empty)
+  // scores [B, H, Q, K]; key_start, key_end int32 [B or 1, Q or 1]; mask broadcastable to scores, bool (true: attend) or
+  // added -> dropped probabilities, and with dropout the probabilities before it (else empty)
   m.def(
-      "mlm_loss(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int vocab_size, bool need_grad) -> (Tensor, "
+      "softmax_mask(Tensor scores, Tensor? key_start, Tensor? key_end, Tensor? mask, Tensor seed, int stream, float "
+      "scale, float p) -> (Tensor, Tensor)");
+  // -> dscores
+  m.def(
+      "softmax_mask_backward(Tensor grad, Tensor probs, Tensor seed, int stream, float scale, float p) -> Tensor");
+
+  // hidden [N, D], weight [V', D], bias [V'], labels int64 [N] -> loss sum (fp32), correct and predictions (int64),
+  // log-sum-exp (fp32 [N], 0 where nothing is predicted), and with need_grad the gradients of the sum for hidden, weight
+  // and bias (else empty)
+  m.def(
+      "mlm_loss(Tensor hidden, Tensor weight, Tensor bias, Tensor labels, int vocab_size, float label_smoothing, float "
+      "z_loss, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // the same of logits [N, V] alone; the last result is their gradient
+  m.def(
+      "mlm_loss_of_logits(Tensor logits, Tensor labels, float label_smoothing, float z_loss, bool need_grad) -> (Tensor, "
       "Tensor, Tensor, Tensor, Tensor)");
 }

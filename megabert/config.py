@@ -82,7 +82,9 @@ class BatchConfig(Section):
     """Rows an update takes, and rows a device takes at once."""
 
     global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
-    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank, at most")
+    micro_size: int = Field(
+        32, gt=0, description="rows of one forward and backward pass on one rank, at most"
+    )
 
 
 class OptimizerConfig(Section):
@@ -125,7 +127,9 @@ class ZeroConfig(Section):
 class OpsConfig(Section):
     """Which implementation each operation uses; `megabert.doctor` shows what `auto` picks and why."""
 
-    attention: Literal["auto", "sdpa", "varlen", "native"] = Field("auto", description="attention backend")
+    attention: Literal["auto", "sdpa", "varlen", "native", "fused_softmax"] = Field(
+        "auto", description="attention backend"
+    )
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend")
     layer: Literal["auto", "torch", "native"] = Field(
         "auto", description="bias+GELU and dropout+add+LayerNorm"

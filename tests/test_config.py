@@ -71,7 +71,9 @@ def test_accumulation_is_derived_and_exact():
 def test_micro_size_shrinks_to_a_ranks_share_and_no_further():
     config = c.load("", ["batch.global_size=96", "batch.micro_size=64"])
     assert [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 6)] == [64, 48, 16]
-    assert c.fit_micro_size(config, 5) == config  # 96 rows have no equal shares: left for `accumulation` to refuse
+    assert (
+        c.fit_micro_size(config, 5) == config
+    )  # 96 rows have no equal shares: left for `accumulation` to refuse
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mini"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megabert import ops
 from tests import tiny
 from tests.ranks import run_ranks
 
@@ -15,6 +16,10 @@ pytestmark = pytest.mark.dist
 
 STAGES = (0, 1, 2, 3)
 STEPS = 20
+BACKENDS = {
+    "native": {"ops__attention": "native", "ops__mlm_loss": "native", "ops__layer": "native"},
+    "fused_softmax": {"ops__attention": "fused_softmax", "ops__mlm_loss": "native", "ops__layer": "native"},
+}
 
 
 def allow_fp16() -> None:
@@ -51,6 +56,10 @@ def two_ranks(world: Any) -> dict[str, Any]:
             found[f"skip {precision} {stage}"] = skip(world, precision, stage)
     found["skip offload"] = skip(world, "fp32", 2, zero__offload="cpu")
     found["uneven"] = uneven_evaluation(world)
+    if not ops.MISSING:
+        for name, chosen in BACKENDS.items():
+            cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **chosen)
+            found[f"backend {name}"] = tiny.train(tiny.engine(cfg, world), range(STEPS))
     return found
 
 
@@ -221,6 +230,13 @@ def test_20_updates_have_the_plain_losses_at_every_stage_and_split(ranks, stage,
         assert counts[:2] == [batch.predictions, batch.nsp_pairs]
         assert 0 <= counts[2] <= counts[0] and 0 <= counts[3] <= counts[1]
     assert found[str(stage)][-1][0] < found[str(stage)][0][0] - 0.5  # it learns
+
+
+@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_native_operations_under_stage_3_with_recomputation_have_the_plain_losses(name, two, plain):
+    for ours, theirs in zip(two[0][f"backend {name}"], plain["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
 
 
 def test_ranks_report_the_same_update(two):

@@ -19,10 +19,11 @@ VOCAB = 1000  # padded to 1,024
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 3, "hidden": 64, "heads": 4, "max_positions": 64}
 PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
 NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
-native = pytest.param(
-    NATIVE, id="native", marks=pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-)
-backends = pytest.mark.parametrize("choice", [pytest.param(PLAIN, id="torch"), native])
+FUSED_SOFTMAX = OpsConfig(attention="fused_softmax", mlm_loss="torch", layer="native")
+needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+native = pytest.param(NATIVE, id="native", marks=needs_library)
+fused_softmax = pytest.param(FUSED_SOFTMAX, id="fused_softmax", marks=needs_library)
+backends = pytest.mark.parametrize("choice", [pytest.param(PLAIN, id="torch"), native, fused_softmax])
 
 
 def model(choice: OpsConfig = PLAIN, seed: int = 0, **changes: Any) -> BertForPreTraining:
@@ -281,6 +282,27 @@ def test_bf16_weights_train(norm: str, choice: OpsConfig) -> None:
     assert half.mlm_loss_sum.dtype == torch.float32
     torch.testing.assert_close(half.mlm_loss_sum, exact.mlm_loss_sum, rtol=1e-2, atol=0)
     assert all(torch.isfinite(g).all() for g in grads.values())
+
+
+@pytest.mark.parametrize("choice", [native, fused_softmax])
+def test_twenty_bf16_steps_are_torchs_and_repeat_bit_for_bit(choice: OpsConfig) -> None:
+    def losses(choice: OpsConfig) -> list[float]:
+        built = model(choice, dropout=0.0, attention_dropout=0.0).bfloat16()
+        optimizer = torch.optim.AdamW(built.parameters(), lr=2e-3)
+        found = []
+        for step in range(20):
+            out = built(**batch([[30], [12, 20], [7, 7, 7]], 32, seed=step % 4))
+            loss = out.mlm_loss_sum / 12 + out.nsp_loss_sum / 6
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    ours, plain = losses(choice), losses(PLAIN)
+    assert ours == losses(choice)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=3e-2, atol=3e-2)
+    assert plain[-1] < 0.8 * plain[0]
 
 
 @backends

@@ -1,19 +1,10 @@
 // GELU of x + bias over the last dimension, and its gradient with the bias's.
 
-#include "common/check.h"
+#include "bias_gelu/arguments.h"
 #include "cpu/kernels.h"
 
 namespace megabert {
 namespace {
-
-void check(const char* op, const Tensor& x, const Tensor& bias) {
-  check_cpu(op, "x", x);
-  check_compute_dtype(op, "x", x);
-  STD_TORCH_CHECK(x.dim() >= 1, op, ": x has no dimension");
-  check_cpu(op, "bias", bias);
-  check_dtype(op, "bias", bias, x.scalar_type());
-  check_shape(op, "bias", bias, {x.size(x.dim() - 1)});
-}
 
 template <class T>
 void forward(const Tensor& x, const Tensor& bias, Tensor& y) {
@@ -44,7 +35,8 @@ void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, Tensor& d
 }
 
 Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
-  check("bias_gelu", x, bias);
+  check_cpu("bias_gelu", "x", x);
+  check_bias_gelu("bias_gelu", x, bias);
   const Tensor xc = dense(x), bc = dense(bias);
   Tensor y = torch::stable::new_empty(xc, shape_of(xc));
   if (xc.scalar_type() == ScalarType::BFloat16) forward<bf16>(xc, bc, y);
@@ -53,10 +45,8 @@ Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
 }
 
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  check("bias_gelu_backward", x, bias);
-  check_cpu("bias_gelu_backward", "grad", grad);
-  check_dtype("bias_gelu_backward", "grad", grad, x.scalar_type());
-  STD_TORCH_CHECK(shape_of(grad) == shape_of(x), "bias_gelu_backward: grad and x have different shapes");
+  check_cpu("bias_gelu_backward", "x", x);
+  check_bias_gelu_backward("bias_gelu_backward", grad, x, bias);
   const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
   Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
   if (xc.scalar_type() == ScalarType::BFloat16) backward<bf16>(gc, xc, bc, dx, dbias);

@@ -33,20 +33,58 @@ inline void check_dtype(const char* op, const char* name, const Tensor& t, Scala
 }
 
 inline void check_compute_dtype(const char* op, const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float, op, ": ", name,
-                  " has dtype ", torch::headeronly::toString(t.scalar_type()), ", not BFloat16 or Float");
+  const ScalarType type = t.scalar_type();
+  const bool half = type == ScalarType::Half && t.is_cuda();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float || half, op, ": ", name, " has dtype ",
+                  torch::headeronly::toString(type), ", not BFloat16 or Float", t.is_cuda() ? " or Half" : "");
 }
 
 inline void check_cpu(const char* op, const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.is_cpu(), op, ": ", name, " is not on the CPU");
 }
 
-inline Dropout make_dropout(const char* op, const Tensor& seed, int64_t stream, double p) {
+inline void check_cuda(const char* op, const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.is_cuda(), op, ": ", name, " is not on a CUDA device");
+}
+
+// On the device of `like`, which is known to be the right one.
+inline void check_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  if (like.is_cpu()) return check_cpu(op, name, t);
+  check_cuda(op, name, t);
+  STD_TORCH_CHECK(t.get_device_index() == like.get_device_index(), op, ": ", name, " is on CUDA device ",
+                  t.get_device_index(), ", not on ", like.get_device_index());
+}
+
+// Of the device, dtype and shape of `like`.
+inline void check_like(const char* op, const char* name, const Tensor& t, const char* like_name, const Tensor& like) {
+  check_device(op, name, t, like);
+  check_dtype(op, name, t, like.scalar_type());
+  bool same = t.dim() == like.dim();
+  for (int64_t d = 0; same && d < t.dim(); ++d) same = t.size(d) == like.size(d);
+  STD_TORCH_CHECK(same, op, ": ", name, " has another shape than ", like_name);
+}
+
+// One value for each column of x, of its device and dtype.
+inline void check_columns(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check_device(op, name, t, x);
+  check_dtype(op, name, t, x.scalar_type());
+  check_shape(op, name, t, {x.size(x.dim() - 1)});
+}
+
+// Dropout without its seed, which is checked but read by whoever runs on the seed's device.
+inline Dropout check_dropout(const char* op, const Tensor& seed, int64_t stream, double p, const Tensor& like) {
   STD_TORCH_CHECK(p >= 0 && p < 1, op, ": p is ", p, ", not in [0, 1)");
-  check_cpu(op, "seed", seed);
+  check_device(op, "seed", seed, like);
   check_dtype(op, "seed", seed, ScalarType::Long);
   STD_TORCH_CHECK(seed.numel() == 1, op, ": seed has ", seed.numel(), " elements, not 1");
-  return Dropout::make(static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), stream, p);
+  return Dropout::make(0, stream, p);
+}
+
+inline Dropout make_dropout(const char* op, const Tensor& seed, int64_t stream, double p) {
+  check_cpu(op, "seed", seed);
+  Dropout dropout = check_dropout(op, seed, stream, p, seed);
+  dropout.seed = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  return dropout;
 }
 
 inline std::vector<int64_t> shape_of(const Tensor& t) {

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "common/philox.h"
+#include "mlm_loss/options.h"
+#include "softmax_mask/mask.h"
 
 namespace megabert {
 
@@ -70,9 +72,16 @@ struct Kernels {
   void (*dropout_add_layer_norm_backward)(const LayerNormBackward<T>& args, float* sums, int64_t begin, int64_t end);
   void (*attention)(const Attention<T>& args, const Heads& part);
   void (*attention_backward)(const Attention<T>& args, const Heads& part);
-  // logits [rows, stride] without bias -> loss and correct of each row; with dbias, logits become their gradient
-  void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, int32_t* correct, float* dbias,
-                   int64_t vocab, int64_t stride, int64_t begin, int64_t end);
+  // rows are those of scores [batch, heads, queries, keys]; probs may be null, and is exactly without dropout
+  void (*softmax_mask)(const SoftmaxMask& args, const T* scores, T* out, T* probs, Dropout dropout, int64_t begin,
+                       int64_t end);
+  void (*softmax_mask_backward)(const T* grad, const T* probs, T* dscores, int64_t keys, float scale, Dropout dropout,
+                                int64_t begin, int64_t end);
+  // logits [rows, stride] without bias -> loss, log-sum-exp and correct of each row; with `gradient` the logits become
+  // their gradient, and dbias [stride], which may be null, its column sums
+  void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
+                   float* dbias, LossOptions options, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
+                   int64_t end);
   // out = sum over blocks of partial[block * stride + column], columns [begin, end)
   void (*reduce_blocks)(const float* partial, T* out, int64_t blocks, int64_t stride, int64_t begin, int64_t end);
 };

@@ -12,6 +12,7 @@ namespace MEGABERT_ISA {
 #include "dropout/kernel.h"
 #include "dropout_add_layer_norm/kernel.h"
 #include "mlm_loss/kernel.h"
+#include "softmax_mask/kernel.h"
 
 template <class T>
 constexpr Kernels<T> make_table() {
@@ -22,6 +23,8 @@ constexpr Kernels<T> make_table() {
           dropout_add_layer_norm_backward<T>,
           attention<T>,
           attention_backward<T>,
+          softmax_mask<T>,
+          softmax_mask_backward<T>,
           mlm_loss<T>,
           reduce_blocks<T>};
 }

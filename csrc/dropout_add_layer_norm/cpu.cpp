@@ -1,25 +1,13 @@
 // bias + dropout + residual + LayerNorm over the last dimension, and its gradients.
 
-#include "common/check.h"
 #include "cpu/kernels.h"
+#include "dropout_add_layer_norm/arguments.h"
 
 namespace megabert {
 namespace {
 
 constexpr const char* kForward = "dropout_add_layer_norm";
 constexpr const char* kBackward = "dropout_add_layer_norm_backward";
-
-void check_like(const char* op, const char* name, const Tensor& t, const Tensor& like) {
-  check_cpu(op, name, t);
-  check_dtype(op, name, t, like.scalar_type());
-  STD_TORCH_CHECK(shape_of(t) == shape_of(like), op, ": ", name, " has another shape than the residual stream");
-}
-
-void check_vector(const char* op, const char* name, const Tensor& t, const Tensor& x) {
-  check_cpu(op, name, t);
-  check_dtype(op, name, t, x.scalar_type());
-  check_shape(op, name, t, {x.size(x.dim() - 1)});
-}
 
 template <class T>
 const T* data(const Tensor& t) {
@@ -30,22 +18,11 @@ T* out(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-std::vector<int64_t> rows_of(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
-  shape.pop_back();
-  return shape;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& bias, const Tensor& residual,
                                                    const Tensor& weight, const Tensor& shift, const Tensor& seed,
                                                    int64_t stream, double p, double eps) {
   check_cpu(kForward, "x", x);
-  check_compute_dtype(kForward, "x", x);
-  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, kForward, ": x has no columns");
-  check_like(kForward, "residual", residual, x);
-  check_vector(kForward, "bias", bias, x);
-  check_vector(kForward, "weight", weight, x);
-  check_vector(kForward, "shift", shift, x);
+  check_layer_norm(kForward, x, bias, residual, weight, shift);
   const Dropout dropout = make_dropout(kForward, seed, stream, p);
   const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight),
                sc = dense(shift);
@@ -72,16 +49,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
                                                             const Tensor& weight, const Tensor& seed, int64_t stream,
                                                             double p) {
   check_cpu(kBackward, "z", z);
-  check_compute_dtype(kBackward, "z", z);
-  check_like(kBackward, "grad", grad, z);
-  if (grad_z) check_like(kBackward, "grad_z", *grad_z, z);
-  check_vector(kBackward, "weight", weight, z);
+  check_layer_norm_backward(kBackward, grad, grad_z, z, mean, rstd, weight);
   const int64_t width = weight.numel();
   const RowBlocks blocks(z.numel() / width);
-  for (const Tensor& t : {mean, rstd}) {
-    check_dtype(kBackward, "mean and rstd", t, ScalarType::Float);
-    STD_TORCH_CHECK(t.numel() == blocks.rows, kBackward, ": mean and rstd have not one element a row");
-  }
   const Dropout dropout = make_dropout(kBackward, seed, stream, p);
   const Tensor gc = dense(grad), gzc = grad_z ? dense(*grad_z) : gc, zc = dense(z),
                wc = dense(weight), mc = dense(mean), rc = dense(rstd);

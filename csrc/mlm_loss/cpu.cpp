@@ -6,14 +6,13 @@
 
 #include <cmath>
 
-#include "common/check.h"
 #include "cpu/kernels.h"
+#include "mlm_loss/arguments.h"
 
 namespace megabert {
 namespace {
 
 constexpr int64_t kChunk = 512;  // predictions
-constexpr const char* kOp = "mlm_loss";
 
 void product(const Tensor& out, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
@@ -22,32 +21,63 @@ void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden, const Tensor& weight,
-                                                            const Tensor& bias, const Tensor& labels, int64_t vocab,
-                                                            bool need_grad) {
-  check_cpu(kOp, "hidden", hidden);
-  check_compute_dtype(kOp, "hidden", hidden);
-  STD_TORCH_CHECK(hidden.dim() == 2, kOp, ": hidden has ", hidden.dim(), " dimensions, not 2");
-  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"weight", weight}, {"bias", bias}}) {
-    check_cpu(kOp, name, t);
-    check_dtype(kOp, name, t, hidden.scalar_type());
+void check_labels(const char* op, const int64_t* label, int64_t count, int64_t vocab) {
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(label[i] == kIgnore || (label[i] >= 0 && label[i] < vocab), op, ": labels[", i, "] is ", label[i],
+                    ", neither -100 nor in [0, ", vocab, ")");
+}
+
+// What each row yields, and its sums.
+struct RowResults {
+  Tensor loss, lse, correct;
+  int64_t count;
+
+  RowResults(const Tensor& like, int64_t count)
+      : loss(torch::stable::new_empty(like, {count}, ScalarType::Float)),
+        lse(torch::stable::new_empty(like, {count}, ScalarType::Float)),
+        correct(torch::stable::new_empty(like, {count}, ScalarType::Int)),
+        count(count) {}
+
+  float* losses() { return static_cast<float*>(loss.mutable_data_ptr()); }
+  float* log_sums() { return static_cast<float*>(lse.mutable_data_ptr()); }
+  int32_t* corrects() { return static_cast<int32_t*>(correct.mutable_data_ptr()); }
+
+  std::tuple<Tensor, Tensor, Tensor> totals(const int64_t* label) {
+    double sum = 0;
+    int64_t right = 0, predictions = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      sum += losses()[i], right += corrects()[i], predictions += label[i] != kIgnore;
+    }
+    Tensor total = torch::stable::new_empty(loss, {}), hits = torch::stable::new_empty(loss, {}, ScalarType::Long),
+           all = torch::stable::new_empty(loss, {}, ScalarType::Long);
+    *static_cast<float*>(total.mutable_data_ptr()) = static_cast<float>(sum);
+    *static_cast<int64_t*>(hits.mutable_data_ptr()) = right;
+    *static_cast<int64_t*>(all.mutable_data_ptr()) = predictions;
+    return {total, hits, all};
   }
-  STD_TORCH_CHECK(weight.dim() == 2, kOp, ": weight has ", weight.dim(), " dimensions, not 2");
+};
+
+constexpr int64_t kShare = 32;  // rows that one thread takes at a time
+
+template <class F>
+void for_each_share(int64_t rows, F f) {
+  torch::stable::parallel_for(0, (rows + kShare - 1) / kShare, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) f(s, s * kShare, (s + 1) * kShare < rows ? (s + 1) * kShare : rows);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
+    const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& labels, int64_t vocab,
+    double smoothing, double z_loss, bool need_grad) {
+  constexpr const char* op = "mlm_loss";
+  check_cpu(op, "hidden", hidden);
+  check_mlm_loss(op, hidden, weight, bias, labels, vocab);
+  const LossOptions options = check_options(op, smoothing, z_loss);
   const int64_t count = hidden.size(0), width = hidden.size(1), entries = weight.size(0);
-  check_shape(kOp, "weight", weight, {entries, width});
-  check_shape(kOp, "bias", bias, {entries});
-  check_cpu(kOp, "labels", labels);
-  check_dtype(kOp, "labels", labels, ScalarType::Long);
-  check_shape(kOp, "labels", labels, {count});
-  STD_TORCH_CHECK(0 < vocab && vocab <= entries, kOp, ": vocab_size is ", vocab, ", not in [1, ", entries, "]");
   const Tensor lc = dense(labels), bc = dense(bias);
   const int64_t* label = lc.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(label[i] == -100 || (label[i] >= 0 && label[i] < vocab), kOp, ": labels[", i, "] is ", label[i],
-                    ", neither -100 nor in [0, ", vocab, ")");
+  check_labels(op, label, count, vocab);
 
-  Tensor loss = torch::stable::new_empty(hidden, {}, ScalarType::Float);
-  Tensor correct = torch::stable::new_empty(hidden, {}, ScalarType::Long);
   Tensor dhidden = torch::stable::new_empty(hidden, {need_grad ? count : 0, width});
   Tensor dweight = torch::stable::new_empty(weight, {need_grad ? entries : 0, width});
   Tensor dbias = torch::stable::new_empty(bias, {need_grad ? entries : 0});
@@ -56,16 +86,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
     torch::stable::zero_(dbias);
   }
 
-  const int64_t chunk = count < kChunk ? count : kChunk;
+  const int64_t chunk = count < kChunk ? count : kChunk, shares = (count + kShare - 1) / kShare;
+  static_assert(kChunk % kShare == 0);
   Tensor buffer = torch::stable::new_empty(hidden, {chunk, entries});
-  Tensor losses = torch::stable::new_empty(hidden, {count}, ScalarType::Float);
-  Tensor corrects = torch::stable::new_empty(hidden, {count}, ScalarType::Int);
-  float* row_loss = static_cast<float*>(losses.mutable_data_ptr());
-  int32_t* row_correct = static_cast<int32_t*>(corrects.mutable_data_ptr());
-  const int64_t share = 32;       // rows that one thread takes of a chunk
-  const int64_t shares = (count + share - 1) / share;
   Tensor partial = torch::stable::new_empty(hidden, {need_grad ? shares : 0, entries}, ScalarType::Float);
   float* sums = static_cast<float*>(partial.mutable_data_ptr());
+  RowResults results(hidden, count);
   Tensor hc = dense(hidden), wc = dense(weight);
   Tensor decoder = torch::stable::transpose(wc, 0, 1);
 
@@ -78,12 +104,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
       const int64_t rows = count - at < chunk ? count - at : chunk;
       Tensor block = torch::stable::narrow(buffer, 0, 0, rows), input = torch::stable::narrow(hc, 0, at, rows);
       product(block, input, decoder);
-      torch::stable::parallel_for(0, (rows + share - 1) / share, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t s = begin; s < end; ++s) {
-          const int64_t first = s * share, last = first + share < rows ? first + share : rows;
-          kernel.mlm_loss(logits, pb, label + at, row_loss + at, row_correct + at,
-                                need_grad ? sums + (at / share + s) * entries : nullptr, vocab, entries, first, last);
-        }
+      for_each_share(rows, [&](int64_t s, int64_t first, int64_t last) {
+        kernel.mlm_loss(logits, pb, label + at, results.losses() + at, results.log_sums() + at, results.corrects() + at,
+                        need_grad ? sums + (at / kShare + s) * entries : nullptr, options, need_grad, vocab, entries,
+                        first, last);
       });
       if (!need_grad) continue;
       product(torch::stable::narrow(dhidden, 0, at, rows), block, wc);
@@ -101,17 +125,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(const Tensor& hidden
   };
   if (hidden.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
+  const auto [loss, correct, predictions] = results.totals(label);
+  return {loss, correct, predictions, results.lse, dhidden, dweight, dbias};
+}
 
-  double sum = 0;
-  int64_t right = 0;
-  for (int64_t i = 0; i < count; ++i) sum += row_loss[i], right += row_correct[i];
-  *static_cast<float*>(loss.mutable_data_ptr()) = static_cast<float>(sum);
-  *static_cast<int64_t*>(correct.mutable_data_ptr()) = right;
-  return {loss, correct, dhidden, dweight, dbias};
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tensor& logits, const Tensor& labels,
+                                                                      double smoothing, double z_loss, bool need_grad) {
+  constexpr const char* op = "mlm_loss_of_logits";
+  check_cpu(op, "logits", logits);
+  check_loss_of_logits(op, logits, labels);
+  const LossOptions options = check_options(op, smoothing, z_loss);
+  const Tensor lc = dense(labels);
+  const int64_t* label = lc.const_data_ptr<int64_t>();
+  Tensor work = need_grad ? torch::stable::clone(dense(logits)) : dense(logits);
+  const int64_t rows = work.size(0), vocab = work.size(1);
+  check_labels(op, label, rows, vocab);
+  const Tensor bias = torch::stable::new_zeros(work, {vocab});
+  RowResults results(work, rows);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
+    T* values = static_cast<T*>(const_cast<void*>(work.const_data_ptr()));  // written only where it is our own copy
+    const T* zeros = static_cast<const T*>(bias.const_data_ptr());
+    for_each_share(rows, [&](int64_t, int64_t first, int64_t last) {
+      kernel.mlm_loss(values, zeros, label, results.losses(), results.log_sums(), results.corrects(), nullptr, options,
+                      need_grad, vocab, vocab, first, last);
+    });
+  };
+  if (work.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  const auto [loss, correct, predictions] = results.totals(label);
+  return {loss, correct, predictions, results.lse, need_grad ? work : torch::stable::new_empty(work, {0, vocab})};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) { m.impl("mlm_loss", TORCH_BOX(&mlm_loss)); }
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
+  m.impl("mlm_loss", TORCH_BOX(&mlm_loss));
+  m.impl("mlm_loss_of_logits", TORCH_BOX(&mlm_loss_of_logits));
+}
 
 }  // namespace megabert

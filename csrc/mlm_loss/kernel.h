@@ -1,21 +1,23 @@
 // One row of logits: a first pass finds the largest and the sum of exponentials (block by block, in cache), a second
-// overwrites the logits with their gradient softmax - onehot. Ignored rows (label -100) get zeros. Entries from `vocab` to
+// overwrites the logits with their gradient (options.h). Ignored rows get zeros. Entries from `vocab` to
 // `stride` are padding: they are not part of the distribution and get zero gradients.
 
 template <class T>
-static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* loss, int32_t* correct, float* dbias,
-                     int64_t vocab, int64_t stride, int64_t begin, int64_t end) {
+static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
+                     float* dbias, LossOptions options, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
+                     int64_t end) {
   constexpr int64_t block = 32 * W;
   if (dbias) memset(dbias, 0, sizeof(float) * stride);
   for (int64_t r = begin; r < end; ++r) {
     T* row = logits + r * stride;
     const int64_t label = labels[r];
-    loss[r] = 0, correct[r] = 0;
-    if (label < 0) {
-      if (dbias) memset(row, 0, sizeof(T) * stride);
+    loss[r] = 0, lse[r] = 0, correct[r] = 0;
+    if (label == kIgnore) {
+      if (gradient) memset(row, 0, sizeof(T) * stride);
       continue;
     }
     float top = -INFINITY, sum = 0;
+    vf plain{};
     for (int64_t start = 0; start < vocab; start += block) {
       const int64_t stop = start + block < vocab ? start + block : vocab;
       vf most = splat(-INFINITY);
@@ -23,6 +25,7 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
         const int64_t n = stop - j;
         const vf x = load(row + j, n) + load(bias + j, n);
         most = larger(n >= W ? x : (lanes() < splat_i(n) ? x : most), most);
+        plain += x;  // lanes past the end are zero
       }
       const float now = largest(most);
       if (now > top) {
@@ -38,18 +41,21 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
       sum += total(part);
     }
     const float at_label = load(row + label, 1)[0] + load(bias + label, 1)[0];
-    loss[r] = top + std::log(sum) - at_label;
+    const float whole = top + std::log(sum), entries = static_cast<float>(vocab);
+    lse[r] = whole;
+    loss[r] = whole - at_label + options.z_loss * whole * whole;
+    if (options.smoothing > 0) loss[r] += options.smoothing * (at_label - total(plain) / entries);
     bool first = at_label == top;  // the prediction is the first of the largest, as argmax has it
     for (int64_t j = 0; first && j < label; ++j) first = load(row + j, 1)[0] + load(bias + j, 1)[0] != top;
     correct[r] = first;
-    if (!dbias) continue;
-    const float inverse = 1.0f / sum;
+    if (!gradient) continue;
+    const float factor = (1.0f + 2.0f * options.z_loss * whole) / sum, share = options.smoothing / entries;
     for (int64_t j = 0; j < vocab; j += W) {
       const int64_t n = vocab - j;
-      vf d = exp(load(row + j, n) + load(bias + j, n) - top) * inverse;
-      if (label >= j && label < j + W) d[label - j] -= 1.0f;
+      vf d = exp(load(row + j, n) + load(bias + j, n) - top) * factor - share;
+      if (label >= j && label < j + W) d[label - j] -= 1.0f - options.smoothing;
       store(row + j, d, n);
-      store(dbias + j, load(dbias + j, n) + d, n);
+      if (dbias) store(dbias + j, load(dbias + j, n) + d, n);
     }
     memset(row + vocab, 0, sizeof(T) * (stride - vocab));
   }

@@ -1,9 +1,10 @@
 """The operations of the encoder, each behind one function with a `backend` argument; this package imports torch alone."""
 
 from megabert.ops.attention import attend, attention_inputs
-from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Choice, choose
+from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Choice, choose, has_kernel
 from megabert.ops.layer import bias_gelu, dropout, dropout_add_layer_norm
-from megabert.ops.mlm_loss import mlm_loss
+from megabert.ops.mlm_loss import mlm_loss, mlm_loss_of_logits
+from megabert.ops.softmax_mask import fused_softmax_mask
 
 __all__ = [
     "BACKENDS",
@@ -16,5 +17,8 @@ __all__ = [
     "choose",
     "dropout",
     "dropout_add_layer_norm",
+    "fused_softmax_mask",
+    "has_kernel",
     "mlm_loss",
+    "mlm_loss_of_logits",
 ]

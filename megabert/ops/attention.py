@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.ops.backend import MISSING
+from megabert.ops.softmax_mask import fused_softmax_mask
 
 
 def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
     """What `attend` needs of a batch, made once for all layers.
 
-    key_start, key_end int32 [B, T]; lengths int32 [B, S]. Returns sdpa: bool mask [B, 1, T, T]; native: the bounds;
-    varlen: int32 offsets [B * (S + 1) + 1] of the sequences and of each row's pads in the flattened batch.
+    key_start, key_end int32 [B, T]; lengths int32 [B, S]. Returns sdpa: bool mask [B, 1, T, T]; native and
+    fused_softmax: the bounds; varlen: int32 offsets [B * (S + 1) + 1] of the sequences and of each row's pads in the flattened batch.
     """
-    if backend == "native":
+    if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
     width = key_start.shape[1]
     if backend == "sdpa":
@@ -37,7 +38,8 @@ def attend(
     """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
-    seed int64 [1] and stream number the dropout mask of the native backend; the others draw from torch's generator.
+    seed int64 [1] and stream number the dropout mask of native and fused_softmax (the same mask); the others draw from
+    torch's generator.
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, inputs[0], inputs[1], seed, stream, heads, p)[0]
@@ -50,6 +52,13 @@ def attend(
         )[0]
         return out.reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
+    if backend == "fused_softmax":
+        start, end = inputs
+        scores, scale = q @ k.transpose(-1, -2), size**-0.5  # (B, H, T, T)
+        weights = fused_softmax_mask(
+            scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream
+        )
+        return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
     mask = inputs[0]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     out = out.masked_fill(
@@ -76,8 +85,9 @@ def _register() -> None:
         ctx.set_materialize_grads(False)
 
     def backward(ctx, grad, _grad_lse):
-        saved = ctx.saved_tensors
-        dqkv = torch.ops.megabert.attention_backward(grad, *saved, *ctx.numbers)
+        if grad is None:
+            return (None,) * 7
+        dqkv = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
         return dqkv, None, None, None, None, None, None
 
     torch.library.register_autograd("megabert::attention", backward, setup_context=setup_context)

@@ -12,11 +12,21 @@ from typing import NamedTuple
 import torch
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_native.abi3.so"
-NATIVE_DTYPES = (torch.bfloat16, torch.float32)
+NATIVE_DTYPES = {
+    "cpu": (torch.bfloat16, torch.float32),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+}
 BACKENDS = {
-    "attention": ("sdpa", "varlen", "native"),
+    "attention": ("sdpa", "varlen", "native", "fused_softmax"),
     "mlm_loss": ("torch", "native"),
     "layer": ("torch", "native"),
+}
+# The operation of the library that stands for a backend: where it has a kernel, the backend runs.
+KERNELS = {
+    ("attention", "native"): "attention",
+    ("attention", "fused_softmax"): "softmax_mask",
+    ("mlm_loss", "native"): "mlm_loss",
+    ("layer", "native"): "bias_gelu",
 }
 
 
@@ -48,7 +58,7 @@ def choose(
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
-    obstacle = {name: _obstacle(name, device, dtype) for name in BACKENDS[op]}
+    obstacle = {name: _obstacle(op, name, device, dtype) for name in BACKENDS[op]}
     if requested != "auto":
         if obstacle[requested]:
             raise ValueError(
@@ -57,19 +67,22 @@ def choose(
         return Choice(requested, "asked for")
     if op == "attention" and not obstacle["varlen"]:
         return Choice("varlen", f"flash attention over packed sequences on {device}")
-    if not obstacle["native"]:
-        return Choice("native", f"fused {device} code for {_short(dtype)}")
-    return Choice(BACKENDS[op][0], obstacle["native"])
+    if obstacle["native"]:
+        return Choice(BACKENDS[op][0], obstacle["native"])
+    if device == "cuda":
+        return Choice(BACKENDS[op][0], f"no benchmark shows yet that ops.{op}=native pays on cuda")
+    return Choice("native", f"fused {device} code for {_short(dtype)}")
 
 
-def _obstacle(name: str, device: str, dtype: torch.dtype) -> str:
+def _obstacle(op: str, name: str, device: str, dtype: torch.dtype) -> str:
     """Why a backend cannot run, or an empty string."""
-    if name == "native":
-        if device != "cpu":
+    if (op, name) in KERNELS:
+        if MISSING:
+            return MISSING
+        if not has_kernel(KERNELS[op, name], device):
             return f"the native library has no {device} code for it"
-        if dtype not in NATIVE_DTYPES:
-            return f"native code takes {' and '.join(map(_short, NATIVE_DTYPES))}, not {_short(dtype)}"
-        return MISSING
+        if dtype not in NATIVE_DTYPES[device]:
+            return f"native code takes {', '.join(map(_short, NATIVE_DTYPES[device]))}, not {_short(dtype)}"
     if name == "varlen":
         if device != "cuda":
             return "variable-length flash attention needs a CUDA device"
@@ -78,6 +91,11 @@ def _obstacle(name: str, device: str, dtype: torch.dtype) -> str:
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
             return "flash attention needs compute capability 8.0 or newer"
     return ""
+
+
+def has_kernel(op: str, device: str) -> bool:
+    """Whether the library was built with code of an operation for a device type ("cpu", "cuda")."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"megabert::{op}", device.upper())
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -77,13 +77,24 @@ def attention(qkv: Tensor, heads: int, key_start: Tensor, key_end: Tensor, keep:
     return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
 
 
+def softmax_mask(scores: Tensor, allowed: Tensor, added: Tensor, scale: float, keep: Tensor) -> Tensor:
+    """softmax(scale * scores + added) over the allowed keys, times keep; all [B, H, Q, K] or broadcastable; no keys: zeros."""
+    scores = (scores * scale + added.to(scores.dtype)).masked_fill(~allowed, -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = (scores - top).exp()
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * keep.to(scores.dtype)
+
+
 def mlm_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int,
+    label_smoothing: float = 0.0, z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hidden [N, D], weight [V', D], bias [V'], labels [N] -> (loss sum, correct) over the first vocab_size entries."""
     real = labels != IGNORE
     logits = (hidden @ weight[:vocab_size].T + bias[:vocab_size])[real]
     target = labels[real]
     log_sum = logits.logsumexp(-1)
-    loss = (log_sum - logits.gather(1, target[:, None])[:, 0]).sum()
+    at_label = logits.gather(1, target[:, None])[:, 0]
+    expected = (1 - label_smoothing) * at_label + label_smoothing * logits.mean(-1)
+    loss = (log_sum - expected + z_loss * log_sum.square()).sum()
     return loss, (logits.argmax(-1) == target).sum()

@@ -40,6 +40,39 @@ def test_against_fp64(count: int, width: int, vocab: int, entries: int, dtype: t
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_smoothing_and_z_loss_against_fp64(smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
+    inputs, labels = problem(70, 64, 1000, 1024)
+    check(
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "native", smoothing, z_loss)[0]],
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "torch", smoothing, z_loss)[0]],
+        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, 1000, smoothing, z_loss)[0]],
+        inputs, [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_from_logits_against_fp64(dtype: torch.dtype) -> None:
+    _, labels = problem(70, 1, 999, 999)
+    one, none = torch.eye(999, dtype=torch.float64), torch.zeros(999, dtype=torch.float64)
+    check(
+        lambda x: [ops.mlm_loss_of_logits(x, labels, "native", 0.1, 1e-3)[0]],
+        lambda x: [ops.mlm_loss_of_logits(x, labels, "torch", 0.1, 1e-3)[0]],
+        lambda x: [reference.mlm_loss(x, one, none, labels, 999, 0.1, 1e-3)[0]],
+        [normal(70, 999, seed=5, scale=3)], [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
+def test_log_sum_exp_and_predictions() -> None:
+    inputs, labels = problem(40, 16, 100, 128)
+    hidden, weight, bias = (t.float() for t in inputs)
+    results = torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 100, 0.0, 0.0, False)
+    exact = (hidden @ weight[:100].T + bias[:100]).double().logsumexp(-1) * (labels >= 0)
+    torch.testing.assert_close(results[3].double(), exact, rtol=1e-6, atol=1e-5)
+    assert int(results[2]) == int((labels >= 0).sum()) == 30
+
+
 def test_correct_counts_the_first_of_equal_logits() -> None:
     inputs, labels = problem(300, 16, 500, 512)
     hidden, weight, bias = (t.float() for t in inputs)
@@ -92,7 +125,9 @@ def test_evaluation_computes_no_gradients() -> None:
     with torch.no_grad():
         loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
     assert not loss.requires_grad
-    sizes = [t.numel() for t in torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 20, False)[2:]]
+    sizes = [
+        t.numel() for t in torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 20, 0.0, 0.0, False)[4:]
+    ]
     assert sizes == [0, 0, 0]
     with_gradients, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
     assert with_gradients.item() == loss.item()
@@ -114,9 +149,11 @@ def test_scale_of_the_loss_is_not_rounded() -> None:
 def test_torch_knows_the_operation() -> None:
     inputs, labels = problem(6, 8, 20, 32)
     hidden, weight, bias = (t.float().requires_grad_() for t in inputs)
-    torch.library.opcheck(torch.ops.megabert.mlm_loss, (hidden, weight, bias, labels, 20, True))
+    torch.library.opcheck(torch.ops.megabert.mlm_loss, (hidden, weight, bias, labels, 20, 0.1, 0.1, True))
     plain = [t.detach() for t in (hidden, weight, bias)]
-    torch.library.opcheck(torch.ops.megabert.mlm_loss, (*plain, labels, 20, False))
+    torch.library.opcheck(torch.ops.megabert.mlm_loss, (*plain, labels, 20, 0.0, 0.0, False))
+    logits = normal(6, 20, seed=1).float().requires_grad_()
+    torch.library.opcheck(torch.ops.megabert.mlm_loss_of_logits, (logits, labels, 0.1, 0.1, True))
 
 
 @pytest.mark.parametrize(
@@ -129,12 +166,14 @@ def test_torch_knows_the_operation() -> None:
         ({"bias": torch.ones(31)}, "bias has size 31"),
         ({"vocab_size": 33}, "vocab_size is 33"),
         ({"hidden": torch.ones(2, 8, dtype=torch.float16)}, "hidden has dtype"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1"),
+        ({"z_loss": -0.1}, "z_loss is -0.1"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     args: dict[str, Any] = {
         "hidden": torch.ones(2, 8), "weight": torch.ones(32, 8), "bias": torch.ones(32),
-        "labels": torch.tensor([0, 1]), "vocab_size": 20, "need_grad": True,
+        "labels": torch.tensor([0, 1]), "vocab_size": 20, "label_smoothing": 0.0, "z_loss": 0.0, "need_grad": True,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):
         torch.ops.megabert.mlm_loss(**(args | change))

@@ -1,0 +1,330 @@
+"""The fused operations against what torch users write, forward and backward, on the CPU or a GPU.
+
+    python benchmarks/bench_ops.py [--device cuda] [--small] [--only mlm_loss …] [--json FILE]
+
+BERT-LARGE's sizes, bf16; sides run in turn in one process and medians are compared. `mlm_loss` stands beside its three
+matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
+scaled_dot_product_attention with the same mask; `bias_gelu` and `dropout_add_layer_norm` beside eager and compiled torch.
+Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
+once) are given as a share of the measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hardware
+import torch
+import torch.nn.functional as F
+from measure import Memory, in_turn, quantiles, synchronise
+from torch import Tensor
+
+from megabert import ops
+from megabert.memory import keep_freed_memory
+from megabert.metrics import matmul_tflops
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Case:
+    """One operation at one size: what runs, and who is compared with whom."""
+
+    name: str
+    size: str
+    sides: dict[str, Call]
+    comparisons: list[tuple[str, str]]  # (ours, peer)
+    bytes: dict[str, int] = field(default_factory=dict)  # that a side has to move, each tensor once
+    extra_memory: tuple[str, ...] = ()  # sides whose memory is measured
+
+
+class Maker:
+    """Random tensors on the device, and forward + backward of a function as one call."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(1)
+        self.seed = torch.tensor([1234], device=device)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        value = torch.randn(*shape, generator=self.generator) * scale
+        return value.to(self.device, self.dtype)
+
+    def both_ways(self, function: Callable[..., Any], *inputs: Tensor) -> Call:
+        """Forward and backward; the gradient of the first output is random, or 1 for a scalar."""
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        with torch.no_grad():
+            first = _first(function(*leaves))
+        grad = torch.ones_like(first) if first.dim() == 0 else self.normal(*first.shape).to(first.dtype)
+
+        def call() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            _first(function(*leaves)).backward(grad)
+
+        return call
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _size(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def mlm_loss(make: Maker, small: bool) -> list[Case]:
+    count, width, entries = (64, 32, 512) if small else (2048, 1024, 30528)
+    hidden, weight, bias = (
+        make.normal(count, width),
+        make.normal(entries, width, scale=0.02),
+        make.normal(entries),
+    )
+    labels = torch.randint(0, entries, (count,), generator=make.generator).to(make.device)
+    logits = make.normal(count, entries)
+
+    def products() -> None:
+        hidden @ weight.T
+        logits @ weight
+        logits.T @ hidden
+
+    def plain(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
+
+    def with_copy(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w, b).float(), labels, reduction="sum")
+
+    inputs = (hidden, weight, bias)
+    sides = {
+        "ours": make.both_ways(lambda h, w, b: ops.mlm_loss(h, w, b, labels, entries, "native"), *inputs),
+        "three products alone": products,
+        "torch": make.both_ways(plain, *inputs),
+        "torch, fp32 copy": make.both_ways(with_copy, *inputs),
+    }
+    peers = [("ours", name) for name in sides if name != "ours"]
+    size = f"{count} x {width} x {entries}"
+    rows = {
+        "ours": make.both_ways(lambda x: ops.mlm_loss_of_logits(x, labels, "native"), logits),
+        "torch": make.both_ways(lambda x: F.cross_entropy(x, labels, reduction="sum"), logits),
+    }
+    moved = {"ours": 4 * _size(logits)}  # the copy is read and written, the loss pass reads and writes it
+    return [
+        Case("mlm_loss", size, sides, peers, extra_memory=("ours", "torch")),
+        Case("mlm_loss from logits", f"{count} x {entries}", rows, [("ours", "torch")], moved),
+    ]
+
+
+def softmax_mask(make: Maker, small: bool) -> list[Case]:
+    batch, heads, width, size = (2, 2, 32, 16) if small else (8, 16, 512, 64)
+    cut = width * 2 // 3  # two sequences in each row
+    start = torch.zeros(batch, width, dtype=torch.int32)
+    start[:, cut:] = cut
+    end = torch.full_like(start, width)
+    end[:, :cut] = cut
+    start, end = start.to(make.device), end.to(make.device)
+    key = torch.arange(width, device=make.device)
+    mask = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
+    full_start, full_end = torch.zeros_like(start), torch.full_like(end, width)
+    scores, scale, p = make.normal(batch, heads, width, width), size**-0.5, 0.1
+
+    def ours(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        return ops.fused_softmax_mask(x, key_start=first, key_end=last, scale=scale, p=p, seed=make.seed)
+
+    def plain(x: Tensor) -> Tensor:
+        return F.dropout((x * scale).masked_fill(~mask, -torch.inf).softmax(-1), p)
+
+    qkv = make.normal(batch, width, 3 * heads * size)
+
+    def attend(backend: str, inputs: list[Tensor], p: float) -> Call:
+        return make.both_ways(lambda x: ops.attend(x, heads, inputs, p, make.seed, 0, backend), qkv)
+
+    moved = {"ours, whole rows": 6 * _size(scores)}  # scores, out, probs; grad, probs, dscores
+    sides = {
+        "ours": make.both_ways(lambda x: ours(x, start, end), scores),
+        "ours, whole rows": make.both_ways(lambda x: ours(x, full_start, full_end), scores),
+        "torch": make.both_ways(plain, scores),
+    }
+    shape = f"[{batch}, {heads}, {width}, {width}], dropout {p}"
+    cases = [
+        Case(
+            "softmax_mask",
+            shape,
+            sides,
+            [("ours", "torch"), ("ours, whole rows", "torch")],
+            moved,
+            ("ours", "torch"),
+        )
+    ]
+    native = ["native"] if ops.has_kernel("attention", make.device.type) else []
+    for chance in (0.1, 0.0):
+        sides = {name: attend(name, [start, end], chance) for name in ("fused_softmax", *native)}
+        peers = [(name, "sdpa") for name in sides]
+        sides["sdpa"] = attend("sdpa", [mask], chance)
+        cases.append(
+            Case("attention", f"[{batch}, {heads}, {width}, {size}], dropout {chance}", sides, peers)
+        )
+    return cases
+
+
+def layer(make: Maker, small: bool) -> list[Case]:
+    rows, width = (64, 48) if small else (8192, 1024)
+    ffn = 4 * width
+    x, bias = make.normal(rows, ffn), make.normal(ffn)
+    compiled = torch.compile if not small else (lambda f, **_: f)
+
+    def gelu(x: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(x + b)
+
+    sides = {
+        "ours": make.both_ways(lambda x, b: ops.bias_gelu(x, b, "native"), x, bias),
+        "torch": make.both_ways(gelu, x, bias),
+        "torch.compile": make.both_ways(compiled(gelu, dynamic=False), x, bias),
+    }
+    cases = [
+        Case(
+            "bias_gelu",
+            f"[{rows}, {ffn}]",
+            sides,
+            [("ours", name) for name in list(sides)[1:]],
+            {"ours": 5 * _size(x)},
+        )
+    ]
+    y, residual, vectors = (
+        make.normal(rows, width),
+        make.normal(rows, width),
+        [make.normal(width) for _ in range(3)],
+    )
+
+    def norm(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return F.layer_norm(r + F.dropout(x + b, 0.1), (width,), w, s, 1e-12)
+
+    def ours(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.dropout_add_layer_norm(x, b, r, w, s, 0.1, 1e-12, make.seed, 0, "native")
+
+    inputs = (y, residual, *vectors)
+    sides = {
+        "ours": make.both_ways(ours, *inputs),
+        "torch": make.both_ways(norm, *inputs),
+        "torch.compile": make.both_ways(compiled(norm, dynamic=False), *inputs),
+    }
+    moved = {"ours": 8 * _size(y)}  # x, residual, y, z; grad, z, dx, dresidual
+    cases.append(
+        Case(
+            "dropout_add_layer_norm",
+            f"[{rows}, {width}], dropout 0.1",
+            sides,
+            [("ours", n) for n in list(sides)[1:]],
+            moved,
+        )
+    )
+    return cases
+
+
+CASES = {"mlm_loss": mlm_loss, "softmax_mask": softmax_mask, "layer": layer}
+
+
+def copy_bandwidth(device: torch.device, small: bool) -> float:
+    """Bytes a second of a copy larger than any cache, reads and writes together."""
+    source = torch.zeros((1 << 16 if small else 1 << 28), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = in_turn({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
+    return 2 * _size(source) / min(times)
+
+
+def extra_memory(call: Call, device: torch.device) -> int:
+    """Bytes by which one call goes above what is held before it."""
+    memory = Memory(device)
+    call()
+    before = memory.now()
+    memory.restart()
+    call()
+    synchronise(device)
+    return max(0, memory.peak() - before)
+
+
+def measure(
+    case: Case, device: torch.device, rounds: int, bandwidth: float, seconds: float
+) -> dict[str, Any]:
+    times = in_turn(case.sides, device, rounds, seconds)
+    medians = {name: quantiles(values)["p50"] for name, values in times.items()}
+    return {
+        "op": case.name,
+        "size": case.size,
+        "seconds": {name: quantiles(values) for name, values in times.items()},
+        "extra_memory_mib": {
+            name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory
+        },
+        "bandwidth_share": {name: size / medians[name] / bandwidth for name, size in case.bytes.items()},
+        "comparisons": [
+            {
+                "what": f"{case.name} {case.size}",
+                "ours": ours,
+                "peer": peer,
+                "ratio": medians[peer] / medians[ours],
+            }
+            for ours, peer in case.comparisons
+        ],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"\n{result['op']} {result['size']}, forward and backward")
+    for name, s in result["seconds"].items():
+        more = (
+            [f"{result['extra_memory_mib'][name]:,.0f} MiB more"]
+            if name in result["extra_memory_mib"]
+            else []
+        )
+        if name in result["bandwidth_share"]:
+            more.append(f"{result['bandwidth_share'][name]:.0%} of the copy bandwidth")
+        print(f"  {name:<22} {s['p50'] * 1e3:>10.3f} ms   {'   '.join(more)}")
+    for c in result["comparisons"]:
+        print(f"  ratio {c['ratio']:.2f}   {c['ours']} against {c['peer']}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    if ops.MISSING or not ops.has_kernel("mlm_loss", args.device):
+        print(f"error: {ops.MISSING or f'the native library has no {args.device} code'}", file=sys.stderr)
+        return 2
+    device = torch.device(args.device)
+    keep_freed_memory()
+    print(hardware.describe(), flush=True)
+    bandwidth = copy_bandwidth(device, args.small)
+    ceiling = matmul_tflops(device, torch.bfloat16, 0.05 if args.small else 0.5)
+    print(f"copy {bandwidth / 1e9:.1f} GB/s, bf16 matrix product {ceiling:.3f} TFLOP/s")
+    results = []
+    for name in args.only:
+        for case in CASES[name](Maker(device, torch.bfloat16), args.small):
+            results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
+            show(results[-1])
+    report = {
+        "benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads(),
+        "copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling, "results": results,
+    }  # fmt: skip
+    if args.json:
+        hardware.write_json(args.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

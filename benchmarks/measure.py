@@ -1,0 +1,77 @@
+"""Clocks and memory of a benchmark: what a step costs on the CPU or a GPU, and how the repeated figures are summed up."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+
+class Memory:
+    """Bytes of this process (or of the device): now, and at most since `restart`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def _status(self, field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    def now(self) -> int:
+        gc.collect()
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        ctypes.CDLL(None).malloc_trim(0)
+        return self._status("VmRSS")
+
+    def restart(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        return (
+            torch.cuda.max_memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else self._status("VmHWM")
+        )
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
+    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
+
+
+def in_turn(
+    sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
+) -> dict[str, list[float]]:
+    """Seconds of one call of each side, `rounds` times, in turn; each time is that of enough calls to fill `seconds`."""
+    calls, found = {}, {name: [] for name in sides}
+    for name, side in sides.items():
+        for _ in range(2):  # kernels are chosen, memory is there
+            side()
+        synchronise(device)
+        start = time.perf_counter()
+        side()
+        synchronise(device)
+        calls[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-6)))
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # neither is always first
+            synchronise(device)
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                sides[name]()
+            synchronise(device)
+            found[name].append((time.perf_counter() - start) / calls[name])
+    return found

@@ -1,0 +1,67 @@
+// GELU of x + bias over the last dimension on the GPU, and its gradient with the bias's.
+
+#include "bias_gelu/arguments.h"
+#include "bias_gelu/kernel.cuh"
+#include "common/cuda.h"
+
+namespace megabert {
+namespace {
+
+dim3 grid_of(int64_t blocks, int64_t width) {
+  return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(width, kColumnThreads * kGroup)));
+}
+
+Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
+  constexpr const char* op = "bias_gelu";
+  check_cuda(op, "x", x);
+  check_bias_gelu(op, x, bias);
+  const OnDevice device(x);
+  const Tensor xc = dense(x), bc = dense(bias);
+  Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  if (!xc.numel()) return y;
+  const int64_t width = bc.numel(), rows = xc.numel() / width;
+  with_type(xc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    const T *px = data<T>(xc), *pb = data<T>(bc);
+    T* py = out<T>(y);
+    const bool whole = whole_groups(width, px, pb, py);
+    bias_gelu_forward<T><<<grid_of(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(px, pb, py, rows, width, whole);
+    check_launch(op);
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
+  constexpr const char* op = "bias_gelu_backward";
+  check_cuda(op, "x", x);
+  check_bias_gelu_backward(op, grad, x, bias);
+  const OnDevice device(x);
+  const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
+  Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
+  const int64_t width = bc.numel(), rows = width ? xc.numel() / width : 0;
+  if (!rows) {
+    torch::stable::zero_(dbias);
+    return {dx, dbias};
+  }
+  const int64_t lines = blocks_for(rows, 8);
+  const Tensor partial = torch::stable::new_empty(xc, {lines, width}, ScalarType::Float);
+  with_type(xc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
+    T* pd = out<T>(dx);
+    const bool whole = whole_groups(width, pg, px, pb, pd);
+    bias_gelu_gradient<T><<<grid_of(lines, width), kColumnThreads, 0, device.stream>>>(pg, px, pb, pd, out<float>(partial), rows, width, whole);
+    check_launch(op);
+    reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), lines, width, width, op);
+  });
+  return {dx, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
+  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
+  m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+}
+
+}  // namespace megabert

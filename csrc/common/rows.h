@@ -1,0 +1,37 @@
+// The shapes of thread blocks that hold a row of 1 to 8,192 columns in registers: a warp up to 1,024 columns, 256 threads
+// beyond. Used by the launchers and by the tests that run the kernels on the CPU.
+#pragma once
+
+#include <cstdint>
+
+namespace megabert {
+
+constexpr int64_t kMaxColumns = 8192;
+
+template <int Threads, int Groups>
+struct RowShape {
+  static constexpr int threads = Threads, groups = Groups;  // of 8 columns, in each thread
+  static constexpr int rows = Threads == 32 ? 4 : 1;        // in a block
+};
+
+// Calls f with the smallest shape that holds `columns` columns.
+template <class F>
+void with_row_shape(int64_t columns, F f) {
+  if (columns <= 256) f(RowShape<32, 1>{});
+  else if (columns <= 512) f(RowShape<32, 2>{});
+  else if (columns <= 1024) f(RowShape<32, 4>{});
+  else if (columns <= 2048) f(RowShape<256, 1>{});
+  else if (columns <= 4096) f(RowShape<256, 2>{});
+  else f(RowShape<256, 4>{});
+}
+
+// The same for a kernel whose block holds one row after another and sums columns: fewer columns in each thread.
+template <class F>
+void with_block_shape(int64_t columns, F f) {
+  if (columns <= 1024) f(RowShape<128, 1>{});
+  else if (columns <= 2048) f(RowShape<256, 1>{});
+  else if (columns <= 4096) f(RowShape<512, 1>{});
+  else f(RowShape<1024, 1>{});
+}
+
+}  // namespace megabert

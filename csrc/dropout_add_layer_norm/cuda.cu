@@ -1,0 +1,97 @@
+// bias + dropout + residual + LayerNorm over the last dimension on the GPU, and its gradients.
+
+#include "common/cuda.h"
+#include "common/rows.h"
+#include "dropout_add_layer_norm/arguments.h"
+#include "dropout_add_layer_norm/kernel.cuh"
+
+namespace megabert {
+namespace {
+
+constexpr const char* kForward = "dropout_add_layer_norm";
+constexpr const char* kBackward = "dropout_add_layer_norm_backward";
+
+void check_width(const char* op, int64_t width) {
+  STD_TORCH_CHECK(width <= kMaxColumns, op, ": the last dimension has size ", width, "; on CUDA at most ", kMaxColumns);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& bias, const Tensor& residual,
+                                                   const Tensor& weight, const Tensor& shift, const Tensor& seed,
+                                                   int64_t stream, double p, double eps) {
+  check_cuda(kForward, "x", x);
+  check_layer_norm(kForward, x, bias, residual, weight, shift);
+  const int64_t width = bias.numel(), rows = x.numel() / width;
+  check_width(kForward, width);
+  const Dropout dropout = check_dropout(kForward, seed, stream, p, x);
+  const OnDevice device(x);
+  const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight), sc = dense(shift);
+  Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
+  Tensor mean = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
+  Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
+  if (!rows) return {y, z, mean, rstd};
+  with_type(xc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    LayerNormRows<T> a{data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y), out<T>(z),
+                       out<float>(mean), out<float>(rstd), rows, width, static_cast<float>(eps), false};
+    a.whole = whole_groups(width, a.x, a.bias, a.residual, a.weight, a.shift, a.y, a.z);
+    with_row_shape(width, [&](auto shape) {
+      constexpr int threads = decltype(shape)::threads, groups = decltype(shape)::groups, together = decltype(shape)::rows;
+      layer_norm_forward<T, threads, groups>
+          <<<static_cast<unsigned>(ceil_div(rows, together)), dim3(threads, together), 0, device.stream>>>(
+              a, dropout, seed.const_data_ptr<int64_t>());
+      check_launch(kForward);
+    });
+  });
+  return {y, z, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_z,
+                                                            const Tensor& z, const Tensor& mean, const Tensor& rstd,
+                                                            const Tensor& weight, const Tensor& seed, int64_t stream,
+                                                            double p) {
+  check_cuda(kBackward, "z", z);
+  check_layer_norm_backward(kBackward, grad, grad_z, z, mean, rstd, weight);
+  const int64_t width = weight.numel(), rows = z.numel() / width;
+  check_width(kBackward, width);
+  const Dropout dropout = check_dropout(kBackward, seed, stream, p, z);
+  const OnDevice device(z);
+  const Tensor gc = dense(grad), gzc = grad_z ? dense(*grad_z) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
+               rc = dense(rstd);
+  // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.
+  Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
+  Tensor dresidual = torch::stable::new_empty(zc, shape_of(zc));
+  Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),
+         dshift = torch::stable::new_empty(wc, {width});
+  if (!rows) {
+    for (Tensor* t : {&dbias, &dweight, &dshift}) torch::stable::zero_(*t);
+    return {dx, dresidual, dbias, dweight, dshift};
+  }
+  const int64_t lines = blocks_for(rows, 6);
+  const Tensor partial = torch::stable::new_empty(zc, {lines, 3, width}, ScalarType::Float);
+  with_type(zc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    LayerNormGradientRows<T> a{data<T>(gc), grad_z ? data<T>(gzc) : nullptr, data<T>(zc), data<T>(wc), data<float>(mc),
+                               data<float>(rc), dropout.threshold ? out<T>(dx) : nullptr, out<T>(dresidual),
+                               out<float>(partial), rows, width, false};
+    a.whole = whole_groups(width, a.grad, a.grad_z, a.z, a.weight, a.dx, a.dresidual);
+    with_block_shape(width, [&](auto shape) {
+      constexpr int threads = decltype(shape)::threads, groups = decltype(shape)::groups;
+      layer_norm_gradient<T, threads, groups><<<static_cast<unsigned>(lines), threads, 0, device.stream>>>(
+          a, dropout, seed.const_data_ptr<int64_t>());
+      check_launch(kBackward);
+    });
+    T* results[3] = {out<T>(dbias), out<T>(dweight), out<T>(dshift)};
+    for (int i = 0; i < 3; ++i)
+      reduce_lines_on(device.stream, data<float>(partial) + i * width, results[i], lines, 3 * width, width, kBackward);
+  });
+  return {dx, dresidual, dbias, dweight, dshift};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
+  m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
+  m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace megabert

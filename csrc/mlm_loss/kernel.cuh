@@ -1,0 +1,136 @@
+// A block takes one row of logits: a first pass finds the largest, where it is, and the sum of exponentials; a second, with
+// the row still in cache, overwrites the logits with their gradient. Ignored rows get zeros. Entries from `vocab` to `stride`
+// are padding: no part of the distribution, zero gradients. A label outside the vocabulary makes its row NaN.
+#pragma once
+
+#include "common/device.cuh"
+#include "mlm_loss/options.h"
+
+namespace megabert {
+
+template <class T>
+struct LossRows {
+  T* logits;  // [rows, stride], without bias
+  const T* bias;
+  const int64_t* labels;
+  float *loss, *lse;  // [rows]
+  int32_t* correct;
+  LossOptions options;
+  int64_t vocab, stride;
+  bool gradient, whole;
+};
+
+struct Smallest {
+  __device__ static float of(float a, float b) { return a < b ? a : b; }
+};
+
+// Column j of the row with its bias, in fp32; -inf past the vocabulary.
+template <class T>
+__device__ inline void load_logits(const LossRows<T>& a, const T* logits, int64_t column, float (&x)[kGroup]) {
+  float bias[kGroup];
+  load_group(logits, column, a.stride, a.whole, 0.0f, x);
+  load_group(a.bias, column, a.stride, a.whole, 0.0f, bias);
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) x[i] = column + i < a.vocab ? x[i] + bias[i] : -INFINITY;
+}
+
+template <class T, int Threads>
+__global__ void mlm_loss_rows(LossRows<T> a) {
+  __shared__ float shared[Threads / kWarp];
+  const int64_t row = blockIdx.x, label = a.labels[row];
+  T* logits = a.logits + row * a.stride;
+  if (label == kIgnore) {
+    if (threadIdx.x == 0) a.loss[row] = 0.0f, a.lse[row] = 0.0f, a.correct[row] = 0;
+    const float zeros[kGroup] = {};
+    if (a.gradient)
+      for (int64_t column = threadIdx.x * kGroup; column < a.stride; column += Threads * kGroup)
+        store_group(logits, column, a.stride, a.whole, zeros);
+    return;
+  }
+  const bool wrong = label < 0 || label >= a.vocab;
+  const float at_label = wrong ? NAN : to_float(logits[label]) + to_float(a.bias[label]);
+  float top = -INFINITY, sum = 0, plain = 0, where = INFINITY;
+  for (int64_t column = threadIdx.x * kGroup; column < a.vocab; column += Threads * kGroup) {
+    float x[kGroup];
+    load_logits(a, logits, column, x);
+    float most = top;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (x[i] > most) most = x[i], where = static_cast<float>(column + i);  // exact: fewer than 2^24 entries
+      if (a.options.smoothing > 0 && column + i < a.vocab) plain += x[i];
+    }
+    if (most > top) sum *= exp2f((top - most) * kLog2e), top = most;
+    if (top == -INFINITY) continue;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) sum += exp2f((x[i] - top) * kLog2e);
+  }
+  const float largest = reduce_row<Largest, Threads>(top, shared);
+  if (top > -INFINITY) sum *= exp2f((top - largest) * kLog2e);
+  sum = reduce_row<Sum, Threads>(sum, shared);
+  const float first = reduce_row<Smallest, Threads>(top == largest ? where : INFINITY, shared);
+  if (a.options.smoothing > 0) plain = reduce_row<Sum, Threads>(plain, shared);
+  const float entries = static_cast<float>(a.vocab), lse = largest + log2f(sum) / kLog2e;
+  const float smoothing = a.options.smoothing, z = a.options.z_loss;
+  if (threadIdx.x == 0) {
+    a.loss[row] = lse - (1.0f - smoothing) * at_label - smoothing * (plain / entries) + z * lse * lse;
+    a.lse[row] = lse;
+    a.correct[row] = first == static_cast<float>(label);
+  }
+  if (!a.gradient) return;
+  const float factor = wrong ? NAN : 1.0f + 2.0f * z * lse, share = smoothing / entries;
+  for (int64_t column = threadIdx.x * kGroup; column < a.stride; column += Threads * kGroup) {
+    float x[kGroup];
+    load_logits(a, logits, column, x);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const int64_t entry = column + i;
+      x[i] = exp2f((x[i] - lse) * kLog2e) * factor - share - (entry == label ? 1.0f - smoothing : 0.0f);
+      if (entry >= a.vocab) x[i] = 0.0f;
+    }
+    store_group(logits, column, a.stride, a.whole, x);
+  }
+}
+
+// Sums over each column: blockIdx.y has kSumThreads x 8 columns, a block takes every gridDim.x-th row into its own line of
+// partial [gridDim.x, width].
+constexpr int kSumThreads = 128;
+
+template <class T>
+__global__ void column_sums(const T* x, float* partial, int64_t rows, int64_t width, bool whole) {
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kGroup;
+  if (column >= width) return;
+  float sum[kGroup] = {};
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    float value[kGroup];
+    load_group(x + row * width, column, width, whole, 0.0f, value);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) sum[i] += value[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i)
+    if (column + i < width) partial[blockIdx.x * width + column + i] = sum[i];
+}
+
+// One block of kTotalThreads: the sum of the losses (in fp64), of the correct ones, and the number of labels.
+constexpr int kTotalThreads = 256;
+
+static __global__ void loss_totals(const float* loss, const int32_t* correct, const int64_t* labels, int64_t rows,
+                                   float* total, int64_t* right, int64_t* predictions) {
+  __shared__ double losses[kTotalThreads];
+  __shared__ int64_t rights[kTotalThreads], counts[kTotalThreads];
+  double sum = 0;
+  int64_t hits = 0, count = 0;
+  for (int64_t row = threadIdx.x; row < rows; row += kTotalThreads)
+    sum += loss[row], hits += correct[row], count += labels[row] != kIgnore;
+  losses[threadIdx.x] = sum, rights[threadIdx.x] = hits, counts[threadIdx.x] = count;
+  for (int half = kTotalThreads / 2; half; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) >= half) continue;
+    losses[threadIdx.x] += losses[threadIdx.x + half];
+    rights[threadIdx.x] += rights[threadIdx.x + half];
+    counts[threadIdx.x] += counts[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) *total = static_cast<float>(losses[0]), *right = rights[0], *predictions = counts[0];
+}
+
+}  // namespace megabert

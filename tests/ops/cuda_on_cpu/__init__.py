@@ -1,0 +1,121 @@
+"""csrc's CUDA kernels compiled for the CPU (see cuda.h) and called from Python.
+
+Arguments are copied to memory that ends before a page which cannot be touched, so an access past an argument's end is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[3]
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("c++", "g++"))), None)
+
+
+def build() -> ctypes.CDLL:
+    """The library, compiled once for a state of the sources; safe in several test processes."""
+    sources = sorted(
+        [*(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "csrc").rglob("*.h"), *Path(__file__).parent.iterdir()]
+    )
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[
+        :16
+    ]
+    folder = ROOT / "build" / "cuda_on_cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{digest}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            for old in folder.glob("*.so"):
+                old.unlink()
+            part = library.with_suffix(".part")
+            command = [
+                compiler() or "c++",
+                "-O1",
+                "-std=c++17",
+                "-fPIC",
+                "-shared",
+                "-w",
+                f"-I{ROOT / 'csrc'}",
+            ]
+            command += [str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
+            os.replace(part, library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.guarded.restype = ctypes.c_void_p
+    loaded.guarded.argtypes = [ctypes.c_size_t]
+    loaded.release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return loaded
+
+
+class Guarded:
+    """A copy of a tensor in guarded memory; `read` copies it back."""
+
+    def __init__(self, library: ctypes.CDLL, tensor: Tensor) -> None:
+        self.library, self.like = library, tensor.contiguous()
+        self.bytes = max(self.like.numel() * self.like.element_size(), 1)
+        self.address = library.guarded(self.bytes)
+        assert self.address
+        ctypes.memmove(self.address, self.like.data_ptr(), self.like.numel() * self.like.element_size())
+
+    def read(self) -> Tensor:
+        result = torch.empty_like(self.like)
+        ctypes.memmove(result.data_ptr(), self.address, result.numel() * result.element_size())
+        return result
+
+    def __del__(self) -> None:
+        self.library.release(self.address, self.bytes)
+
+
+class Kernels:
+    """`run("name", …)` calls a function of kernels.cpp in both orders of threads and wants the same bits from both."""
+
+    def __init__(self) -> None:
+        self.library = build()
+
+    def run(
+        self, name: str, dtype: torch.dtype, *arguments: Any, outputs: tuple[int, ...] = ()
+    ) -> list[Tensor]:
+        """arguments: tensors (None: a null pointer), numbers, ctypes structures; `outputs` are the positions of the
+        tensors to give back."""
+        results = []
+        for backwards in (False, True):
+            held = [Guarded(self.library, a) if isinstance(a, Tensor) else a for a in arguments]
+            message = self.call(name, TYPES[dtype], backwards, *held)
+            assert message == "", f"{name}: {message}"
+            results.append([held[i].read() for i in outputs])
+        for first, second in zip(*results, strict=True):
+            same = first.equal(second) or (first.isnan() == second.isnan()).all()
+            assert same, f"{name}: the result depends on the order of the threads"
+        return results[0]
+
+    def call(self, name: str, *arguments: Any) -> str:
+        function = getattr(self.library, name)
+        function.restype = ctypes.c_char_p
+        passed: list[Any] = []
+        for a in arguments:
+            if a is None or isinstance(a, Guarded):
+                passed.append(ctypes.c_void_p(a.address if a else None))
+            elif isinstance(a, ctypes.Structure):
+                passed.append(ctypes.byref(a))
+            elif isinstance(a, bool):
+                passed.append(ctypes.c_bool(a))
+            elif isinstance(a, float):
+                passed.append(ctypes.c_double(a))
+            else:
+                passed.append(ctypes.c_int64(a))
+        return function(*passed).decode()
