@@ -31,7 +31,7 @@ test: lint
 	$(RUN_IN) python -m pytest -q $(PYTEST_ARGS)
 
 soak: venv
-	$(RUN_IN) python -m pytest -q -m soak $(PYTEST_ARGS)
+	$(RUN_IN) python -m pytest -q -m "slow or soak" $(PYTEST_ARGS)
 
 bench: venv
 	$(RUN_IN) bash launch/bench.sh

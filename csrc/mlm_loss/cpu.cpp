@@ -4,7 +4,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
-#include <cmath>
+#include <cstring>
 
 #include "cpu/kernels.h"
 #include "mlm_loss/arguments.h"
@@ -86,11 +86,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     torch::stable::zero_(dbias);
   }
 
-  const int64_t chunk = count < kChunk ? count : kChunk, shares = (count + kShare - 1) / kShare;
-  static_assert(kChunk % kShare == 0);
+  const int64_t chunk = count < kChunk ? count : kChunk, shares = (chunk + kShare - 1) / kShare;
   Tensor buffer = torch::stable::new_empty(hidden, {chunk, entries});
-  Tensor partial = torch::stable::new_empty(hidden, {need_grad ? shares : 0, entries}, ScalarType::Float);
+  // Column sums of the gradient: a line of what earlier chunks gave, then one for each share of this chunk.
+  Tensor partial = torch::stable::new_empty(hidden, {need_grad ? 1 + shares : 0, entries}, ScalarType::Float);
   float* sums = static_cast<float*>(partial.mutable_data_ptr());
+  if (need_grad) memset(sums, 0, sizeof(float) * entries);
   RowResults results(hidden, count);
   Tensor hc = dense(hidden), wc = dense(weight);
   Tensor decoder = torch::stable::transpose(wc, 0, 1);
@@ -106,22 +107,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       product(block, input, decoder);
       for_each_share(rows, [&](int64_t s, int64_t first, int64_t last) {
         kernel.mlm_loss(logits, pb, label + at, results.losses() + at, results.log_sums() + at, results.corrects() + at,
-                        need_grad ? sums + (at / kShare + s) * entries : nullptr, options, need_grad, vocab, entries,
-                        first, last);
+                        need_grad ? sums + (1 + s) * entries : nullptr, options, need_grad, vocab, entries, first, last);
       });
       if (!need_grad) continue;
+      const int64_t lines = 1 + (rows + kShare - 1) / kShare;
+      torch::stable::parallel_for(0, (entries + 63) / 64, 16, [&](int64_t begin, int64_t end) {
+        const int64_t last = end * 64 < entries ? end * 64 : entries;
+        kernels<float>().reduce_blocks(sums, sums, lines, entries, begin * 64, last);
+      });
       product(torch::stable::narrow(dhidden, 0, at, rows), block, wc);
       Tensor transposed = torch::stable::transpose(block, 0, 1);
       if (at == 0) product(dweight, transposed, input);
       else add_product(dweight, transposed, input);
     }
-    if (need_grad && count) {
-      T* out = static_cast<T*>(dbias.mutable_data_ptr());
-      torch::stable::parallel_for(0, entries / 64, 16, [&](int64_t begin, int64_t end) {
-        kernel.reduce_blocks(sums, out, shares, entries, begin * 64, end * 64);
-      });
-      kernel.reduce_blocks(sums, out, shares, entries, entries / 64 * 64, entries);
-    }
+    if (need_grad && count) kernel.reduce_blocks(sums, static_cast<T*>(dbias.mutable_data_ptr()), 1, entries, 0, entries);
   };
   if (hidden.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});

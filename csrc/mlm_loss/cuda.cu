@@ -80,7 +80,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   RowResults results(hc, count);
   const int64_t chunk = count < kChunk ? count : kChunk, chunks = chunk ? ceil_div(count, chunk) : 0;
   const Tensor buffer = torch::stable::new_empty(hc, {chunk, entries});
-  const Tensor partial = torch::stable::new_empty(hc, {need_grad ? chunks * kLines : 0, entries}, ScalarType::Float);
+  // Column sums of the gradient: a line of what earlier chunks gave, then those of this chunk.
+  const Tensor partial = torch::stable::new_zeros(hc, {need_grad ? 1 + kLines : 0, entries}, ScalarType::Float);
   with_type(hc.scalar_type(), [&](auto type) {
     using T = decltype(type);
     for (int64_t c = 0; c < chunks; ++c) {
@@ -92,16 +93,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       if (!need_grad) continue;
       const dim3 grid(static_cast<unsigned>(kLines), static_cast<unsigned>(ceil_div(entries, kSumThreads * kGroup)));
       column_sums<T><<<grid, kSumThreads, 0, device.stream>>>(
-          data<T>(logits), out<float>(partial) + c * kLines * entries, rows, entries,
+          data<T>(logits), out<float>(partial) + entries, rows, entries,
           whole_groups(entries, data<T>(logits)));
       check_launch(op);
+      reduce_lines_on(device.stream, data<float>(partial), out<float>(partial), 1 + kLines, entries, entries, op);
       product(torch::stable::narrow(dhidden, 0, at, rows), logits, wc);
       const Tensor transposed = torch::stable::transpose(logits, 0, 1);
       if (c == 0) product(dweight, transposed, input);
       else add_product(dweight, transposed, input);
     }
     if (need_grad && count)
-      reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), chunks * kLines, entries, entries, op);
+      reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), 1, entries, entries, op);
   });
   results.add_up(device, lc, op);
   return {results.total, results.right, results.predictions, results.lse, dhidden, dweight, dbias};

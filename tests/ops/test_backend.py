@@ -72,7 +72,9 @@ def instruction_sets() -> list[str]:
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here they run again with the ones below it."""
-    files = [f"tests/ops/test_{part}.py" for part in ("attention", "layer", "mlm_loss", "philox")]
+    files = [
+        f"tests/ops/test_{part}.py" for part in ("attention", "layer", "mlm_loss", "philox", "softmax_mask")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     command += ["-k", "fp64 or mask or gelu or norm"]
     result = subprocess.run(

@@ -64,6 +64,21 @@ def test_from_logits_against_fp64(dtype: torch.dtype) -> None:
     )  # fmt: skip
 
 
+def test_memory_is_one_chunk_whatever_the_number_of_predictions() -> None:
+    """What is allocated for 4,096 predictions more: their gradient and three numbers each, and nothing of V' a row."""
+
+    def allocated(count: int) -> int:
+        inputs, labels = problem(count, 16, 4000, 4096)
+        hidden, weight, bias = (t.bfloat16() for t in inputs)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 4000, 0.0, 0.0, True)
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    chunk = 512 * 4096 * 2
+    few, many = allocated(1024), allocated(5120)
+    assert chunk < few < 2 * chunk and many - few < 4096 * (16 * 2 + 12) + 65536, (few, many)
+
+
 def test_log_sum_exp_and_predictions() -> None:
     inputs, labels = problem(40, 16, 100, 128)
     hidden, weight, bias = (t.float() for t in inputs)
