@@ -96,4 +96,14 @@ inline std::vector<int64_t> shape_of(const Tensor& t) {
 // t itself, or a contiguous copy.
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
+// The elements of a contiguous tensor, to read and to write.
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+T* out(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
 }  // namespace megabert

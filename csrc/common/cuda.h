@@ -38,15 +38,6 @@ void with_type(ScalarType type, F f) {
   else f(float{});
 }
 
-template <class T>
-const T* data(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <class T>
-T* out(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
 // Whether all rows of these contiguous tensors can be read in groups of 8 columns, 16 bytes at a time.
 template <class... P>
 bool whole_groups(int64_t width, const P*... pointers) {
@@ -60,7 +51,8 @@ void reduce_lines_on(cudaStream_t stream, const float* partial, T* result, int64
                      const char* op) {
   if (!width) return;
   const dim3 threads(kWarp, kLineThreads);
-  reduce_lines<T><<<static_cast<unsigned>(ceil_div(width, kWarp)), threads, 0, stream>>>(partial, result, lines, stride, width);
+  reduce_lines<T><<<static_cast<unsigned>(ceil_div(width, kWarp)), threads, 0, stream>>>(
+      partial, result, lines, stride, width);
   check_launch(op);
 }
 

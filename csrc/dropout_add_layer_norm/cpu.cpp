@@ -9,15 +9,6 @@ namespace {
 constexpr const char* kForward = "dropout_add_layer_norm";
 constexpr const char* kBackward = "dropout_add_layer_norm_backward";
 
-template <class T>
-const T* data(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <class T>
-T* out(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& bias, const Tensor& residual,
                                                    const Tensor& weight, const Tensor& shift, const Tensor& seed,
                                                    int64_t stream, double p, double eps) {
