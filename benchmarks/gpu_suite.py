@@ -4,7 +4,7 @@
     python benchmarks/gpu_suite.py --device cpu --small      (shows that the suite runs; measures nothing)
 
 Each stage is a command of its own with a time limit; the file is written after each, so a run that is cut short keeps what
-it has. Stages: `device` (what is there), `tests` (the operations' tests on the device), `ops` (benchmarks/bench_ops.py),
+it has. Stages: `tests` (the operations' tests on the device), `ops` (benchmarks/bench_ops.py),
 `step` (BERT-LARGE's whole training step at 128 and 512, with torch's operations and with ours).
 """
 
@@ -46,10 +46,8 @@ def step_stage(name: str, seq_len: int, args: argparse.Namespace, data: Path, ba
 
 def stages(args: argparse.Namespace, work: Path) -> list[Stage]:
     device = ["--device", args.device, *(["--small"] if args.small else [])]
-    on_device = "gpu" if args.device == "cuda" else "not slow and not dist and not gpu"
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", on_device, "tests/ops"]
-    if args.small:
-        tests = [*tests[:-1], "tests/ops/test_philox.py"]
+    chosen_tests = ["tests/ops/test_philox.py"] if args.small else ["-m", "gpu", "tests/ops"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests]
     attention = "varlen" if args.device == "cuda" else "native"
     short, long = work / "seq128", work / "seq512"
     if args.small:
@@ -60,7 +58,7 @@ def stages(args: argparse.Namespace, work: Path) -> list[Stage]:
     ]
     for folder, seq_len in ((short, 128), (long, 512)):
         length = 128 if args.small else seq_len
-        if not folder.exists() and not any(stage.name == f"data {folder.name}" for stage in result):
+        if not any(stage.name == f"data {folder.name}" for stage in result):
             build = ["-m", "data_prep", "build", "--input", args.corpus, "--output", str(folder), "--quiet"]
             build += ["--seq-len", str(length), "--vocab-size", "2000" if args.small else "30000"]
             result.append(Stage(f"data {folder.name}", build, 300))

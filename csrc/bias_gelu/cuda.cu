@@ -7,10 +7,6 @@
 namespace megabert {
 namespace {
 
-dim3 grid_of(int64_t blocks, int64_t width) {
-  return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(width, kColumnThreads * kGroup)));
-}
-
 Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
   constexpr const char* op = "bias_gelu";
   check_cuda(op, "x", x);
@@ -25,7 +21,7 @@ Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
     const T *px = data<T>(xc), *pb = data<T>(bc);
     T* py = out<T>(y);
     const bool whole = whole_groups(width, px, pb, py);
-    bias_gelu_forward<T><<<grid_of(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(
+    bias_gelu_forward<T><<<column_grid(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(
         px, pb, py, rows, width, whole);
     check_launch(op);
   });
@@ -51,7 +47,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
     const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
     T* pd = out<T>(dx);
     const bool whole = whole_groups(width, pg, px, pb, pd);
-    bias_gelu_gradient<T><<<grid_of(lines, width), kColumnThreads, 0, device.stream>>>(
+    bias_gelu_gradient<T><<<column_grid(lines, width), kColumnThreads, 0, device.stream>>>(
         pg, px, pb, pd, out<float>(partial), rows, width, whole);
     check_launch(op);
     reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), lines, width, width, op);

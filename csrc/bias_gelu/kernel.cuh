@@ -6,17 +6,15 @@
 
 namespace megabert {
 
-constexpr int kColumnThreads = 128;
-
 template <class T>
 __global__ void bias_gelu_forward(const T* x, const T* bias, T* y, int64_t rows, int64_t width, bool whole) {
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float b[kGroup];
-  load_group(bias, column, width, whole, 0.0f, b);
+  load_group(bias, column, width, whole, b);
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     float z[kGroup];
-    load_group(x + row * width, column, width, whole, 0.0f, z);
+    load_group(x + row * width, column, width, whole, z);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       z[i] += b[i];
@@ -33,11 +31,11 @@ __global__ void bias_gelu_gradient(const T* grad, const T* x, const T* bias, T* 
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float b[kGroup], sum[kGroup] = {};
-  load_group(bias, column, width, whole, 0.0f, b);
+  load_group(bias, column, width, whole, b);
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     float z[kGroup], d[kGroup];
-    load_group(x + row * width, column, width, whole, 0.0f, z);
-    load_group(grad + row * width, column, width, whole, 0.0f, d);
+    load_group(x + row * width, column, width, whole, z);
+    load_group(grad + row * width, column, width, whole, d);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       z[i] += b[i];

@@ -46,6 +46,11 @@ bool whole_groups(int64_t width, const P*... pointers) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The grid of a kernel with kColumnThreads: `blocks` of them share the rows.
+inline dim3 column_grid(int64_t blocks, int64_t width) {
+  return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(width, kColumnThreads * kGroup)));
+}
+
 template <class T>
 void reduce_lines_on(cudaStream_t stream, const float* partial, T* result, int64_t lines, int64_t stride, int64_t width,
                      const char* op) {

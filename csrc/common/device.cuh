@@ -18,6 +18,7 @@ namespace megabert {
 
 constexpr int kGroup = 8;
 constexpr int kWarp = 32;
+constexpr int kColumnThreads = 128;  // of kernels whose block has 8 columns a thread (blockIdx.y) and takes many rows
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr float kLog2e = 1.44269504f;
 
@@ -42,10 +43,10 @@ struct alignas(16) Packed {
   T value[size];
 };
 
-// Columns [column, column + 8) of a row of `width` columns; those past its end are `fill`. `whole`: every group of every row
+// Columns [column, column + 8) of a row of `width` columns; those past its end are zero. `whole`: every group of every row
 // is complete and 16-byte aligned.
 template <class T>
-__device__ inline void load_group(const T* row, int64_t column, int64_t width, bool whole, float fill, float (&x)[kGroup]) {
+__device__ inline void load_group(const T* row, int64_t column, int64_t width, bool whole, float (&x)[kGroup]) {
   if (whole) {
 #pragma unroll
     for (int part = 0; part < kGroup / Packed<T>::size; ++part) {
@@ -55,7 +56,7 @@ __device__ inline void load_group(const T* row, int64_t column, int64_t width, b
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) x[i] = column + i < width ? to_float(row[column + i]) : fill;
+    for (int i = 0; i < kGroup; ++i) x[i] = column + i < width ? to_float(row[column + i]) : 0.0f;
   }
 }
 

@@ -21,9 +21,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
     using T = decltype(type);
     const T* px = data<T>(xc);
     T* py = out<T>(y);
-    const dim3 grid(static_cast<unsigned>(blocks_for(rows, 32)),
-                    static_cast<unsigned>(ceil_div(width, kDropoutThreads * kGroup)));
-    dropout_forward<T><<<grid, kDropoutThreads, 0, device.stream>>>(
+    dropout_forward<T><<<column_grid(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(
         px, py, mask, seed.const_data_ptr<int64_t>(), rows, width, whole_groups(width, px, py));
     check_launch(op);
   });

@@ -31,9 +31,9 @@ __global__ void layer_norm_forward(LayerNormRows<T> a, Dropout dropout, const in
     const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column >= a.width) continue;
     float bias[kGroup], residual[kGroup];
-    load_group(a.x + row * a.width, column, a.width, a.whole, 0.0f, z[g]);
-    load_group(a.bias, column, a.width, a.whole, 0.0f, bias);
-    load_group(a.residual + row * a.width, column, a.width, a.whole, 0.0f, residual);
+    load_group(a.x + row * a.width, column, a.width, a.whole, z[g]);
+    load_group(a.bias, column, a.width, a.whole, bias);
+    load_group(a.residual + row * a.width, column, a.width, a.whole, residual);
     float factor[kGroup];
     if (dropout.threshold) dropout_factors(dropout, row, column / kGroup, factor);
 #pragma unroll
@@ -60,8 +60,8 @@ __global__ void layer_norm_forward(LayerNormRows<T> a, Dropout dropout, const in
     const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column >= a.width) continue;
     float weight[kGroup], shift[kGroup];
-    load_group(a.weight, column, a.width, a.whole, 0.0f, weight);
-    load_group(a.shift, column, a.width, a.whole, 0.0f, shift);
+    load_group(a.weight, column, a.width, a.whole, weight);
+    load_group(a.shift, column, a.width, a.whole, shift);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) z[g][i] = (z[g][i] - mean) * rstd * weight[i] + shift[i];
     store_group(a.y + row * a.width, column, a.width, a.whole, z[g]);
@@ -97,9 +97,9 @@ __global__ void layer_norm_gradient(LayerNormGradientRows<T> a, Dropout dropout,
       const int64_t column = (threadIdx.x + static_cast<int64_t>(k) * Threads) * kGroup;
       if (column >= a.width) continue;
       float weight[kGroup];
-      load_group(a.grad + row * a.width, column, a.width, a.whole, 0.0f, g[k]);
-      load_group(a.z + row * a.width, column, a.width, a.whole, 0.0f, xhat[k]);
-      load_group(a.weight, column, a.width, a.whole, 0.0f, weight);
+      load_group(a.grad + row * a.width, column, a.width, a.whole, g[k]);
+      load_group(a.z + row * a.width, column, a.width, a.whole, xhat[k]);
+      load_group(a.weight, column, a.width, a.whole, weight);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         xhat[k][i] = (xhat[k][i] - mean) * rstd;
@@ -117,7 +117,7 @@ __global__ void layer_norm_gradient(LayerNormGradientRows<T> a, Dropout dropout,
       const int64_t column = (threadIdx.x + static_cast<int64_t>(k) * Threads) * kGroup;
       if (column >= a.width) continue;
       float dz[kGroup], more[kGroup], factor[kGroup];
-      if (a.grad_z) load_group(a.grad_z + row * a.width, column, a.width, a.whole, 0.0f, more);
+      if (a.grad_z) load_group(a.grad_z + row * a.width, column, a.width, a.whole, more);
       if (dropout.threshold) dropout_factors(dropout, row, column / kGroup, factor);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {

@@ -91,10 +91,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       product(logits, input, decoder);
       rows_pass<T>(device, logits, bc, lc, results, at, rows, options, vocab, need_grad, op);
       if (!need_grad) continue;
-      const dim3 grid(static_cast<unsigned>(kLines), static_cast<unsigned>(ceil_div(entries, kSumThreads * kGroup)));
-      column_sums<T><<<grid, kSumThreads, 0, device.stream>>>(
-          data<T>(logits), out<float>(partial) + entries, rows, entries,
-          whole_groups(entries, data<T>(logits)));
+      column_sums<T><<<column_grid(kLines, entries), kColumnThreads, 0, device.stream>>>(
+          data<T>(logits), out<float>(partial) + entries, rows, entries, whole_groups(entries, data<T>(logits)));
       check_launch(op);
       reduce_lines_on(device.stream, data<float>(partial), out<float>(partial), 1 + kLines, entries, entries, op);
       product(torch::stable::narrow(dhidden, 0, at, rows), logits, wc);

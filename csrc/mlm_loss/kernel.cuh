@@ -28,8 +28,8 @@ struct Smallest {
 template <class T>
 __device__ inline void load_logits(const LossRows<T>& a, const T* logits, int64_t column, float (&x)[kGroup]) {
   float bias[kGroup];
-  load_group(logits, column, a.stride, a.whole, 0.0f, x);
-  load_group(a.bias, column, a.stride, a.whole, 0.0f, bias);
+  load_group(logits, column, a.stride, a.whole, x);
+  load_group(a.bias, column, a.stride, a.whole, bias);
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) x[i] = column + i < a.vocab ? x[i] + bias[i] : -INFINITY;
 }
@@ -91,18 +91,16 @@ __global__ void mlm_loss_rows(LossRows<T> a) {
   }
 }
 
-// Sums over each column: blockIdx.y has kSumThreads x 8 columns, a block takes every gridDim.x-th row into its own line of
+// Sums over each column: blockIdx.y has kColumnThreads x 8 columns, a block takes every gridDim.x-th row into its own line of
 // partial [gridDim.x, width].
-constexpr int kSumThreads = 128;
-
 template <class T>
 __global__ void column_sums(const T* x, float* partial, int64_t rows, int64_t width, bool whole) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x) * kGroup;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float sum[kGroup] = {};
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     float value[kGroup];
-    load_group(x + row * width, column, width, whole, 0.0f, value);
+    load_group(x + row * width, column, width, whole, value);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) sum[i] += value[i];
   }

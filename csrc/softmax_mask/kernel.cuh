@@ -37,7 +37,7 @@ __global__ void softmax_mask_forward(SoftmaxMask a, const T* scores, T* out, T* 
   for (int g = 0; g < Groups; ++g) {
     const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column < last && column + kGroup > first && column < a.keys)
-      load_group(scores + row * a.keys, column, a.keys, whole, 0.0f, x[g]);
+      load_group(scores + row * a.keys, column, a.keys, whole, x[g]);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const int64_t key = column + i;
@@ -93,8 +93,8 @@ __global__ void softmax_mask_gradient(const T* grad, const T* probs, T* dscores,
   for (int g = 0; g < Groups; ++g) {
     const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column >= keys) continue;
-    load_group(grad + row * keys, column, keys, whole, 0.0f, d[g]);
-    load_group(probs + row * keys, column, keys, whole, 0.0f, p[g]);
+    load_group(grad + row * keys, column, keys, whole, d[g]);
+    load_group(probs + row * keys, column, keys, whole, p[g]);
     if (dropout.threshold) {
       float factor[kGroup];
       dropout_factors(dropout, row, column / kGroup, factor);

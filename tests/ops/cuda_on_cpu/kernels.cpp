@@ -35,6 +35,10 @@ bool aligned(int64_t width, std::initializer_list<const void*> pointers) {
 
 constexpr int64_t kBlocks = 3;  // of kernels that loop over rows: fewer than rows, so that they loop
 
+dim3 column_grid(int64_t width) {
+  return dim3(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
+}
+
 template <class T>
 std::string reduce(bool backwards, const float* partial, T* result, int64_t lines, int64_t stride, int64_t width) {
   return launch(dim3((width + kWarp - 1) / kWarp), dim3(kWarp, kLineThreads), backwards,
@@ -86,8 +90,7 @@ const char* softmax_mask_backward(int type, bool backwards, const void* grad, co
 const char* bias_gelu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const dim3 grid(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
-    return launch(grid, kColumnThreads, backwards, [&] {
+    return launch(column_grid(width), kColumnThreads, backwards, [&] {
       bias_gelu_forward<T>(static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(y), rows, width,
                            aligned(width, {x, bias, y}));
     });
@@ -98,8 +101,7 @@ const char* bias_gelu_backward(int type, bool backwards, const void* grad, const
                                float* partial, void* dbias, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const dim3 grid(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
-    const std::string result = launch(grid, kColumnThreads, backwards, [&] {
+    const std::string result = launch(column_grid(width), kColumnThreads, backwards, [&] {
       bias_gelu_gradient<T>(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias),
                             static_cast<T*>(dx), partial, rows, width, aligned(width, {grad, x, bias, dx}));
     });
@@ -111,8 +113,7 @@ const char* dropout(int type, bool backwards, const void* x, void* y, int64_t ro
                     double p, const int64_t* seed) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const dim3 grid(kBlocks, (width + kDropoutThreads * kGroup - 1) / (kDropoutThreads * kGroup));
-    return launch(grid, kDropoutThreads, backwards, [&] {
+    return launch(column_grid(width), kColumnThreads, backwards, [&] {
       dropout_forward<T>(static_cast<const T*>(x), static_cast<T*>(y), Dropout::make(0, stream, p), seed, rows, width,
                          aligned(width, {x, y}));
     });
@@ -175,9 +176,8 @@ const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, c
                         {static_cast<float>(smoothing), static_cast<float>(z_loss)}, vocab, stride, true,
                         aligned(stride, {logits, bias})};
     std::string result = launch(rows, threads, backwards, [&] { mlm_loss_rows<T, threads>(a); });
-    const dim3 grid(kBlocks, (stride + kSumThreads * kGroup - 1) / (kSumThreads * kGroup));
     if (result.empty())
-      result = launch(grid, kSumThreads, backwards, [&] { column_sums<T>(a.logits, partial, rows, stride, a.whole); });
+      result = launch(column_grid(stride), kColumnThreads, backwards, [&] { column_sums<T>(a.logits, partial, rows, stride, a.whole); });
     if (result.empty()) result = reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, stride, stride);
     if (result.empty())
       result = launch(1, kTotalThreads, backwards,
