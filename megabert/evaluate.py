@@ -109,7 +109,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
     cfg = config.from_dict(tree)
-    tokenizer = Tokenizer.load(Path(data) / "tokenizer.model")
+    tokenizer = Tokenizer.load(Dataset(data).tokenizer_path)
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

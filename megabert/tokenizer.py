@@ -1,80 +1,214 @@
-"""A tokenizer is one SentencePiece model file, known by its SHA-256, with the five special pieces at ids 0 to 4.
+"""A tokenizer is one file, known by its SHA-256, and text never yields a special id other than [UNK].
 
-The file is hashed before it is parsed, and what is parsed is what was hashed. Text never yields a special id other
-than [UNK]: the special pieces are control symbols, so a document that spells "[MASK]" is text like any other.
+The file is hashed before it is parsed, and what is parsed is what was hashed. Its content says which kind it is:
+
+    sentencepiece  a SentencePiece model with [PAD], [UNK], [CLS], [SEP] and [MASK] at ids 0 to 4, all but [UNK] control
+                   symbols
+    wordpiece      BERT's published `vocab.txt`: UTF-8, one piece a line, [PAD] first, the other special pieces anywhere.
+                   A vocab.txt does not say whether it is cased: it is where lower-casing would change some piece outside
+                   square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two releases)
+
+A document that spells "[MASK]" is text like any other: `[`, `mask`, `]`. (transformers' BertTokenizer gives the
+special id there; everywhere else its ids are the same.)
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
-SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}  # of a SentencePiece model
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_START = "\u2581"  # SentencePiece's mark of a space before the piece
+CONTINUATION = "##"  # WordPiece's mark of a piece inside a word
 MAX_BYTES = 256 << 20  # a model of a million pieces takes about 20 MB
+MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
+CHUNK = 4096  # texts handed to a thread at once
 
 
 class Tokenizer:
-    """SentencePiece behind a small interface. `word_start` is bool [vocab_size]: the piece starts a word."""
+    """What both kinds share; `load` makes one. Every array has one entry a piece.
 
-    pad_id, unk_id, cls_id, sep_id, mask_id = range(5)
+    `pieces` are as they stand in a text, those that start a word with a space before; `word_start` is bool
+    [vocab_size], false for special pieces. `word_local`: for any words without whitespace in them, encoding
+    `" ".join(words)` equals encoding them one by one. `processor` is the library's own object.
+    """
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, path: Path, sha256: str) -> None:
-        self.processor, self.path, self.sha256 = processor, path, sha256
-        self.vocab_size: int = processor.get_piece_size()
-        self.special_ids: dict[str, int] = dict(SPECIAL_IDS)
-        self.word_start = np.array(
-            [processor.id_to_piece(i).startswith(WORD_START) for i in range(self.vocab_size)], dtype=bool
+    kind: str
+    processor: Any
+
+    def __init__(
+        self,
+        path: Path,
+        sha256: str,
+        pieces: Sequence[str],
+        special_ids: dict[str, int],
+        word_start: np.ndarray,
+    ) -> None:
+        self.path, self.sha256 = path, sha256
+        self.vocab_size = len(pieces)
+        self.special_ids = dict(special_ids)
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            special_ids[name] for name in SPECIAL_IDS
         )
+        self.word_start = word_start
+        self.word_start[list(special_ids.values())] = False
+        self.pieces = [
+            f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)
+        ]
+        self.word_local = True
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Tokenizer:
-        """Read, hash, parse and check a model file. ValueError names the file and what is wrong with it."""
+        """Read, hash, parse and check a tokenizer file. ValueError names the file and what is wrong with it."""
         path = Path(path)
         try:
             with open(path, "rb") as file:
-                model = file.read(MAX_BYTES + 1)
+                data = file.read(MAX_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: tokenizer file not found") from None
         except IsADirectoryError:
-            raise ValueError(f"{path}: is a folder; name the tokenizer.model in it") from None
-        if not 0 < len(model) <= MAX_BYTES:
-            raise ValueError(
-                f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no SentencePiece model"
-            )
-        sha256 = hashlib.sha256(model).hexdigest()
-        processor = sentencepiece.SentencePieceProcessor()
-        try:
-            parsed = processor.LoadFromSerializedProto(model)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise ValueError(
-                f"{path}: not a SentencePiece model ({str(error).splitlines()[0]:.100})"
-            ) from None
-        if not parsed or processor.get_piece_size() <= len(SPECIAL_PIECES):
-            raise ValueError(f"{path}: not a SentencePiece model, or one without pieces")
-        for i, piece in enumerate(SPECIAL_PIECES):
-            if (found := processor.id_to_piece(i)) != piece:
-                raise ValueError(
-                    f"{path}: piece {i} must be {piece}, is {found!r:.40}; train with `python -m data_prep build`"
-                )
-        for i, piece in enumerate(SPECIAL_PIECES):
-            if not (processor.is_unknown(i) if i == Tokenizer.unk_id else processor.is_control(i)):
-                raise ValueError(f"{path}: piece {piece} must be a control symbol ([UNK]: the unknown one)")
-        return Tokenizer(processor, path, sha256)
+            raise ValueError(f"{path}: is a folder; name the tokenizer file in it") from None
+        if not 0 < len(data) <= MAX_BYTES:
+            raise ValueError(f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no tokenizer")
+        sha256 = hashlib.sha256(data).hexdigest()
+        not_text = _first_byte_that_is_no_text(data)
+        if not_text is None:
+            return _WordPiece(path, sha256, data.decode())
+        return _SentencePiece(path, sha256, data, not_text)
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Token ids of each text, without special tokens. `threads` is SentencePiece's own pool; -1 takes every core."""
-        return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+        """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids; [PAD], [CLS], [SEP] and [MASK] vanish. ValueError for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         if listed and not (min(listed) >= 0 and max(listed) < self.vocab_size):
             raise ValueError(f"{self.path}: ids to decode must lie in 0..{self.vocab_size - 1}")
-        return self.processor.decode(listed)
+        return self._decode(listed)
+
+    def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+
+def _first_byte_that_is_no_text(data: bytes) -> int | None:
+    """Offset of the first byte that no vocab.txt holds: a control character or invalid UTF-8. None: all is text.
+
+    Every SentencePiece model has some: its scores are tagged with 0x15.
+    """
+    control = re.search(rb"[^\t\n\r\x20-\x7e\x80-\xff]", data)
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return min(error.start, control.start()) if control else error.start
+    return control.start() if control else None
+
+
+class _SentencePiece(Tokenizer):
+    """A SentencePiece model from its bytes; `not_text` is the byte that shows it to be no vocab.txt."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path, sha256: str, model: bytes, not_text: int) -> None:
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            parsed = processor.LoadFromSerializedProto(model)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ValueError(
+                f"{path}: neither a SentencePiece model ({str(error).splitlines()[0]:.100}) nor a vocab.txt "
+                f"(byte {not_text} is no text)"
+            ) from None
+        if not parsed or processor.get_piece_size() <= len(SPECIAL_PIECES):
+            raise ValueError(f"{path}: not a SentencePiece model, or one without pieces")
+        pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+        for i, piece in enumerate(SPECIAL_PIECES):
+            if pieces[i] != piece:
+                raise ValueError(
+                    f"{path}: piece {i} must be {piece}, is {pieces[i]!r:.40}; train with `python -m data_prep build`"
+                )
+        for i, piece in enumerate(SPECIAL_PIECES):
+            if not (processor.is_unknown(i) if i == SPECIAL_IDS["unk"] else processor.is_control(i)):
+                raise ValueError(f"{path}: piece {piece} must be a control symbol ([UNK]: the unknown one)")
+        self.processor = processor
+        starts = np.array([p.startswith(WORD_START) for p in pieces], bool)
+        shown = [p.removeprefix(WORD_START).replace(WORD_START, " ") for p in pieces]
+        super().__init__(path, sha256, shown, SPECIAL_IDS, starts)
+        # A piece that holds the mark after its start crosses words; without a dummy prefix a word's first piece
+        # depends on whether a space stands before it.
+        first = pieces[processor.encode("a")[0]]
+        self.word_local = (
+            first.startswith(WORD_START)
+            and pieces[processor.encode("a a")[0]] == first
+            and not any(WORD_START in p[1:].lstrip(WORD_START) for p in pieces)
+        )
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.processor.decode(ids)
+
+
+class _WordPiece(Tokenizer):
+    """BERT's tokenizer over the lines of a vocab.txt."""
+
+    kind = "wordpiece"
+
+    def __init__(self, path: Path, sha256: str, text: str) -> None:
+        # Its own thread pool would make every later fork print a warning; whoever set the variable meant it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers  # here: a SentencePiece run needs none of it
+
+        pieces = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        missing = [piece for piece in SPECIAL_PIECES if piece not in ids]
+        if missing:
+            raise ValueError(f"{path}: not a vocab.txt of BERT's: no line is {' or '.join(missing)}")
+        if len(ids) < len(pieces):
+            line, piece = next((i, p) for i, p in enumerate(pieces) if ids[p] != i)  # a later one won
+            raise ValueError(
+                f"{path}: lines {line + 1} and {ids[piece] + 1} hold the same piece {piece!r:.40}"
+            )
+        if "" in ids:
+            raise ValueError(f"{path}: line {ids[''] + 1} is empty; every line is a piece")
+        if ids["[PAD]"] != 0:
+            raise ValueError(
+                f"{path}: [PAD] is on line {ids['[PAD]'] + 1}, must be the first (rows end in id 0)"
+            )
+        if len(pieces) == len(SPECIAL_PIECES):
+            raise ValueError(f"{path}: holds special pieces alone")
+        self.cased = any(p != p.lower() and not (p[0] == "[" and p[-1] == "]") for p in pieces)
+        self.processor = tokenizers.Tokenizer(
+            tokenizers.models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD)
+        )
+        self.processor.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=not self.cased)
+        self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+        special = {name: ids[piece] for name, piece in zip(SPECIAL_IDS, SPECIAL_PIECES, strict=True)}
+        starts = np.array([not p.startswith(CONTINUATION) for p in pieces], bool)
+        super().__init__(path, sha256, [p.removeprefix(CONTINUATION) for p in pieces], special, starts)
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        texts = list(texts)
+        parts = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
+        threads = min(len(parts), threads if threads > 0 else os.cpu_count() or 1)
+        if threads <= 1:
+            return [ids for part in parts for ids in self._encode(part)]
+        with ThreadPoolExecutor(threads) as pool:  # the library works without the interpreter lock
+            return [ids for part in pool.map(self._encode, parts) for ids in part]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self.processor.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _decode(self, ids: list[int]) -> str:
+        vanish = {self.pad_id, self.cls_id, self.sep_id, self.mask_id}
+        return self.processor.decode([i for i in ids if i not in vanish], skip_special_tokens=False)

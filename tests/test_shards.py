@@ -254,7 +254,7 @@ BAD_FIELDS = [
     (("block_rows",), 0, "block_rows"),
     (("dtype",), "uint32", "dtype"),
     (("dtype",), "O", "dtype"),
-    (("tokenizer", "kind"), "wordpiece", "tokenizer.kind"),
+    (("tokenizer", "kind"), "bpe", "tokenizer.kind"),
     (("tokenizer", "file"), "/etc/passwd", "tokenizer.file"),
     (("tokenizer", "file"), "../../x", "tokenizer.file"),
     (("tokenizer", "sha256"), "xyz", "tokenizer.sha256"),
