@@ -82,7 +82,8 @@ def test_pieces_joined_are_the_text(path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}]
+    "changes",
+    [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}],
 )
 def test_models_whose_pieces_depend_on_neighbours_say_so(tmp_path, changes):
     assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local

@@ -110,7 +110,9 @@ class Manifest:
         block_rows = get(raw, "block_rows", int, 1, 2**20)
         tokenizer = get(raw, "tokenizer", dict)
         if get(tokenizer, "tokenizer.kind", str) not in ("sentencepiece", "wordpiece"):
-            raise bad("tokenizer.kind", f"must be 'sentencepiece' or 'wordpiece', is {tokenizer['kind']!r:.60}")
+            raise bad(
+                "tokenizer.kind", f"must be 'sentencepiece' or 'wordpiece', is {tokenizer['kind']!r:.60}"
+            )
         if not re.fullmatch(r"(\.\./)?\w[\w.-]*", file := get(tokenizer, "tokenizer.file", str)):
             raise bad(
                 "tokenizer.file", f"must name a file in the dataset's folder or its parent, is {file!r:.60}"
