@@ -11,9 +11,10 @@ headers instead of interpreting them. Legend: n rows asked for, R rows a block, 
     KEY.crc.npy     uint32 [R]               zlib.crc32 of the row's ids, bounds and isnext bytes, in that order
 """
 
-from megabert.shards.dataset import DamagedRow, Dataset, Rows, verify
+from megabert.shards.dataset import DamagedRow, Dataset, Rows
 from megabert.shards.layout import write_shard
 from megabert.shards.manifest import MANIFEST, Manifest, Shard, write_manifest
+from megabert.shards.verification import ShardCheck, plan, verify
 
 __all__ = [
     "MANIFEST",
@@ -22,6 +23,8 @@ __all__ = [
     "Manifest",
     "Rows",
     "Shard",
+    "ShardCheck",
+    "plan",
     "verify",
     "write_manifest",
     "write_shard",

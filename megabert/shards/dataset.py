@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megabert.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, Layout, checksums
-from megabert.shards.manifest import MANIFEST, Manifest, Shard
+from megabert.shards.layout import Layout, checksums
+from megabert.shards.manifest import Manifest
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
@@ -34,7 +32,7 @@ class Rows:
     isnext: np.ndarray
 
 
-def _unpack(packed: np.ndarray, m: Manifest) -> Rows:
+def unpack(packed: np.ndarray, m: Manifest) -> Rows:
     """Rows of packed ones (structured [n]), each part contiguous."""
 
     def part(name: str, dtype: str, *shape: int) -> np.ndarray:
@@ -44,7 +42,7 @@ def _unpack(packed: np.ndarray, m: Manifest) -> Rows:
     return Rows(part("ids", m.dtype, m.seq_len), bounds, part("isnext", "i1", m.max_sequences))
 
 
-def _inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
+def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
     """bool [n]: rows whose parts contradict each other although their checksum is right (written wrongly)."""
     n, seq_len = rows.ids.shape
     bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (
@@ -101,17 +99,7 @@ class Dataset:
             layout, blocks, start = self._last, 1, blocks * self._full.bytes
         with open(self.folder / shard.name, "rb") as file:
             data = mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
-        views = {
-            name: np.ndarray(
-                (blocks, layout.rows),
-                "<u4" if name == "crc" else f"V{row_bytes}",
-                buffer=data,
-                offset=start + offset,
-                strides=(layout.bytes, row_bytes),
-            )
-            for name, (_, offset, row_bytes) in layout.members.items()
-        }
-        self._maps[section] = views
+        self._maps[section] = views = layout.views(data, start, blocks)
         if len(self._maps) > OPEN_SHARDS:
             self._maps.popitem(last=False)
         return views
@@ -147,8 +135,8 @@ class Dataset:
         if len(cuts) > 2:  # back to the caller's order
             sorted_rows, packed = packed.view(f"V{packed.itemsize}"), np.empty_like(packed)
             packed.view(sorted_rows.dtype)[order] = sorted_rows
-        rows = _unpack(packed, m)
-        if (bad := _inconsistent(rows, m.vocab_size)).any():
+        rows = unpack(packed, m)
+        if (bad := inconsistent(rows, m.vocab_size)).any():
             raise DamagedRow(self._place(int(wanted[np.argmax(bad)])) + CONTRADICTION)
         return rows
 
@@ -160,73 +148,3 @@ class Dataset:
         byte = block * self._full.bytes + offset + row * row_bytes
         path = self.folder / self.manifest.shards[shard].name
         return f"{path}: block {block}, row {row} (ids at byte {byte})"
-
-
-def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Every problem of a dataset, one line each: manifest, tokenizer, each shard's size, headers, rows, padding and hash.
-
-    Reads every byte once in constant memory and goes on after a problem. The held-out dataset is checked too.
-    """
-    folder = Path(folder)
-    try:
-        m = Manifest.load(folder)
-    except ValueError as error:
-        yield str(error)
-        return
-    tokenizer = folder / m.tokenizer["file"]
-    if not tokenizer.is_file():
-        yield f"{tokenizer}: is missing"
-    elif hashlib.sha256(tokenizer.read_bytes()).hexdigest() != m.tokenizer["sha256"]:
-        yield f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)"
-    for i, shard in enumerate(m.shards):
-        path = folder / shard.name
-        if not path.is_file():
-            yield f"{path}: is missing"
-            continue
-        yield from _verify_shard(path, shard, i * (m.rows_per_shard // m.block_rows), m)
-    if m.held_out:
-        held_out = folder / m.held_out["path"]
-        yield from verify(held_out)
-        manifest = held_out / MANIFEST
-        if (
-            manifest.is_file()
-            and hashlib.sha256(manifest.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]
-        ):
-            yield f"{manifest}: is not the held-out manifest that {folder / MANIFEST} names (SHA-256 differs)"
-
-
-def _verify_shard(path: Path, shard: Shard, first_block: int, m: Manifest) -> Iterator[str]:
-    digest, start = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        for block, first in enumerate(range(0, shard.rows, m.block_rows)):
-            layout = Layout(min(m.block_rows, shard.rows - first), m.seq_len, m.max_sequences, m.dtype)
-            data = file.read(layout.bytes)
-            digest.update(data)
-            if len(data) < layout.bytes:
-                yield f"{path}: block {block} is cut at byte {start + len(data)} of {shard.bytes}"
-                return
-            packed, crc = np.empty(layout.rows, layout.row), np.zeros(0)
-            for name, (_, offset, row_bytes) in layout.members.items():
-                end = offset + layout.rows * row_bytes
-                padding = bytes(-(NPY_HEADER + end - offset) % TAR_UNIT)
-                for at, want in ((offset - HEADER, layout.header(name, first_block + block)), (end, padding)):
-                    got = data[at : at + len(want)]
-                    if got != want:
-                        byte = start + at + next(i for i in range(len(want)) if got[i] != want[i])
-                        yield f"{path}: block {block}, {name}: header or padding differs at byte {byte}"
-                if name == "crc":
-                    crc = np.frombuffer(data, "<u4", layout.rows, offset)
-                else:
-                    packed[name] = np.frombuffer(data, layout.row[name], layout.rows, offset)
-            wrong = checksums(packed) != crc
-            for row in np.flatnonzero(wrong | _inconsistent(_unpack(packed, m), m.vocab_size)).tolist():
-                byte = start + layout.members["ids"][1] + row * layout.members["ids"][2]
-                why = MISMATCH if wrong[row] else CONTRADICTION
-                yield f"{path}: block {block}, row {row} (ids at byte {byte}){why}"
-            start += layout.bytes
-        end_of_archive = file.read(len(TAR_END) + 1)
-        digest.update(end_of_archive)
-        if end_of_archive != TAR_END:
-            yield f"{path}: the end of the archive at byte {start} is not as written"
-    if digest.hexdigest() != shard.sha256:
-        yield f"{path}: SHA-256 is not the one in the manifest"

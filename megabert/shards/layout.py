@@ -15,6 +15,8 @@ TAR_UNIT = 512
 TAR_END = b"\0" * (2 * TAR_UNIT)
 NPY_HEADER = 128
 HEADER = TAR_UNIT + NPY_HEADER
+KEY = 9  # digits of a block's number, which a member's name begins with
+CHECKSUM = 148  # where tar keeps the sum of a header's bytes, as six octal digits
 
 
 class Layout:
@@ -41,14 +43,44 @@ class Layout:
             row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(descr).itemsize
             self.members[name] = (npy, self.bytes + HEADER, row_bytes)
             self.bytes += TAR_UNIT - (-(NPY_HEADER + rows * row_bytes) // TAR_UNIT) * TAR_UNIT
+        self._headers = {
+            name: _tar_header(name, NPY_HEADER + rows * row_bytes)
+            for name, (_, _, row_bytes) in self.members.items()
+        }
         sizes = {name: member[2] for name, member in self.members.items()}
         self.row = np.dtype([(name, f"V{sizes[name]}") for name in ("ids", "bounds", "isnext")])
 
     def header(self, name: str, block: int) -> bytes:
-        """The tar and npy headers of one member: constant but for the key and the size."""
-        info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
-        info.size, info.mode = NPY_HEADER + self.rows * self.members[name][2], 0o644
-        return info.tobuf(tarfile.USTAR_FORMAT) + self.members[name][0]
+        """The tar and npy headers of one member: constant but for the key and its share of tar's checksum."""
+        key = b"%09d" % block
+        assert len(key) == KEY
+        before, after, rest = self._headers[name]
+        return b"%s%s%06o%s%s" % (key, before, rest + sum(key), after, self.members[name][0])
+
+    def views(self, data: Any, start: int, blocks: int) -> dict[str, np.ndarray]:
+        """Views [blocks, rows] of each member of the blocks that lie in `data` from byte `start` on; no bytes are read.
+
+        The checksums are uint32, a row of any other member is one opaque element.
+        """
+        return {
+            name: np.ndarray(
+                (blocks, self.rows),
+                "<u4" if name == "crc" else f"V{row_bytes}",
+                buffer=data,
+                offset=start + offset,
+                strides=(self.bytes, row_bytes),
+            )
+            for name, (_, offset, row_bytes) in self.members.items()
+        }
+
+
+def _tar_header(name: str, size: int) -> tuple[bytes, bytes, int]:
+    """Of member 0's ustar header: what lies before and after the checksum, and the checksum less the key's share."""
+    info = tarfile.TarInfo(f"{0:0{KEY}d}.{name}.npy")
+    info.size, info.mode = size, 0o644
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    end = CHECKSUM + 6
+    return header[KEY:CHECKSUM], header[end:], int(header[CHECKSUM:end], 8) - sum(header[:KEY])
 
 
 def shard_bytes(rows: int, block_rows: int, seq_len: int, max_sequences: int, dtype: str) -> int:

@@ -27,7 +27,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`manifest.json`, checked strictly. `fingerprint` is the SHA-256 of its canonical JSON (sorted keys, no spaces)."""
+    """`manifest.json`, checked strictly.
+
+    `fingerprint` is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all other fields. The file holds it
+    too, so that no change of any field goes unseen; manifests written before it did are taken without.
+    """
 
     seq_len: int
     max_sequences: int
@@ -101,7 +105,7 @@ class Manifest:
             "statistics",
         }
         known |= {"options", "shards", "held_out"}
-        for name in sorted(known ^ raw.keys()):
+        for name in sorted(known ^ (raw.keys() - {"fingerprint"})):
             raise bad(name, "is missing" if name in known else "is not a field of schema 1")
         get(raw, "schema", int, 1, 1)
         seq_len = get(raw, "seq_len", int, 4, 65535)
@@ -155,9 +159,10 @@ class Manifest:
             get(held_out, "held_out.rows", int, 1)
             sha(held_out, "held_out.manifest_sha256")
         statistics, options = get(raw, "statistics", dict), get(raw, "options", dict)
-        fingerprint = hashlib.sha256(
-            json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        if (fingerprint := fingerprint_of(raw)) != raw.get("fingerprint", fingerprint):
+            raise bad(
+                "fingerprint", "is not that of the other fields: one of them was changed; rebuild the dataset"
+            )
         return Manifest(
             seq_len,
             max_sequences,
@@ -173,14 +178,26 @@ class Manifest:
         )
 
 
+def fingerprint_of(manifest: dict[str, Any]) -> str:
+    """SHA-256 in hex of the canonical JSON of a manifest as parsed from JSON, its own fingerprint left out."""
+    fields = {name: value for name, value in manifest.items() if name != "fingerprint"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def render(manifest: dict[str, Any]) -> str:
+    """The text of a manifest file: sorted keys, indent 1."""
+    return json.dumps(manifest, sort_keys=True, indent=1) + "\n"
+
+
 def write_manifest(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
-    """Check `manifest`, then commit it as `folder/manifest.json` (sorted keys, indent 1), last and atomically."""
+    """Check `manifest`, then commit it with its fingerprint as `folder/manifest.json`, last and atomically."""
     path = Path(folder) / MANIFEST
+    manifest = manifest | {"fingerprint": fingerprint_of(manifest)}
     Manifest.parse(manifest, str(path))
     temporary = path.with_name(f".{MANIFEST}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, sort_keys=True, indent=1) + "\n")
+            file.write(render(manifest))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
