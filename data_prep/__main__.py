@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from data_prep import parallel, report
+from data_prep import inspection, parallel, report, verification
 from data_prep.build import build
 from data_prep.options import BuildOptions
 from data_prep.sources import ReadOptions
@@ -124,14 +124,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "build":
             return _build(args)
         if args.command == "inspect":
-            print(report.inspect(Path(args.folder), args.rows, args.seed))
+            print(inspection.inspect(args.folder, args.rows, args.seed))
             return 0
         found = 0
-        for problem in shards.verify(args.folder):
+        for problem in verification.verify(args.folder, os.cpu_count() or 1, progress=True):
             print(problem)
             found += 1
         if not found:
-            print(f"{args.folder}: whole, {shards.Manifest.load(args.folder).rows} rows")
+            for folder in verification.datasets(args.folder):
+                print(f"{folder}: whole, {shards.Manifest.load(folder).rows} rows")
         return 1 if found else 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -172,7 +172,9 @@ class _WordPiece(Tokenizer):
         ids = {piece: i for i, piece in enumerate(pieces)}
         missing = [piece for piece in SPECIAL_PIECES if piece not in ids]
         if missing:
-            raise ValueError(f"{path}: not a vocab.txt of BERT's: no line is {' or '.join(missing)}")
+            raise ValueError(
+                f"{path}: not a SentencePiece model and no vocab.txt of BERT's: no line is {' or '.join(missing)}"
+            )
         if len(ids) < len(pieces):
             line, piece = next((i, p) for i, p in enumerate(pieces) if ids[p] != i)  # a later one won
             raise ValueError(
