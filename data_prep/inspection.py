@@ -188,6 +188,7 @@ def _words(ids: np.ndarray, masked: Masked, tokenizer: Tokenizer, screen: _Scree
         text, how = _printable(tokenizer.pieces[shown].strip()), None
         if at in predicted:
             how = "mask" if shown == tokenizer.mask_id else "kept" if shown == was else "random"
+            text = text or "\u2581"  # a piece that is nothing but a space
             text = {"mask": text, "random": f"*{text}*", "kept": f"={text}="}[how]
         elif shown in special:
             how = "special"

@@ -17,6 +17,7 @@ import webdataset
 
 from megabert import shards
 from megabert.shards import DamagedRow, Dataset, Manifest, Rows, verify, write_manifest, write_shard
+from megabert.shards.layout import Layout
 from tests.rows import make_dataset, make_rows
 
 ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 148, 32, 3, 8, 64  # 3 shards, the last block has 4 rows
@@ -310,6 +311,44 @@ def test_a_manifest_that_is_no_object_is_one_line(folder, text):
     with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
         Manifest.load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_changed_field_is_seen_and_a_manifest_from_before_fingerprints_is_taken(folder):
+    path = folder / "manifest.json"
+    tree, fingerprint = json.loads(path.read_text()), Manifest.load(folder).fingerprint
+    assert tree["fingerprint"] == fingerprint
+    for change in ({"options": {"seed": 2}}, {"statistics": {"rows": 1.5}}, {"fingerprint": None}):
+        path.write_text(json.dumps(tree | change))
+        with pytest.raises(ValueError, match=r"manifest\.json: fingerprint is not that of the other fields"):
+            Manifest.load(folder)
+    write_manifest(folder, tree | {"options": {"seed": 2}})  # written anew, it has a new one
+    assert Manifest.load(folder).fingerprint != fingerprint and list(verify(folder)) == []
+    del tree["fingerprint"]
+    path.write_text(json.dumps(tree, sort_keys=True, indent=1) + "\n")
+    assert Manifest.load(folder).fingerprint == fingerprint and list(verify(folder)) == []
+    path.write_text(json.dumps(tree, sort_keys=True, indent=2) + "\n")
+    assert list(verify(folder)) == [f"{path}: is not as it was written: the same fields in other bytes"]
+
+
+@pytest.mark.parametrize("block", [0, 7, 12_345, 999_999_999])
+def test_headers_are_tarfiles_own(block):
+    layout = Layout(5, LENGTH, SLOTS, "uint16")
+    for name, (npy, _, row_bytes) in layout.members.items():
+        info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
+        info.size, info.mode = 128 + 5 * row_bytes, 0o644
+        assert layout.header(name, block) == info.tobuf(tarfile.USTAR_FORMAT) + npy
+
+
+def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
+    checks = [part for part in shards.plan(folder) if isinstance(part, shards.ShardCheck)]
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("builtins.open", broken)
+    found = [check.problems() for check in checks]
+    monkeypatch.undo()
+    assert found == [[f"{check.path}: cannot be read (Input/output error)"] for check in checks]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, arrays, monkeypatch):
