@@ -38,6 +38,7 @@ REQUIRES = [
     "pydantic>=2.7",  # typed, frozen, strict configuration
     "safetensors>=0.4.3",  # weights on disk without pickle
     "zstandard>=0.22",  # .zst corpora: the standard library has no zstd before Python 3.14
+    "rensa>=0.5",  # MinHash of documents from hashes of their words; older releases give other signatures
     "tqdm>=4.66",  # progress bars of data_prep
 ]
 MPI = [

@@ -15,9 +15,14 @@ AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs 
 
 
 def shares(
-    hashes: np.ndarray, characters: np.ndarray, documents: np.ndarray, limits: dict[int, float]
+    hashes: np.ndarray,
+    characters: np.ndarray,
+    documents: np.ndarray,
+    limits: dict[int, float],
+    wanted: np.ndarray,
 ) -> dict[int, np.ndarray]:
     """n -> float64 [d] for n in 2..10: shares of characters, exact where one is above its limit, else exact or 0.
+    A document that the bool array `wanted` [d] leaves out has 0.
 
     hashes: uint64 [w]; characters: [w]; documents: int64 [d + 1]; limits: n -> largest share, an n left out has none.
     For n in `TOP`: occurrences times characters of the n-gram that occurs most often and more than once (of several,
@@ -32,7 +37,7 @@ def shares(
     np.cumsum(characters, out=before[1:])
     total = before[documents[1:]] - before[documents[:-1]]
     marked = hashes + np.repeat(mix(np.arange(1, count + 1, dtype=np.uint64)), np.diff(documents))
-    suspect = _screen(hashes, marked, before, documents, total, limits)
+    suspect = _screen(hashes, marked, before, documents, total, limits) & wanted
     if suspect.any():
         words = np.repeat(suspect, np.diff(documents))
         edges = np.concatenate([[0], np.cumsum(np.diff(documents)[suspect])])
@@ -50,38 +55,35 @@ def _screen(
     limits: dict[int, float],
 ) -> np.ndarray:
     """bool [d], true wherever a share could be above its limit. `marked` are hashes that differ between documents."""
-    words, lengths = len(hashes), np.diff(documents)
-    suspect = np.zeros(len(lengths), bool)
-    bits = np.uint64(max(8, (4 * words).bit_length()))
-    document = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    keys = marked[:-1] * ODD + hashes[1:]  # of the 2-gram at each word
+    words, count = len(hashes), len(documents) - 1
+    suspect = np.zeros(count, bool)
+    if words < 2:
+        return suspect | (total > 0)
+    shift = np.uint64(64 - max(8, (2 * words).bit_length()))
+    slot = ((marked[:-1] * ODD + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
+    bound = np.bincount(slot).take(slot)
     top = min((limits[n] for n in TOP if n in limits), default=None)
-    if top is not None and len(keys):
-        slot = (keys >> (np.uint64(64) - bits)).view(np.int64)
-        bound = np.bincount(slot)[slot]
+    if top is not None:
         # A 3- or 4-gram occurs at most as often as the 2-gram that it begins with.
-        size = np.concatenate([before[4:], np.full(min(4, words), before[-1])])[: words - 1] - before[:-2]
-        bound *= size
-        suspect[document[:-1][bound + 1 > np.repeat(top * total, lengths)[:-1]]] = True
+        size = np.append(before[4:], np.full(3, before[-1]))[: words - 1] - before[: words - 1]
+        full = documents[1:] > documents[:-1]
+        most = np.maximum.reduceat(np.append(bound * size, 0), documents[:-1][full])
+        suspect[full] = most + 1 > top * total[full]
     again = min((limits[n] for n in AGAIN if n in limits), default=None)
     if again is not None and words >= 5:
-        keys = keys[: words - 4].copy()
-        for k in (2, 3, 4):
-            keys *= ODD
-            keys += hashes[k : words - 4 + k]
-        at = np.arange(words - 4)
-        for shift in (np.uint64(64) - bits, np.uint64(64) - 2 * bits):  # a second look frees most false hits
-            slot = ((keys >> shift) & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
-            twice = np.flatnonzero(np.bincount(slot)[slot] > 1)
-            at, keys = at[twice], keys[twice]
-        bound = _covered(at, 5, before, document[at], len(lengths))
-        suspect |= bound + 1 > again * total
+        twice = bound > 1
+        at = np.flatnonzero(twice[:-3] & twice[1:-2] & twice[2:-1] & twice[3:])
+        keys = marked[at]
+        for k in range(1, 5):
+            keys = keys * ODD + hashes[at + k]
+        slot = (keys >> shift).view(np.int64)
+        at = at[np.bincount(slot).take(slot) > 1]
+        document = np.searchsorted(documents, at, side="right") - 1
+        suspect |= _covered(at, 5, before, document, count) + 1 > again * total
     return suspect
 
 
-def _covered(
-    at: np.ndarray, n: int, before: np.ndarray, document: np.ndarray, documents: int
-) -> np.ndarray:
+def _covered(at: np.ndarray, n: int, before: np.ndarray, document: np.ndarray, documents: int) -> np.ndarray:
     """int64 [documents]: characters inside the n-grams that begin at the words `at` (ascending), each counted once."""
     ends = before[at + n]
     begins = before[at]
