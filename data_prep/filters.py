@@ -31,7 +31,7 @@ _WIDE = 128  # has a character outside ASCII
 _BYTES = np.arange(256)
 _FLAGS_OF_BYTE = (
     np.isin(_BYTES, list(string.ascii_letters.encode())) * LETTER
-    + (_BYTES == ord("#")) * NUMBER_SIGN
+    + np.isin(_BYTES, ord("#")) * NUMBER_SIGN
     + (_BYTES > 127) * _WIDE
 ).astype(np.uint8)
 _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
@@ -160,18 +160,17 @@ class _Measures:
     @cached_property
     def _repeats(self) -> np.ndarray:
         """bool [lines]: whether a line repeats an earlier one of its document."""
-        first, end, document = self._lines
+        document = self._lines[2]
         hashes = hashing.of_runs(self.hashes, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
         hashes += mix(document.astype(np.uint64))  # differing between documents
         order = np.argsort(hashes, kind="stable")  # lines that are equal keep the order of the text
-        repeats = np.zeros(len(first), bool)
+        repeats = np.zeros(len(document), bool)
         repeats[order[1:][hashes[order][1:] == hashes[order][:-1]]] = True
         return repeats
 
     def duplicate_line_characters(self) -> np.ndarray:
-        first, end, document = self._lines
         sizes = sums(self.characters_of, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
-        repeated = np.bincount(document, np.where(self._repeats, sizes, 0), len(self.lines))
+        repeated = np.bincount(self._lines[2], np.where(self._repeats, sizes, 0), len(self.lines))
         return _ratio(repeated, self.characters)
 
     @cached_property

@@ -29,7 +29,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.ndarray:
     """Sum of `values` [w] in each of the segments [edges[i], edges[i + 1]), which together are all of it."""
-    found = np.zeros(len(edges) - 1, dtype)
+    found: np.ndarray = np.zeros(len(edges) - 1, dtype)
     full = edges[1:] > edges[:-1]
     if full.any():
         found[full] = np.add.reduceat(values, edges[:-1][full], dtype=dtype)

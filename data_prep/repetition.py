@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_prep.hashing import ODD, mix, sums
+from data_prep.hashing import ODD, mix
 
 TOP = (2, 3, 4)  # orders for which the most frequent n-gram counts
 AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs more than once

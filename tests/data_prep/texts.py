@@ -1,0 +1,42 @@
+"""Documents as the filters see them, made from plain strings, and the real articles where they are."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import clean, filters, sources
+from data_prep.problems import Problems
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def batch_of(documents):
+    """A Batch of documents, each a list of paragraphs or one string with line feeds between them."""
+    words, edges, paragraph_edges = [], [0], [0]
+    for document in documents:
+        for paragraph in document.split("\n") if isinstance(document, str) else document:
+            words += paragraph.split()
+            paragraph_edges.append(len(words))
+        edges.append(len(words))
+    distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    numbers = np.array([distinct[word] for word in words], np.int64)
+    facts = filters.describe(list(distinct))[numbers]
+    return filters.Batch(facts, np.array(edges), np.array(paragraph_edges))
+
+
+def articles(count):
+    """The first `count` real articles as lists of paragraphs."""
+    data = Path(os.environ.get("MEGABERT_DATA") or ROOT.parent / "shared" / "data")
+    if not (data / "enwiki").is_dir():
+        pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
+    options, problems = sources.ReadOptions(), Problems("stop")
+    found = []
+    for task in sources.plan([str(data / "enwiki")], options, problems):
+        for piece in task.pieces:
+            for document in sources.read(piece, options, problems):
+                found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))
+                if len(found) == count:
+                    return found
+    raise AssertionError(f"only {len(found)} articles")
