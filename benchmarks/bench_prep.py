@@ -35,7 +35,9 @@ def choose(inputs: list[str], megabytes: int) -> tuple[list[str], int, float]:
     """Files of the inputs in order until they hold `megabytes`; their unpacked bytes; seconds to unpack them alone."""
     chosen: list[str] = []
     unpacked, seconds = 0, 0.0
-    for task in sources.plan(inputs, sources.ReadOptions(), Problems("stop")):
+    for task in sources.plan(
+        [sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop")
+    ):
         for piece in task.pieces:
             if unpacked >= megabytes * 1_000_000:
                 return chosen, unpacked, seconds

@@ -64,7 +64,10 @@ def parser() -> argparse.ArgumentParser:
         "--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents"
     )
     p.add_argument(
-        "--on-bad", choices=("stop", "skip"), default=d.on_bad, help="bad input: stop, or drop and count it"
+        "--on-error",
+        choices=("stop", "skip"),
+        default=d.on_error,
+        help="bad input: stop, or drop and count it",
     )
     p.add_argument("--overwrite", action="store_true", help="replace a dataset in DIR")
     p.add_argument("--json", metavar="FILE", help="write the summary there too")
@@ -93,7 +96,7 @@ def _build(args: argparse.Namespace) -> int:
         lowercase=args.lowercase,
         sample_megabytes=args.sample_megabytes,
         rows_per_shard=args.rows_per_shard,
-        on_bad=args.on_bad,
+        on_error=args.on_error,
         read=ReadOptions(args.format, args.text_documents, args.text_field, args.keep_titles),
     )
     executor = parallel.make(args.workers)

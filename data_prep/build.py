@@ -21,6 +21,7 @@ from data_prep import shuffle, sources, tokenizer_training, units
 from data_prep.options import BLOCK_ROWS, BuildOptions
 from data_prep.parallel import Local, Ranks
 from data_prep.problems import BadInput, Problems
+from data_prep.sources import Corpus
 from data_prep.units import Done, Job
 from megabert import shards
 from megabert.tokenizer import Tokenizer
@@ -164,10 +165,10 @@ def build(
     """
     began = time.perf_counter()
     options.check()
-    problems = Problems(options.on_bad)
+    problems = Problems(options.on_error)
     if tokenizer_file is not None:
         Tokenizer.load(tokenizer_file)
-    tasks = sources.plan(inputs, options.read, problems)
+    tasks = sources.plan([Corpus("input", tuple(inputs))], options.read, problems)
     if not tasks:
         raise BadInput(f"--input {' '.join(inputs)}: no text there (no files, or all of them empty)")
     meter = Meter(progress)

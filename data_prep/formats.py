@@ -1,7 +1,8 @@
-"""A format is found by content and turns line runs of bytes into (offset, document) pairs.
+"""A format is found by content and turns chunks of bytes into (offset, document) pairs.
 
-wiki: WikiExtractor's `<doc …>` to `</doc>`; jsonl: one object a line; text: plain, where documents are a
-whole file, blocks between blank lines, or lines. A line or a document that never ends costs bounded memory.
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain,
+where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on
+the bytes alone, not on chunks or ranges. A line or a document that never ends costs bounded memory.
 """
 
 from __future__ import annotations
@@ -9,53 +10,62 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from data_prep.problems import BadInput, Problems
+from data_prep.streams import Edge, open_regular
 
 MAX_LINE = 16 << 20  # bytes; longer is no text that a sentence can be found in
-MAX_DOCUMENT = 16 << 20  # bytes of one <doc> or of one blank-line block
-FILE_PART = 8 << 20  # bytes; a longer `file` document is cut here, at a line end
+MAX_DOCUMENT = 16 << 20  # bytes of one element or of one blank-line block
+FILE_PART = 8 << 20  # bytes; a longer `file` document is cut after this, at a line end
 AUTO_FILE_LIMIT = 16 << 20  # bytes on disk; up to here `auto` takes a text file as one document
+STEP = 1 << 20  # bytes looked at once, so that a line inside them is never too long
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
 BLANK = re.compile(rb"\n[ \t\r]*\n\s*")
+XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
+TABLES = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
+ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
+
+NULL = "null value"  # the rule by which a record without text is left out
 
 Document = tuple[int, bytes]
 
 
-def detect(path: str, suffix: str, head: bytes, text_field: str) -> str:
-    """Format name of a file from its first unpacked bytes (at most HEAD) and its suffix.
+def table_format(head: bytes) -> str:
+    """parquet or arrow (file or stream) where the first bytes say so, else ""."""
+    return next((name for magic, name in TABLES if head.startswith(magic)), "")
+
+
+def detect(path: str, suffix: str, head: bytes) -> str:
+    """Format name of a file of text from its first unpacked bytes (at most HEAD, UTF-8) and its suffix.
 
     Raises BadInput naming the file when neither says what it is.
     """
     start = head.removeprefix(BOM).lstrip()
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > len(head) // 4:
-        raise BadInput(f"{path}: binary or UTF-16 data, not UTF-8 text; convert it first (iconv -t UTF-8)")
+    if head.count(0) > len(head) // 4:
+        raise BadInput(f"{path}: binary data (or UTF-16 without a byte-order mark: --encoding utf-16-le)")
     if start.startswith(b"<doc "):
         return "wiki"
-    if start.startswith(b"<mediawiki"):
-        raise BadInput(f"{path}: a MediaWiki XML dump; run WikiExtractor on it and give its output")
+    if found := XML_HEAD.match(start):
+        if found[1] == b"!DOCTYPE":
+            raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is no MediaWiki dump")
+        return "mediawiki"
+    if suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
     if start.startswith(b"{"):
         line = start.split(b"\n", 1)[0]
         try:
-            record = json.loads(line)
-        except ValueError:
-            if suffix in (".jsonl", ".ndjson") or len(line) == len(start):
-                return "jsonl"
-        else:
-            if text_field not in record:
-                raise BadInput(
-                    f"{path}: byte 0: no field {text_field!r} in the JSON object (it has "
-                    f"{', '.join(sorted(record)) or 'none'}); name it with --text-field"
-                )
+            json.loads(line)
             return "jsonl"
-    if suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
+        except (ValueError, RecursionError):
+            if len(line) == len(start):  # a line longer than the head
+                return "jsonl"
     if suffix in TEXT_SUFFIXES:
         return "text"
     raise BadInput(
-        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|jsonl"
+        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|mediawiki|jsonl"
     )
 
 
@@ -64,38 +74,68 @@ def line_runs(
 ) -> Iterator[Document]:
     """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte.
 
-    A line longer than MAX_LINE is bad where it begins in [start, end) and left to that range where it does not.
+    A line longer than MAX_LINE is left out: bad where it begins in [start, end), left to that range where it does not.
     """
     parts: list[bytes] = []  # of a line whose end has not come yet
     size, offset, dropping = 0, base, False
-    for chunk in chunks:
+    step = min(STEP, MAX_LINE)
+    pieces = (chunk[i : i + step] for chunk in chunks for i in range(0, len(chunk), step))
+    for chunk in pieces:
+        line_end = chunk.find(b"\n")
+        if not dropping and size + (line_end if line_end >= 0 else len(chunk)) > MAX_LINE:
+            if offset >= start and (end is None or offset < end):
+                problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE / 2**20:g} MiB")
+            parts, size, offset, dropping = [], 0, offset + size, True
         if dropping:
-            line_end = chunk.find(b"\n") + 1
-            if not line_end:
+            if line_end < 0:
                 offset += len(chunk)
                 if end is not None and offset >= end:
                     return
                 continue
-            chunk, offset, dropping = chunk[line_end:], offset + line_end, False
+            chunk, offset, dropping = chunk[line_end + 1 :], offset + line_end + 1, False
         cut = chunk.rfind(b"\n") + 1
         if cut:
             run = b"".join([*parts, chunk[:cut]])
             yield offset, run
             offset += len(run)
             parts, size = [], 0
-        parts.append(chunk[cut:])
-        size += len(chunk) - cut
-        if size > MAX_LINE:
-            if offset >= start and (end is None or offset < end):
-                problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE >> 20} MiB")
-            parts, size, offset, dropping = [], 0, offset + size, True
+        if cut < len(chunk):
+            parts.append(chunk[cut:])
+            size += len(chunk) - cut
     if size:
         yield offset, b"".join(parts)
 
 
-def split_lines(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
-    """One document a line; without `synced` the first, partial line belongs to the range before."""
+def sync_point(path: str, start: int, blank: bool) -> int:
+    """Where a range of a file of lines has to start reading to see where its first line or block begins.
+
+    For lines that is one byte before. A blank-line block is open at the last byte that is no space; reading
+    from that line's start also tells whether the line is too long.
+    """
+    if not blank:
+        return start - 1
+    with open_regular(path) as file:
+        text = _last(file, start, rb"\S", 2 * MAX_LINE + 2)
+        return _last(file, text, rb"\n", MAX_LINE + 1)
+
+
+def _last(file: BinaryIO, before: int, pattern: bytes, most: int) -> int:
+    """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
+    least = max(before - most, 0)
+    while before > least:
+        begin = max(before - HEAD, least)
+        file.seek(begin)
+        found = list(re.finditer(pattern, file.read(before - begin)))
+        if found:
+            return begin + found[-1].start()
+        before = begin
+    return least
+
+
+def split_lines(runs: Iterator[Document], base: int, synced: bool) -> Iterator[Document]:
+    """One document a line; without `synced` the first, partial line (at `base`) belongs to the range before."""
     for offset, run in runs:
+        synced = synced or offset != base  # the partial line was left out as too long
         for line in run.split(b"\n"):
             if synced and line.strip():
                 yield offset, line
@@ -103,28 +143,53 @@ def split_lines(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
             synced = True
 
 
-def split_wiki(runs: Iterator[Document], path: str, problems: Problems) -> Iterator[Document]:
-    """`<doc …>` elements without their end tag; text outside of them is ignored."""
-    buffer, base = b"", 0
-    for offset, run in runs:
-        if buffer and base + len(buffer) != offset:  # a long line was dropped between
-            buffer = b""
-        if not buffer:
-            base = offset
-        buffer += run
-        at = 0
-        while (end := buffer.find(b"</doc>", at)) >= 0:
-            start = buffer.rfind(b"<doc ", at, end)
-            if start >= 0:
-                yield base + start, buffer[start:end]
-            at = end + 6
-        buffer, base = buffer[at:], base + at
-        if len(buffer) > MAX_DOCUMENT:
-            if b"<doc " in buffer:
-                problems.bad(path, base, "long document", f"a <doc> longer than {MAX_DOCUMENT >> 20} MiB")
-            buffer = b""
-    if (start := buffer.find(b"<doc ")) >= 0:
-        problems.bad(path, base + start, "unclosed document", "a <doc> without </doc> at the file's end")
+def split_elements(
+    chunks: Iterator[bytes], base: int, format_: str, path: str, problems: Problems, edge: Edge
+) -> Iterator[Document]:
+    """Elements without their end tag that begin at or after `base` (of the first byte) and before `edge.end`.
+
+    Text outside of elements is ignored. An element is unclosed when another begins or the file ends inside it.
+    """
+    opening, closing = ELEMENTS[format_]
+    tags = re.compile(re.escape(opening) + b"|" + re.escape(closing))
+    keep = len(closing) - 1  # bytes of a tag that may have come only in part
+    name = opening.decode().strip(" <>")
+    begin: int | None = None  # offset of the element that is open
+    buffer, at = b"", 0  # at: how far `buffer` was searched
+
+    def bad(start: int, end: int) -> None:
+        if end - start > MAX_DOCUMENT:
+            problems.bad(path, start, "long document", f"a <{name}> longer than {MAX_DOCUMENT / 2**20:g} MiB")
+        else:
+            problems.bad(path, start, "unclosed document", f"a <{name}> without </{name}>")
+
+    for chunk in chunks:
+        buffer += chunk
+        for match in tags.finditer(buffer, at):
+            found = base + match.start()
+            if match.group() == opening:
+                if begin is not None:
+                    bad(begin, found)
+                if edge.end is not None and found >= edge.end:
+                    return
+                begin = found
+            elif begin is not None:
+                if found - begin > MAX_DOCUMENT:
+                    bad(begin, found)
+                else:
+                    yield begin, buffer[begin - base : match.start()]
+                begin = None
+            at = match.end()
+        at = max(at, len(buffer) - keep)
+        if begin is not None and base + at - begin > MAX_DOCUMENT:
+            bad(begin, base + at)
+            begin = None
+        if begin is None and edge.end is not None and base + at >= edge.end:
+            return
+        cut = at if begin is None else begin - base
+        buffer, base, at = buffer[cut:], base + cut, at - cut
+    if begin is not None:
+        bad(begin, base + len(buffer))
 
 
 def wiki_body(element: bytes, keep_title: bool) -> bytes:
@@ -134,42 +199,65 @@ def wiki_body(element: bytes, keep_title: bool) -> bytes:
     return body if keep_title else body.lstrip(b"\r\n").partition(b"\n")[2]
 
 
-def split_blank(runs: Iterator[Document], synced: bool, path: str, problems: Problems) -> Iterator[Document]:
-    """Blocks between blank lines; without `synced` the first, partial block belongs to the range before."""
-    buffer, base = b"", 0
+def split_blank(
+    runs: Iterator[Document], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
+    end: int | None = None,
+) -> Iterator[Document]:  # fmt: skip
+    """Blocks between blank lines; one that is too long is bad where it begins in [start, end).
+
+    `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the range before.
+    A line that was left out as too long ends a block.
+    """
+    buffer = b""
+
+    def block(offset: int, text: bytes) -> Iterator[Document]:
+        if len(text) > MAX_DOCUMENT:
+            if offset >= start and (end is None or offset < end):
+                problems.bad(
+                    path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB"
+                )
+        elif text.strip():
+            yield offset, text
+
     for offset, run in runs:
-        if buffer and base + len(buffer) != offset:
-            yield base, buffer
-            buffer = b""
-        if not buffer:
-            base = offset
+        if base + len(buffer) != offset:  # a long line was left out between
+            if synced:
+                yield from block(base, buffer)
+            buffer, base, synced = b"", offset, True
+        if not buffer and synced:  # blank lines that go on
+            stripped = run.lstrip()
+            base, run = base + len(run) - len(stripped), stripped
         buffer += run
         at = 0
         for match in BLANK.finditer(buffer):
-            if match.end() == len(buffer):  # the blank lines may go on in the next run
-                break
-            if synced and buffer[at : match.start()].strip():
-                yield base + at, buffer[at : match.start()]
+            if synced:
+                yield from block(base + at, buffer[at : match.start()])
             at, synced = match.end(), True
         buffer, base = buffer[at:], base + at
         if len(buffer) > MAX_DOCUMENT:
-            problems.bad(path, base, "long document", f"a block longer than {MAX_DOCUMENT >> 20} MiB")
-            buffer = b""
-    if synced and buffer.strip():
-        yield base, buffer
+            if synced:
+                yield from block(base, buffer)
+            synced = False  # up to the next blank line
+            # The last line end stays: with the next run it may begin a blank line.
+            base, buffer = base + len(buffer.rstrip()), buffer[len(buffer.rstrip()) :]
+    if synced:
+        yield from block(base, buffer)
 
 
 def split_file(runs: Iterator[Document]) -> Iterator[Document]:
-    """The whole file as one document, or as parts of FILE_PART bytes."""
+    """The whole file as one document, or as parts that end at the first line end after FILE_PART bytes."""
     parts: list[bytes] = []
     size, start = 0, 0
     for offset, run in runs:
+        at = 0
         if not parts:
             start = offset
-        parts.append(run)
-        size += len(run)
-        if size >= FILE_PART:
-            yield start, b"".join(parts)
-            parts, size = [], 0
+        while size + len(run) - at >= FILE_PART:
+            line_end = run.find(b"\n", max(at, at + FILE_PART - size - 1)) + 1 or len(run)
+            yield start, b"".join([*parts, run[at:line_end]])
+            parts, size, at, start = [], 0, line_end, offset + line_end
+        if at < len(run):
+            parts.append(run[at:])
+            size += len(run) - at
     if parts:
         yield start, b"".join(parts)

@@ -28,7 +28,7 @@ class BuildOptions:
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     rows_per_shard: int = 65_536
-    on_bad: str = "stop"
+    on_error: str = "stop"
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def check(self) -> None:

@@ -1,7 +1,8 @@
 """Bad input is one line that names the file and the byte, or a count: never silence.
 
 `BadInput` is the user's mistake (a ValueError). `Problems` carries the policy of a build: `stop` raises
-at the first bad place, `skip` drops the bad part and counts it under a short reason.
+at the first bad place, `skip` drops the bad part and counts it under a short reason. What a rule leaves out
+of good input (a redirect, an empty field) is counted under both.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ class BadInput(ValueError):
 
 
 class Problems:
-    """Policy and counts for bad input.
+    """Policy and counts for bad input, and counts of what was left out by rule.
 
-    `policy` is "stop" or "skip". `counts` maps a reason to how often it was met, only under "skip".
+    `policy` is "stop" or "skip". `counts` maps a reason to how often it was met, only under "skip" (an empty file
+    counts always); `dropped` maps a rule to the documents it left out.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
 
-    def bad(self, path: str, offset: int | None, reason: str, detail: str = "") -> None:
-        """Report one bad place. `offset` is in bytes of the unpacked file, None where there is none."""
+    def bad(self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte") -> None:
+        """Report one bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: no place."""
         if self.policy == "stop":
-            where = path if offset is None else f"{path}: byte {offset}"
-            raise BadInput(f"{where}: {detail or reason} (--on-bad skip drops it and goes on)")
+            where = path if at is None else f"{path}: {unit} {at}"
+            raise BadInput(f"{where}: {detail or reason} (--on-error skip drops it and goes on)")
         self.counts[reason] += 1

@@ -35,7 +35,7 @@ def sample(job: Job, share: tuple[Task, int]) -> tuple[str, ...]:
     task, size = share
     found: list[str] = []
     # What is wrong with the input is counted by the build itself, so that it is counted once.
-    for paragraphs, hash_, _ in texts(task, job, Done(), Problems(job.options.on_bad)):
+    for paragraphs, hash_, _ in texts(task, job, Done(), Problems(job.options.on_error)):
         if hash_ < job.held_limit:
             continue
         for paragraph in paragraphs:

@@ -121,7 +121,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
 
 def process_task(job: Job, task: Task) -> Done:
     """Turn one task into unit files and held-out files in the work folder."""
-    done, problems = Done(size=task.size), Problems(job.options.on_bad)
+    done, problems = Done(size=task.size), Problems(job.options.on_error)
     tokenizer, encoder = encoder_of(job)
     clock = time.perf_counter
     parts: list[Encoded] = []

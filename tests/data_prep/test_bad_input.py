@@ -55,11 +55,11 @@ def test_whitespace_alone_is_no_corpus(build, tmp_path):
 
 
 def test_invalid_utf8_stops_with_its_offset_or_is_skipped(build, tmp_path):
-    bad = write(tmp_path / "bad.txt", b"fine text " * 10 + b"\xc3\x28" + b" more")
+    bad = write(tmp_path / "bad.txt", "fine téxt".encode() * 10 + b"\xc3\x28" + b" more")
     good = write(tmp_path / "good.txt", GOOD)
     expect_error(build(bad, good), f"{bad}: byte 100: invalid UTF-8")
     assert not (tmp_path / "out").exists()
-    result = build(bad, good, extra=("--on-bad", "skip"))
+    result = build(bad, good, extra=("--on-error", "skip"))
     assert result.returncode == 0 and "invalid UTF-8 1" in result.stdout
 
 
@@ -88,7 +88,7 @@ def test_a_gigabyte_line_costs_bounded_memory(tokenizer_file, tmp_path):
 
     result = run()
     expect_error(result, f"{path}: byte {len(GOOD)}: a line longer than 16 MiB")
-    result = run("--on-bad", "skip")
+    result = run("--on-error", "skip")
     assert result.returncode == 0 and "long line 1" in result.stdout
     assert int(result.stdout.rsplit("peak ", 1)[1]) < 400
 
@@ -98,7 +98,7 @@ def test_truncated_bz2_stops_or_keeps_what_came_before(build, tmp_path):
     cut = write(tmp_path / "wiki_00.bz2", packed[:-20])
     expect_error(build(cut), f"{cut}: truncated: the bz2 stream ends early")
     good = write(tmp_path / "good.txt", GOOD)
-    result = build(cut, good, extra=("--on-bad", "skip"))
+    result = build(cut, good, extra=("--on-error", "skip"))
     assert result.returncode == 0 and "damaged or truncated file 1" in result.stdout
 
 

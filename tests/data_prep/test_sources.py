@@ -10,7 +10,8 @@ import zstandard
 
 from data_prep import formats, pydoc_source, sources
 from data_prep.problems import BadInput, Problems
-from data_prep.sources import ReadOptions, Task
+from data_prep.streams import Edge
+from tests.data_prep.reading import plan, read_all
 
 PACK = {
     "": lambda data: data,
@@ -21,19 +22,6 @@ PACK = {
 }
 WIKI = b'<doc id="1" title="One">\nOne\n\nFirst text.\nSecond line.\n</doc>\n<doc id="2" title="a > b">\nTwo\n\nOther.\n</doc>\n'
 JSONL = b'{"text": "Alpha one."}\n\n{"n": 2, "text": "Beta \\u00e9."}\n'
-
-
-def read_all(inputs, policy="stop", **options):
-    """(texts, problems) of every document of the inputs, in order."""
-    read, problems = ReadOptions(**options), Problems(policy)
-    found = []
-    for task in sources.plan([str(i) for i in inputs], read, problems):
-        assert isinstance(task, Task)
-        for piece in task.pieces:
-            for document in sources.read(piece, read, problems):
-                text = document.text
-                found.append(text if isinstance(text, str) else text.decode())
-    return found, problems
 
 
 @pytest.mark.parametrize("suffix", PACK)
@@ -95,16 +83,14 @@ def test_a_file_cut_in_ranges_gives_each_document_once_and_in_order(kind, size, 
     whole, _ = read_all([path], **options)
     assert len(whole) == 60
     monkeypatch.setattr(sources, "RANGE_BYTES", size)
-    monkeypatch.setattr(sources, "LOOK_BACK", 8)
-    problems = Problems("stop")
-    assert sum(len(task.pieces) for task in sources.plan([str(path)], ReadOptions(**options), problems)) > 2
+    assert sum(len(task.pieces) for task in plan([path], **options)) > 2
     assert [text.strip() for text in read_all([path], **options)[0]] == [text.strip() for text in whole]
 
 
 def test_chunk_ends_anywhere_change_nothing():
     for cut in range(1, len(WIKI)):
-        runs = formats.line_runs(iter([WIKI[:cut], WIKI[cut:]]), 0, "f", Problems("stop"))
-        found = list(formats.split_wiki(runs, "f", Problems("stop")))
+        chunks = iter([WIKI[:cut], WIKI[cut:]])
+        found = list(formats.split_elements(chunks, 0, "wiki", "f", Problems("stop"), Edge()))
         assert [offset for offset, _ in found] == [0, WIKI.index(b'<doc id="2"')]
         assert [formats.wiki_body(element, False).split() for _, element in found] == [
             b"First text. Second line.".split(),
@@ -116,16 +102,17 @@ def test_chunk_ends_anywhere_change_nothing():
     ("name", "content", "message"),
     [
         ("a.pdf", b"%PDF-1.4 text", r"a\.pdf: unknown suffix '\.pdf'"),
-        ("a.txt", "utf-16 text".encode("utf-16"), r"a\.txt: binary or UTF-16"),
+        ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data \(or UTF-16 without"),
         ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
         (
             "a.jsonl",
             b'{"body": "x"}\n',
-            r"a\.jsonl: byte 0: no field 'text' in the JSON object \(it has body\)",
+            r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\); name it with --text-field",
         ),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl: byte 14: not a JSON object"),
-        ("a", b"<mediawiki>", r"a: a MediaWiki XML dump"),
+        ("a", b"<!DOCTYPE html><html>", r"a: XML or HTML with a DOCTYPE"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
         ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
     ],
 )

@@ -3,13 +3,14 @@
 import bz2
 import gzip
 import lzma
+import os
 import random
 
 import pytest
 import zstandard
 
 from data_prep.problems import BadInput
-from data_prep.streams import compression_of, read_chunks
+from data_prep.streams import Edge, compression_of, first_stream, read_chunks
 
 PACK = {
     "gz": gzip.compress,
@@ -33,7 +34,7 @@ def test_a_stream_two_streams_and_padding_unpack_to_what_was_packed(kind, tmp_pa
         path.write_bytes(content)
         chunks = list(read_chunks(str(path), kind))
         assert b"".join(chunks) == want
-        assert max(map(len, chunks)) <= 8 << 20
+        assert max(map(len, chunks)) <= 16 << 20
 
 
 @pytest.mark.parametrize("kind", PACK)
@@ -59,9 +60,53 @@ def test_a_flipped_byte_never_passes_as_the_data(kind, tmp_path):
         list(read_chunks(str(path), kind))
 
 
-def test_a_bomb_costs_bounded_memory(tmp_path):
+BOMBS = {
+    "gz": lambda: gzip.compress(bytes(300 << 20), 9),
+    "bz2": lambda: bz2.compress(bytes(300 << 20)),
+    "xz": lambda: lzma.compress(bytes(300 << 20), preset=0),
+    "zst": lambda: zstandard.ZstdCompressor().compress(bytes(300 << 20)),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_bomb_costs_bounded_memory_and_time(kind, tmp_path):
     path = tmp_path / "bomb"
-    path.write_bytes(gzip.compress(bytes(200 << 20)))
-    assert max(len(chunk) for chunk in read_chunks(str(path), "gz")) <= 4 << 20
-    path.write_bytes(zstandard.ZstdCompressor().compress(bytes(200 << 20)))
-    assert max(len(chunk) for chunk in read_chunks(str(path), "zst")) <= 64 << 20
+    path.write_bytes(BOMBS[kind]())
+    total = largest = 0
+    with pytest.raises(BadInput, match=r"bomb: unpacks to more than 200 times its size"):
+        for chunk in read_chunks(str(path), kind):
+            total, largest = total + len(chunk), max(largest, len(chunk))
+    assert largest <= 64 << 20 and 36 << 20 <= total <= 100 << 20
+
+
+def test_zeros_between_streams_and_skippable_frames_are_read_over(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(gzip.compress(b"one ") + bytes(300) + gzip.compress(b"two"))
+    assert b"".join(read_chunks(str(path), "gz")) == b"one two"
+    frame = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
+    path.write_bytes((frame + zstandard.ZstdCompressor().compress(b"text ")) * 2 + frame)
+    assert compression_of(path.read_bytes()) == "zst"
+    assert b"".join(read_chunks(str(path), "zst")) == b"text text "
+
+
+def test_a_pipe_is_not_waited_on(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match=r"pipe: not a regular file"):
+        next(read_chunks(str(tmp_path / "pipe")))
+
+
+def test_the_streams_of_a_bzip2_file_are_found_and_end_a_range(tmp_path):
+    path = tmp_path / "many.bz2"
+    packed = [bz2.compress(b"%d " % i * 1000) for i in range(6)]
+    starts = [sum(map(len, packed[:i])) for i in range(7)]
+    path.write_bytes(b"".join(packed))
+    for start in range(0, starts[-1], 7):
+        want = next((s for s in starts[:-1] if s >= start), None) if start else 0
+        assert first_stream(str(path), start, starts[-1]) == want
+    assert first_stream(str(path), starts[1] + 1, starts[2]) is None
+    assert first_stream(str(path), starts[1] + 1, starts[2] + 1) == starts[2]
+    for i in range(1, 6):
+        edge = Edge()
+        data = b"".join(read_chunks(str(path), "bz2", starts[1], starts[i] + 1, edge))
+        assert data == b"".join(b"%d " % j * 1000 for j in range(1, 6))
+        assert edge.end == (2000 * i if i < 5 else None) or (i == 5 and edge.end == 10000)

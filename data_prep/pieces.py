@@ -1,0 +1,72 @@
+"""The words in which files are talked of: a corpus has inputs, a task pieces of files, a piece documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO = "auto"
+TABLES = ("parquet", "arrow")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read."""
+
+    name: str
+    paths: tuple[str, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a file: its bytes, its bzip2 streams that start in its bytes, or its row groups [start, end).
+
+    All of it when `end` is None. `format` may be "auto" where only unpacking tells.
+    """
+
+    path: str
+    compression: str = ""
+    format: str = AUTO
+    start: int = 0
+    end: int | None = None
+    size: int = 0  # bytes on disk, for the progress bar
+    encoding: str = AUTO
+    stamp: tuple[int, int] | None = (
+        None  # (bytes, time of the last change in ns) of the file when it was planned
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    index: int
+    pieces: tuple[Piece, ...]
+    corpus: int = 0  # its place among the corpora
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec."""
+
+    format: str = AUTO
+    text_documents: str = AUTO
+    text_field: str = "text"
+    keep_titles: bool = False
+    encoding: str = AUTO
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document as read. `text` is str when a parser already decoded it, else UTF-8 bytes to be checked.
+
+    `offset` is in bytes of the unpacked (and recoded) file, for a table a row. In a range of a bzip2 file it counts
+    from the first stream of the range, which `path` then names after the file.
+    """
+
+    path: str
+    offset: int
+    text: bytes | str
+    markup: bool
