@@ -7,6 +7,7 @@ as invalid bytes; else charset-normalizer, where it is sure. Where a character i
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator
 
 from data_prep.pieces import AUTO
@@ -26,6 +27,8 @@ COMMON = [
     *(f"iso8859_{n}" for n in (2, 5, 7, 9, 15)),
     *("koi8_r", "koi8_u", "gb18030", "big5", "euc_jp", "cp932", "cp949"),
 ]
+JAPANESE = ("cp932", "euc_jp")  # charset-normalizer takes either for Korean at times; hiragana tells them
+HIRAGANA, HIRAGANA_SHARE = re.compile("[\u3041-\u3096]"), 0.2
 MAX_CHAOS = 10.0  # percent of unlikely characters, by charset-normalizer's measure
 MARK = "data_prep.mark"
 
@@ -77,6 +80,11 @@ def decide(path: str, head: bytes) -> str:
     invalid = text.count("\ufffd")
     if sum(character > "\x7f" for character in text) - invalid >= invalid:
         return UTF8  # with bad places, reported where they are
+    for name in JAPANESE:
+        found = head.decode(name, "replace")
+        wide = sum(character > "\x7f" for character in found)
+        if "\ufffd" not in found[:-1] and len(HIRAGANA.findall(found)) > HIRAGANA_SHARE * wide:
+            return name
     from charset_normalizer import from_bytes
 
     best = from_bytes(head[: 1 << 18], cp_isolation=COMMON).best()
@@ -84,7 +92,7 @@ def decide(path: str, head: bytes) -> str:
         # The few bytes above 127 of English text fit many tables; the most used one is meant.
         if best.language == "English" or WESTERN in best.could_be_from_charset:
             return WESTERN
-        if best.percent_coherence > 0 or best.language in ("Japanese", "Chinese", "Korean"):
+        if best.percent_coherence > 0:
             return best.encoding
     raise BadInput(f"{path}: not UTF-8, and its encoding can't be told; name it with --encoding NAME")
 

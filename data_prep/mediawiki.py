@@ -46,6 +46,7 @@ MAGIC = re.compile(r"__[A-Z]{3,}__|-\{|\}-")
 LEFT_OVER = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}|\|-+")
 HOLLOW = re.compile(r"[ \t]?\([\s,;:]*\)")
 OPENED = re.compile(r"\([\s,;]+")
+DANGLING = re.compile(r"(?<![ ,;])[ ,;]+\)")
 SPACED = re.compile(r"[ \t]([,.)])")
 SPACES = re.compile(r"[ \t\xa0]{2,}")
 LIST_END = (".", "!", "?", '."', ".”", ".)", "…")
@@ -151,7 +152,7 @@ def prose(wikitext: str) -> str:
         text = QUOTES.sub("", text)
     # Runs of spaces go first: the patterns after it begin with an optional one.
     text = SPACES.sub(" ", LEFT_OVER.sub(" ", MAGIC.sub("", text)))
-    return _lines(SPACED.sub(r"\1", OPENED.sub("(", HOLLOW.sub("", text))))
+    return _lines(SPACED.sub(r"\1", DANGLING.sub(")", OPENED.sub("(", HOLLOW.sub("", text)))))
 
 
 def _without_extensions(text: str) -> str:
