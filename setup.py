@@ -39,6 +39,8 @@ REQUIRES = [
     "safetensors>=0.4.3",  # weights on disk without pickle
     "zstandard>=0.22",  # .zst corpora: the standard library has no zstd before Python 3.14
     "rensa>=0.5",  # MinHash of documents from hashes of their words; older releases give other signatures
+    "pyarrow>=16.0",  # Parquet and Arrow corpora, as Hugging Face datasets come; 16 has the string view type
+    "charset-normalizer>=3.3",  # what a text that is not UTF-8 is encoded in
     "tqdm>=4.66",  # progress bars of data_prep
 ]
 MPI = [
@@ -52,6 +54,8 @@ TEST = [
     "pytest>=8.0",
     "pytest-timeout>=2.3",  # a hung collective fails its test and not the whole run
     "pytest-xdist>=3.6",  # -n 2
+    "hypothesis>=6.100",  # arbitrary bytes for every reader
+    "mwparserfromhell>=0.6.6",  # the oracle of the wikitext reader, which it is too slow and too easily stalled to be
     "ruff>=0.9",
     "mypy>=1.14",
     *BENCH,  # transformers is the oracle of the equality tests

@@ -32,8 +32,9 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions) -> Piece:
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
     encoding = encodings.check(options.encoding)
-    if encoding == AUTO:
-        encoding = encodings.decide(path, head)
+    if encoding == AUTO:  # XML is in UTF-8 where it names nothing else, and a dump names nothing else
+        is_dump = formats.XML_HEAD.match(head.removeprefix(formats.BOM).lstrip())
+        encoding = encodings.UTF8 if is_dump else encodings.decide(path, head)
     if encoding != encodings.UTF8:
         head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
     if format_ == AUTO:

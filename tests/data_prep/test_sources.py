@@ -4,15 +4,20 @@ import bz2
 import gzip
 import json
 import lzma
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import zstandard
 
-from data_prep import formats, pydoc_source, sources
+from data_prep import clean, formats, pydoc_source, sources
 from data_prep.problems import BadInput, Problems
 from data_prep.streams import Edge
 from tests.data_prep.reading import plan, read_all
 
+ROOT = Path(__file__).resolve().parents[2]
 PACK = {
     "": lambda data: data,
     ".gz": gzip.compress,
@@ -147,3 +152,91 @@ class Thing:
     files = pydoc_source.files()
     assert files == pydoc_source.files() and len(files) > 300
     assert any(name.endswith("topics.py") for name, _ in files)
+
+
+OPENINGS = {
+    "text": (b"words of a first line\n", "long line"),
+    "jsonl": (b'{"text": "words"}\n{"text": "', "long line"),
+    "wiki": (b'<doc id="1">\nT\n\nwords\n</doc>\n<doc id="2">\n', "long document"),
+    "mediawiki": (b"<mediawiki><page><text>words</text></page><page><text>", "long document"),
+    "blank": (b"words\n\n" + b"a line of a block\n" * 1_000_000, "long document"),
+}
+
+
+@pytest.mark.parametrize("kind", OPENINGS)
+def test_a_gigabyte_without_an_end_costs_bounded_memory(kind, tmp_path):
+    opening, reason = OPENINGS[kind]
+    path = tmp_path / "f.txt"
+    with open(path, "wb") as file:
+        file.write(opening)
+        if kind == "blank":
+            opening *= 60
+            file.write(b"a line of a block\n" * 60_000_000)
+        else:
+            file.truncate(1 << 30)  # a hole
+    code = (
+        "import re, resource, sys; from tests.data_prep.reading import read_all; "
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "found, problems = read_all([sys.argv[1]], 'skip', encoding='utf-8', format=sys.argv[2], text_documents='blank-line'); "
+        "print(sum(map(len, found)), dict(problems.counts)); "
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"
+    )
+    format_ = "text" if kind == "blank" else kind
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, format_], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts, peak = done.stdout.splitlines()
+    assert int(counts.split()[0]) < 100 and counts.endswith(f"{{{reason!r}: 1}}")
+    assert int(peak) < 300
+
+
+def test_a_long_document_of_many_streams_costs_bounded_time(tmp_path):
+    path = tmp_path / "d.bz2"
+    path.write_bytes(bz2.compress(b"<doc 1>\nT\n\nwords\n</doc><doc ") + bz2.compress(b"x" * 1000) * 20_000)
+    began = time.process_time()
+    found, problems = read_all([path], "skip", format="wiki")
+    assert len(found) == 1 and problems.counts == {"long document": 1}
+    assert time.process_time() - began < 20
+
+
+def test_empty_documents_are_left_to_their_count(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "x"}\n')
+    found, problems = read_all([tmp_path])
+    assert found == ["", "x"] and problems.dropped == {"null value": 1} and not problems.counts
+
+
+def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n{"text": "a\\u0000b"}\n{"te\0xt": 1}\n'
+    )
+    with pytest.raises(BadInput, match=r"a\.jsonl: byte 25: invalid UTF-8"):
+        read_all([tmp_path])
+    found, problems = read_all([tmp_path], "skip")
+    assert found == ["é", "a\0b"] and problems.counts == {"invalid UTF-8": 1, "bad JSON line": 1}
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    for suffix, pack in list(PACK.items())[1:]:
+        path = tmp_path / f"two{suffix}"
+        path.write_bytes(pack(JSONL) + pack(JSONL))
+        assert len(read_all([path], encoding="utf-8")[0]) == 4
+        path.write_bytes(pack(JSONL) + pack(JSONL)[:-5])
+        found, problems = read_all([path], "skip")
+        assert problems.counts == {"damaged or truncated file": 1} and len(found) in (2, 4)
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_hard_wrapped_blocks_are_rejoined_whatever_ends_their_lines(ends, mark, tmp_path):
+    line = "It was the best of times, it was the worst of times, it was"
+    block = ends.join([line] * 3)
+    path = tmp_path / "t.txt"
+    path.write_bytes((mark + (ends * 2).join([block, block, block])).encode())
+    for kind, count in (("blank-line", 3), ("file", 1)):
+        found = read_all([path], text_documents=kind)[0]
+        assert len(found) == count
+        joined = [
+            paragraph.split()
+            for text in found
+            for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
+        ]
+        assert joined == [(" ".join([line] * 3)).split()] * 3
