@@ -23,7 +23,8 @@ STEP = 1 << 20  # bytes looked at once, so that a line inside them is never too 
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
-BLANK = re.compile(rb"\n[ \t\r]*\n\s*")
+SPACE = b" \t\r\n"
+BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 TABLES = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
@@ -115,7 +116,7 @@ def sync_point(path: str, start: int, blank: bool) -> int:
     if not blank:
         return start - 1
     with open_regular(path) as file:
-        text = _last(file, start, rb"\S", 2 * MAX_LINE + 2)
+        text = _last(file, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
         return _last(file, text, rb"\n", MAX_LINE + 1)
 
 
@@ -219,27 +220,29 @@ def split_blank(
         elif text.strip():
             yield offset, text
 
+    searched = 0  # from here on a blank line may begin that was not seen yet
     for offset, run in runs:
         if base + len(buffer) != offset:  # a long line was left out between
             if synced:
                 yield from block(base, buffer)
-            buffer, base, synced = b"", offset, True
+            buffer, base, synced, searched = b"", offset, True, 0
         if not buffer and synced:  # blank lines that go on
-            stripped = run.lstrip()
+            stripped = run.lstrip(SPACE)
             base, run = base + len(run) - len(stripped), stripped
+        text_end = len(run.rstrip(SPACE))
+        following = len(buffer) + text_end if text_end else searched
         buffer += run
         at = 0
-        for match in BLANK.finditer(buffer):
+        for match in BLANK.finditer(buffer, searched):
             if synced:
                 yield from block(base + at, buffer[at : match.start()])
             at, synced = match.end(), True
-        buffer, base = buffer[at:], base + at
-        if len(buffer) > MAX_DOCUMENT:
-            if synced:
-                yield from block(base, buffer)
+        if synced and following - at > MAX_DOCUMENT:
+            yield from block(base + at, buffer[at:])
             synced = False  # up to the next blank line
-            # The last line end stays: with the next run it may begin a blank line.
-            base, buffer = base + len(buffer.rstrip()), buffer[len(buffer.rstrip()) :]
+        if not synced:  # only the line ends count with which a blank line may begin
+            at = max(at, following)
+        buffer, base, searched = buffer[at:], base + at, max(following - at, 0)
     if synced:
         yield from block(base, buffer)
 

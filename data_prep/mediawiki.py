@@ -24,7 +24,8 @@ OPAQUE = (
     "templatedata|templatestyles|categorytree|inputbox|indicator|pre|code|del|table|noinclude"
 )
 EXTENSION = re.compile(rf"<!--|-->|<(/?)({OPAQUE})\b([^<>]*)>", re.IGNORECASE)
-BRACES = re.compile(r"\{\{|\}\}|\[\[|\]\]|(?m:^[ :*#;]*\{\|)|(?m:^[ \t]*\|\}(?!\}))")
+BRACES = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}(?!\})")
+INDENT = 64  # characters before a table's mark that may stand on its line: spaces and list marks
 KINDS = {"{{": "}}", "[[": "]]", "{|": "|}"}
 LINK_DEPTH = 8  # of links inside links; deeper ones are no real text
 SHORT = 400  # characters of a template whose text is kept
@@ -188,7 +189,11 @@ def _without_braces(text: str) -> str:
     depth: Counter[str] = Counter()
     at = 0
     for match in BRACES.finditer(text):
-        token = match[0].lstrip(" \t:*#;")
+        token = match[0]
+        if token in ("{|", "|}"):  # a table's only where nothing stands before it
+            before = text[max(match.start() - INDENT, 0) : match.start()].rpartition("\n")[2]
+            if before.strip(" \t:*#;"):
+                continue
         if at < match.start():
             out.append(text[at : match.start()])
         at = match.end()

@@ -76,7 +76,9 @@ def _cut(path: str, options: ReadOptions, problems: Problems) -> list[Piece]:
             return []
         with streams.open_regular(path) as file:
             head = file.read(SNIFF)
-        whole = Piece(path, "", options.format, size=status.st_size, encoding=options.encoding)
+        whole = Piece(
+            path, "", options.format, size=status.st_size, encoding=encodings.check(options.encoding)
+        )
         whole = replace(whole, stamp=(status.st_size, status.st_mtime_ns))
         return _ranges(whole, head, options, problems)
     except OSError as error:

@@ -28,6 +28,8 @@ def _arrow_errors(path: str) -> Iterator[None]:
         yield
     except BadInput:
         raise
+    except MemoryError:
+        raise BadInput(f"{path}: damaged table (its sizes ask for more memory than there is)") from None
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file system

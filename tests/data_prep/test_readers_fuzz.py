@@ -93,11 +93,11 @@ def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data
 @few
 @given(data=st.data())
 def test_ranges_and_chunks_of_any_size_give_the_same_documents_and_counts(kind, folder, data):
-    content = data.draw(soup(kind))
+    content = b"\n" + data.draw(soup(kind))  # no magic number of a compression
     step = data.draw(st.integers(3, 40))
     line, document = data.draw(st.sampled_from([(4, 9), (20, 30), (1 << 20, 1 << 20)]))
     path = folder / "cut"
-    path.write_bytes(content or b"x")
+    path.write_bytes(content)
     format_ = kind if kind in FORMATS else "text"
     options = {
         "format": format_,

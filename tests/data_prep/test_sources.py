@@ -159,7 +159,7 @@ OPENINGS = {
     "jsonl": (b'{"text": "words"}\n{"text": "', "long line"),
     "wiki": (b'<doc id="1">\nT\n\nwords\n</doc>\n<doc id="2">\n', "long document"),
     "mediawiki": (b"<mediawiki><page><text>words</text></page><page><text>", "long document"),
-    "blank": (b"words\n\n" + b"a line of a block\n" * 1_000_000, "long document"),
+    "blank": (b"words\n\n" + b"a line of a block\n", "long document"),
 }
 
 
@@ -170,8 +170,7 @@ def test_a_gigabyte_without_an_end_costs_bounded_memory(kind, tmp_path):
     with open(path, "wb") as file:
         file.write(opening)
         if kind == "blank":
-            opening *= 60
-            file.write(b"a line of a block\n" * 60_000_000)
+            file.write(b"a line of a block\n" * 12_000_000)
         else:
             file.truncate(1 << 30)  # a hole
     code = (
@@ -221,7 +220,11 @@ def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
         assert len(read_all([path], encoding="utf-8")[0]) == 4
         path.write_bytes(pack(JSONL) + pack(JSONL)[:-5])
         found, problems = read_all([path], "skip")
-        assert problems.counts == {"damaged or truncated file": 1} and len(found) in (2, 4)
+        assert (
+            problems.counts == {"damaged or truncated file": 1}
+            and found == (["Alpha one.", "Beta é."] * 2)[: len(found)]
+            and len(found) >= 2
+        )
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
