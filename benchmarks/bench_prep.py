@@ -1,11 +1,16 @@
 """Megabytes of text a second and core from raw files to verified shards, with a tokenizer that exists.
 
     python benchmarks/bench_prep.py [--json FILE] [--input PATH…] [--megabytes N] [--tokenizer FILE] [--workers N]
+    python benchmarks/bench_prep.py --memory 20 200 2000 [--json FILE]
 
-Runs the real command with one worker and with `--workers` (default: the cores). A megabyte is 10^6 bytes of document
-text, unpacked. Stage times are the workers' own and add up to a little less than the run. `ratio` is against
-google-research/bert's create_training_instances (WordPiece, dupe factor 1, length 128), whose 0.93 MB/s on one core of a
-2-core x86-64 machine is a recorded figure, not run here; its text was unpacked, ours is decompressed in the time.
+Runs the real command: one worker, `--workers` of them (default: the cores) and one worker with near-duplicate removal, in
+turn, `--repeats` times; the median counts. A megabyte is 10^6 bytes of document text, unpacked. Compressed input is
+unpacked beforehand, so that the time is from text to shards; `--packed` leaves it in. Stage times are the workers' own and
+add up to a little less than the run. `ratio` is against google-research/bert's create_training_instances (WordPiece,
+dupe factor 1, length 128), whose 0.93 MB/s on one core of a 2-core x86-64 machine is a recorded figure, not run here.
+
+`--memory` builds corpora of these sizes, the input over and over with one letter in fifty changed (so that no copy is a
+duplicate and words keep coming), with all deduplication, and reports the largest process.
 """
 
 from __future__ import annotations
@@ -13,68 +18,189 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hardware
+import numpy as np
 
 from data_prep import sources, streams
 from data_prep.problems import Problems
 
 ROOT = hardware.ROOT
 RECORDED_PEER = 0.93  # MB/s a core
+LETTERS = np.frombuffer(b"abefghijklmnpqrstuvwxyz", np.uint8)  # none of the tag `<doc`
+CHANGED = 0.02  # share of letters changed in a copy
 
 
-def choose(inputs: list[str], megabytes: int) -> tuple[list[str], int, float]:
-    """Files of the inputs in order until they hold `megabytes`; their unpacked bytes; seconds to unpack them alone."""
-    chosen: list[str] = []
-    unpacked, seconds = 0, 0.0
-    for task in sources.plan(
-        [sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop")
-    ):
-        for piece in task.pieces:
-            if unpacked >= megabytes * 1_000_000:
-                return chosen, unpacked, seconds
-            if piece.path in chosen:
-                continue
-            chosen.append(piece.path)
-            before = time.perf_counter()
-            unpacked += sum(len(chunk) for chunk in streams.read_chunks(piece.path, piece.compression))
-            seconds += time.perf_counter() - before
-    return chosen, unpacked, seconds
+def pieces(inputs: list[str]) -> list[sources.Piece]:
+    tasks = sources.plan([sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop"))
+    found = {piece.path: piece for task in tasks for piece in task.pieces}
+    return list(found.values())
 
 
-def build(files: list[str], output: Path, *extra: str) -> dict[str, Any]:
+def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
+    """Files of the inputs in order until they hold `megabytes`, unpacked into `folder`."""
+    folder.mkdir()
+    paths: list[str] = []
+    left = megabytes * 1e6
+    for piece in pieces(inputs):
+        if left <= 0:
+            break
+        path = folder / f"{len(paths):05d}-{Path(piece.path).stem}"
+        with open(path, "wb") as file:
+            for chunk in streams.read_chunks(piece.path, piece.compression):
+                left -= file.write(chunk)
+        paths.append(str(path))
+    return paths
+
+
+def packed(inputs: list[str], megabytes: float) -> list[str]:
+    """As `unpack`, but the files themselves."""
+    paths: list[str] = []
+    left = megabytes * 1e6
+    for piece in pieces(inputs):
+        if left <= 0:
+            break
+        paths.append(piece.path)
+        left -= sum(len(chunk) for chunk in streams.read_chunks(piece.path, piece.compression))
+    return paths
+
+
+def grow(paths: list[str], megabytes: float, folder: Path) -> None:
+    """Copies of files until `folder` holds `megabytes`; from the second round on with letters changed."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    left, copy = megabytes * 1e6, 0
+    while left > 0:
+        for path in paths:
+            data = np.fromfile(path, np.uint8)
+            if copy:
+                changed = np.isin(data, LETTERS) & (rng.random(len(data)) < CHANGED)
+                data[changed] = rng.choice(LETTERS, int(changed.sum()))
+            data.tofile(folder / f"{copy:04d}-{Path(path).name}")
+            left -= len(data)
+            if left <= 0:
+                return
+        copy += 1
+
+
+def build(inputs: list[str], output: Path, *extra: str) -> dict[str, Any]:
     """Summary of one run of the command."""
     summary = output.with_suffix(".json")
-    command = [
-        sys.executable,
-        "-m",
-        "data_prep",
-        "build",
-        "--input",
-        *files,
-        "--output",
-        str(output),
-        "--overwrite",
-    ]
+    command = [sys.executable, "-m", "data_prep", "build", "--input", *inputs, "--output", str(output)]
     subprocess.run(
-        [*command, "--quiet", "--json", str(summary), *extra], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        [*command, "--overwrite", "--quiet", "--json", str(summary), *extra],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return json.loads(summary.read_text())
+
+
+def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median rate."""
+    middle = statistics.median_low(run["mb_per_second"] for run in runs)
+    return next(run for run in runs if run["mb_per_second"] == middle)
+
+
+def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str, Any]:
+    files = packed(inputs, args.megabytes) if args.packed else unpack(inputs, args.megabytes, folder / "text")
+    tokenizer = args.tokenizer
+    if tokenizer is None:
+        build(files, folder / "trained")
+        tokenizer = str(folder / "trained" / "tokenizer.model")
+    near = ("--dedup", "documents", "near")
+    kinds: dict[str, tuple[str, ...]] = {
+        "one": ("--workers", "1"),
+        "near": ("--workers", "1", *near),
+    }
+    if args.workers > 1:
+        kinds["all"] = ("--workers", str(args.workers))
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+    for _ in range(args.repeats):
+        for name, extra in kinds.items():
+            runs[name].append(build(files, folder / "timed", "--tokenizer", tokenizer, *extra))
+            print(f"{name:6} {runs[name][-1]['mb_per_second']:8.2f} MB/s", flush=True)
+    middle = {name: median(found) for name, found in runs.items()}
+    one = middle["one"]
+    text, dataset = one["read"]["bytes"], one["datasets"]["128"]
+    print(f"{hardware.describe()}; {len(files)} files, {text / 1e6:.1f} MB of text")
+    print(f"{'stage':18} {'seconds':>8} {'ns/byte':>8} {'MB/s':>8}")
+    for name, seconds in sorted(one["stage_seconds"].items(), key=lambda item: -item[1]):
+        print(f"{name:18} {seconds:8.2f} {seconds * 1e9 / text:8.1f} {text / 1e6 / max(seconds, 1e-9):8.0f}")
+    print(
+        f"{'whole':18} {one['seconds']:8.2f} {one['seconds'] * 1e9 / text:8.1f} {one['mb_per_second']:8.2f}"
+    )
+    over_bytes = dataset["shard_bytes"] / dataset["text_bytes"]
+    added = middle["near"]["seconds"] / one["seconds"] - 1
+    ratio = one["mb_per_second"] / RECORDED_PEER
+    peak = max(run["peak_memory"] for found in runs.values() for run in found)
+    print(f"shards {over_bytes:.3f} of the text's bytes, fill {dataset['fill']:.2%}")
+    print(f"near-duplicate removal adds {added:.1%}; peak {peak / 1e6:.0f} MB a process")
+    print(f"ratio {ratio:.1f} over the recorded {RECORDED_PEER} MB/s of create_training_instances")
+    result = {
+        "unit": "MB/s a core",
+        "text_bytes": text,
+        "unpacked_beforehand": not args.packed,
+        "ours": one["mb_per_second"],
+        "peer_recorded": RECORDED_PEER,
+        "ratio": ratio,
+        "near_duplicates_add": added,
+        "stages_seconds": one["stage_seconds"],
+        "peak_memory_bytes": peak,
+        "shard_bytes_over_text_bytes": over_bytes,
+        "fill": dataset["fill"],
+        "random_next_share": dataset["random_next_share"],
+        "seconds": {name: [run["seconds"] for run in found] for name, found in runs.items()},
+    }
+    if "all" in middle:
+        scaling = middle["all"]["mb_per_second"] / one["mb_per_second"]
+        print(f"{args.workers} workers: {middle['all']['mb_per_second']:.2f} MB/s, {scaling:.2f} x one")
+        result["scaling"] = {"workers": args.workers, "over one": scaling}
+    return result
+
+
+def memory(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str, Any]:
+    files = unpack(inputs, min(args.megabytes, max(args.memory)), folder / "text")
+    peaks = {}
+    extra = ["--dedup", "documents", "near", "paragraphs", "--workers", str(args.workers)]
+    if args.tokenizer:
+        extra += ["--tokenizer", args.tokenizer]
+    for megabytes in args.memory:
+        grown = folder / f"{megabytes}"
+        grow(files, megabytes, grown)
+        run = build([str(grown)], folder / "built", *extra)
+        peaks[str(megabytes)] = {
+            "read_bytes": run["read"]["bytes"],
+            "documents": run["read"]["documents"],
+            "dropped": run["dropped"]["reasons"],
+            "seconds": run["seconds"],
+            "peak_memory_bytes": run["peak_memory"],
+        }
+        print(
+            f"{megabytes:6} MB: {run['peak_memory'] / 1e6:.0f} MB in the largest process, {run['seconds']:.0f} s",
+            flush=True,
+        )
+        for path in grown.iterdir():
+            path.unlink()
+    return {"unit": "bytes", "workers": args.workers, "sizes": peaks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--input", nargs="+", metavar="PATH")
-    parser.add_argument("--megabytes", type=int, default=200, help="of unpacked input")
+    parser.add_argument("--megabytes", type=float, default=210, help="of unpacked input")
+    parser.add_argument("--packed", action="store_true", help="leave decompression in the time")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", nargs="+", type=int, metavar="MB", help="measure memory at these sizes")
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
     )
@@ -82,58 +208,9 @@ def main() -> None:
     args = parser.parse_args()
     data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "enwiki"
     inputs = args.input or [str(data) if data.is_dir() else sources.PYDOC]
-    files, unpacked, unpacking = choose(inputs, args.megabytes)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = args.tokenizer
-        if tokenizer is None:
-            build(files, Path(folder) / "trained")
-            tokenizer = str(Path(folder) / "trained" / "tokenizer.model")
-        runs = {}
-        for workers in sorted({1, args.workers}):
-            output = Path(folder) / "timed"
-            runs[workers] = build(files, output, "--tokenizer", tokenizer, "--workers", str(workers))
-    one, text = runs[1], runs[1]["all_text_bytes"]
-    stages = one["stage_seconds"]
-    print(
-        f"{hardware.describe()}; {len(files)} files, {unpacked / 1e6:.1f} MB unpacked, {text / 1e6:.1f} MB of text"
-    )
-    print(f"{'stage':18} {'seconds':>8} {'ns/byte':>8} {'MB/s':>8}")
-    for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
-        print(f"{name:18} {seconds:8.2f} {seconds * 1e9 / text:8.1f} {text / 1e6 / max(seconds, 1e-9):8.0f}")
-    print(
-        f"{'whole':18} {one['seconds']:8.2f} {one['seconds'] * 1e9 / text:8.1f} {one['mb_per_second']:8.2f}"
-    )
-    unpacked_rate = text / 1e6 / (one["seconds"] - unpacking)
-    print(f"unpacking alone    {unpacking:8.2f} s; whole without it {unpacked_rate:.2f} MB/s")
-    for workers, run in runs.items():
-        print(
-            f"{workers} worker(s): {run['mb_per_second']:.2f} MB/s, {run['mb_per_second_per_worker']:.2f} MB/s a core, "
-            f"peak {run['peak_memory'] / 1e6:.0f} MB a process"
-        )
-    scaling = runs[args.workers]["mb_per_second"] / one["mb_per_second"]
-    print(f"shards {one['shard_bytes'] / one['text_bytes']:.3f} of the text's bytes, fill {one['fill']:.2%}")
-    ratio = one["mb_per_second_per_worker"] / RECORDED_PEER
-    print(f"ratio {ratio:.1f} over the recorded {RECORDED_PEER} MB/s of create_training_instances")
+        result = (memory if args.memory else speed)(args, inputs, Path(folder))
     if args.json:
-        result = {
-            "unit": "MB/s a core",
-            "text_bytes": text,
-            "unpacked_bytes": unpacked,
-            "ours": one["mb_per_second_per_worker"],
-            "ours_without_unpacking": unpacked_rate,
-            "peer_recorded": RECORDED_PEER,
-            "ratio": {
-                "create_training_instances": ratio,
-                "create_training_instances, unpacking left out": unpacked_rate / RECORDED_PEER,
-            },
-            "scaling": {"workers": args.workers, "over one": scaling},
-            "stages_seconds": stages,
-            "peak_memory_bytes": max(run["peak_memory"] for run in runs.values()),
-            "shard_bytes_over_text_bytes": one["shard_bytes"] / one["text_bytes"],
-            "fill": one["fill"],
-            "random_next_share": one["random_next_share"],
-            "runs": {str(workers): run for workers, run in runs.items()},
-        }
         hardware.write_json(args.json, result)
 
 

@@ -6,119 +6,182 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
-from data_prep import inspection, parallel, report, verification
+from data_prep import inspection, parallel, report, rules, verification
 from data_prep.build import build
-from data_prep.options import BuildOptions
-from data_prep.sources import ReadOptions
+from data_prep.options import DEDUP, BuildOptions
+from data_prep.pieces import FORMATS
+from data_prep.problems import BadInput
+from data_prep.sources import Corpus, ReadOptions
 from megabert import shards
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m data_prep", description="Raw text to verified shards.")
     commands = top.add_subparsers(dest="command", required=True)
-    d, r = BuildOptions(), ReadOptions()
-    p = commands.add_parser(
+    _add_build(commands.add_parser(
         "build", help="text to shards", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    p.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH",
-        help="files, folders, globs, or the word pydoc: text, WikiExtractor output, JSONL, each also .gz .bz2 .xz .zst",
-    )  # fmt: skip
-    p.add_argument("--output", required=True, metavar="DIR", help="folder of the dataset")
-    p.add_argument("--seq-len", type=int, default=d.seq_len, help="tokens a row")
-    p.add_argument("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
-    p.add_argument("--model-type", choices=("unigram", "bpe"), default=d.model_type)
-    p.add_argument("--lowercase", action="store_true", help="train an uncased tokenizer")
-    p.add_argument(
-        "--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on"
-    )
-    p.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.model and train none")
+    ))  # fmt: skip
+    p = commands.add_parser("verify", help="check every byte")
+    p.add_argument("folder", metavar="DIR")
     p.add_argument("--workers", type=int, help="processes (default: the cores)")
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--no-nsp", action="store_true", help="full sentences in place of sentence pairs")
-    p.add_argument(
-        "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
-    )
-    p.add_argument(
-        "--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation"
-    )
-    p.add_argument(
-        "--max-sequences",
-        type=int,
-        default=d.max_sequences,
-        help="sequences packed in a row at most; 0: as few as fill rows within half a percent of the best",
-    )
-    p.add_argument("--rows-per-shard", type=int, default=d.rows_per_shard)
-    p.add_argument(
-        "--format", choices=("auto", "text", "wiki", "jsonl"), default=r.format, help="auto: by content"
-    )
-    p.add_argument(
-        "--text-documents", choices=("auto", "file", "blank-line", "line"), default=r.text_documents,
-        help="what a document is in plain text; auto: a file up to 16 MiB is one, a larger one has blank lines between",
-    )  # fmt: skip
-    p.add_argument("--text-field", default=r.text_field, help="field of a JSON line that holds the text")
-    p.add_argument(
-        "--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents"
-    )
-    p.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default=d.on_error,
-        help="bad input: stop, or drop and count it",
-    )
-    p.add_argument("--overwrite", action="store_true", help="replace a dataset in DIR")
-    p.add_argument("--json", metavar="FILE", help="write the summary there too")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
-    for name, text in (("verify", "check every byte"), ("inspect", "show what is in it")):
-        p = commands.add_parser(name, help=text)
-        p.add_argument("folder", metavar="DIR")
-        if name == "inspect":
-            p.add_argument("--rows", type=int, default=3, help="sample rows to decode")
-            p.add_argument("--seed", type=int, default=0, help="of the sample")
+    p = commands.add_parser("inspect", help="show what is in it")
+    p.add_argument("folder", metavar="DIR")
+    p.add_argument("--rows", type=int, default=3, help="sample rows to decode")
+    p.add_argument("--seed", type=int, default=0, help="of the sample and of the masking shown")
+    p.add_argument("--masking", choices=("token", "word", "span"), default="token")
     return top
 
 
-def _build(args: argparse.Namespace) -> int:
-    if args.workers is not None and args.workers < 1:
-        raise ValueError(f"--workers: must be at least 1, is {args.workers}")
-    options = BuildOptions(
-        seq_len=args.seq_len,
+def _add_build(p: argparse.ArgumentParser) -> None:
+    d, r = BuildOptions(), ReadOptions()
+    add = p.add_argument
+    add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
+        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL (each also "
+        ".gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; NAME= begins a corpus of that name")  # fmt: skip
+    add("--output", required=True, metavar="DIR", help="folder of the dataset")
+    add("--seq-len", type=int, nargs="+", default=list(d.seq_lens), metavar="N",
+        help="tokens a row; several make a dataset each, in DIR/seqN")  # fmt: skip
+    add("--weight", nargs="+", default=[], metavar="NAME=W",
+        help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip
+    g = p.add_argument_group("tokenizer")
+    add = g.add_argument
+    add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
+    add("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
+    add("--model-type", choices=("unigram", "bpe"), default=d.model_type)
+    add("--lowercase", action="store_true", help="train an uncased tokenizer")
+    add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
+    add("--sample-alpha", type=float, default=d.sample_alpha,
+        help="a corpus gets a share of that text by its bytes to this power: 1 natural, 0.3 balances languages, 0 equal")  # fmt: skip
+    g = p.add_argument_group("reading and cleaning")
+    add = g.add_argument
+    add("--format", choices=("auto", *FORMATS), default=r.format, help="auto: by content")
+    add(
+        "--encoding",
+        default=r.encoding,
+        metavar="NAME",
+        help="auto: UTF-8, or what charset-normalizer is sure of",
+    )
+    add("--text-documents", choices=("auto", "file", "blank-line", "line"), default=r.text_documents,
+        help="what a document is in plain text; auto: a file up to 16 MiB is one, a larger one has blank lines between")  # fmt: skip
+    add("--text-field", default=r.text_field, help="field or column that holds the text")
+    add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
+    add("--normalization", choices=("NFC", "NFKC"), default=d.normalization, help="Unicode normal form")
+    add("--filters", nargs="+", default=["off"], metavar="RULE", help=rules.describe_rules())
+    add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
+        help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
+    add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
+    g = p.add_argument_group("rows")
+    add = g.add_argument
+    add("--no-nsp", action="store_true", help="full sentences in place of sentence pairs")
+    add(
+        "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
+    )
+    add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
+    add("--max-sequences", type=int, default=d.max_sequences,
+        help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
+    add("--rows-per-shard", type=int, default=d.rows_per_shard)
+    add("--seed", type=int, default=d.seed)
+    g = p.add_argument_group("running")
+    add = g.add_argument
+    add("--workers", type=int, help="processes (default: the cores)")
+    add("--overwrite", action="store_true", help="replace what is in DIR")
+    add("--json", metavar="FILE", help="write the summary there too")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
+    """Corpora of `[NAME=]PATH` items; a path without a name belongs to the corpus that was named last."""
+    paths: dict[str, list[str]] = {}
+    name = "input"
+    for item in inputs:
+        named = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", item, re.DOTALL)
+        if named and not os.path.lexists(item):
+            name, item = named.groups()
+        paths.setdefault(name, []).append(item)
+    factors: dict[str, float] = {}
+    for item in weights:
+        named = re.fullmatch(r"([A-Za-z][\w-]*)=(\d+(?:\.\d*)?|\.\d+)", item)
+        if not named or not 0 < float(named[2]) <= 100:
+            raise BadInput(f"--weight {item}: give NAME=W with W above 0 and at most 100")
+        if named[1] not in paths:
+            raise BadInput(f"--weight {item}: no corpus of that name; --input names {', '.join(paths)}")
+        factors[named[1]] = float(named[2])
+    return [Corpus(name, tuple(found), factors.get(name, 1.0)) for name, found in paths.items()]
+
+
+def _options(args: argparse.Namespace) -> BuildOptions:
+    if "none" in args.dedup and len(args.dedup) > 1:
+        raise BadInput("--dedup: none stands alone")
+    return BuildOptions(
+        seq_lens=tuple(args.seq_len),
         max_sequences=args.max_sequences,
         nsp=not args.no_nsp,
         short_share=args.short_share,
         held_out=args.held_out,
         seed=args.seed,
+        normalization=args.normalization,
+        rules=rules.parse(args.filters),
+        dedup=tuple(name for name in DEDUP if name in args.dedup),
         vocab_size=args.vocab_size,
         model_type=args.model_type,
         lowercase=args.lowercase,
         sample_megabytes=args.sample_megabytes,
+        sample_alpha=args.sample_alpha,
         rows_per_shard=args.rows_per_shard,
-        on_error=args.on_error,
-        read=ReadOptions(args.format, args.text_documents, args.text_field, args.keep_titles),
+        read=ReadOptions(args.format, args.text_documents, args.text_field, args.keep_titles, args.encoding),
     )
-    executor = parallel.make(args.workers)
+
+
+def _workers(args: argparse.Namespace) -> int | None:
+    if args.workers is not None and args.workers < 1:
+        raise BadInput(f"--workers: must be at least 1, is {args.workers}")
+    return args.workers
+
+
+def _build(args: argparse.Namespace) -> int:
+    options, inputs = _options(args), corpora(args.input, args.weight)
+    executor = parallel.make(_workers(args))
     if isinstance(executor, parallel.Ranks) and not executor.is_root:
         executor.serve()
         return 0
     try:
         summary = build(
-            args.input,
+            inputs,
             args.output,
             options,
             executor,
             args.tokenizer,
             args.overwrite,
-            progress=not args.quiet,
+            args.on_error,
+            not args.quiet,
         )
     finally:
         executor.close()
+    if summary is None:
+        print(f"{args.output}: whole already, from the same input with the same options; nothing to do")
+        return 0
     print(report.summary_text(summary, args.output))
     if args.json:
         Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = 0
+    for problem in verification.verify(
+        args.folder, _workers(args) or parallel.default_workers(), not args.quiet
+    ):
+        print(problem)
+        found += 1
+    if not found:
+        for folder in verification.datasets(args.folder):
+            print(f"{folder}: whole, {shards.Manifest.load(folder).rows} rows")
+    return 1 if found else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,25 +190,22 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "build":
             return _build(args)
         if args.command == "inspect":
-            print(inspection.inspect(args.folder, args.rows, args.seed))
+            print(inspection.inspect(args.folder, args.rows, args.seed, args.masking))
             return 0
-        found = 0
-        for problem in verification.verify(args.folder, os.cpu_count() or 1, progress=True):
-            print(problem)
-            found += 1
-        if not found:
-            for folder in verification.datasets(args.folder):
-                print(f"{folder}: whole, {shards.Manifest.load(folder).rows} rows")
-        return 1 if found else 0
+        return _verify(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = "the disk is full (or a file size limit is reached)" if full else error.strerror or str(error)
+        what = (
+            "the disk is full (or a file size limit is reached); with more room the same command goes on"
+            if full
+            else error.strerror or str(error)
+        )
         where = error.filename or getattr(args, "output", "") or getattr(args, "folder", "")
         print(f"error: {os.fspath(where)}: {what}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was left behind", file=sys.stderr)
+        print("error: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 2
 

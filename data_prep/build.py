@@ -1,4 +1,8 @@
-"""A build makes a whole dataset or none: all work happens beside it and the manifest is the last thing written."""
+"""A build makes whole datasets or none: all work happens beside them, and a manifest is the last thing written.
+
+Stages, each a map over items of work that nothing depends on the order of: sample and train a tokenizer, read, mark
+duplicates; then for each row length draw sequences, shuffle and write, the training part and the held-out one.
+"""
 
 from __future__ import annotations
 
@@ -8,102 +12,48 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from data_prep import shuffle, sources, tokenizer_training, units
+from data_prep import (
+    dedup,
+    duplicates,
+    output,
+    reading,
+    report,
+    sequences,
+    shuffle,
+    sources,
+    spool,
+    tokenizer_training,
+)
+from data_prep.journal import Journal, Stage, write_json
 from data_prep.options import BLOCK_ROWS, BuildOptions
 from data_prep.parallel import Local, Ranks
 from data_prep.problems import BadInput, Problems
-from data_prep.sources import Corpus
-from data_prep.units import Done, Job
+from data_prep.sequences import Draw, Kept
+from data_prep.sources import Corpus, Task
+from data_prep.spool import Done, Job, total
 from megabert import shards
 from megabert.tokenizer import Tokenizer
 
-WORK = ".work"
-TOKENIZER = "tokenizer.model"
-MANIFEST = "manifest.json"
-HELD_OUT = "held_out"
-_OURS = (WORK, TOKENIZER, HELD_OUT)
-
-
-def _is_ours(name: str) -> bool:
-    return name in _OURS or (
-        name.startswith(("shard-", ".shard-", ".manifest")) and name.endswith((".tar", ".tmp"))
-    )
-
-
-def prepare_output(output: Path, overwrite: bool) -> bool:
-    """Make an empty folder of `output`, or refuse. Returns whether it was created.
-
-    A finished dataset needs `overwrite`; what an unfinished build left is cleared; other files are never touched.
-    """
-    if output.exists() and not output.is_dir():
-        raise BadInput(f"--output {output}: is a file; name a folder")
-    if not output.exists():
-        output.mkdir(parents=True)
-        return True
-    names = sorted(os.listdir(output))
-    foreign = [name for name in names if not _is_ours(name) and name != MANIFEST]
-    if foreign:
-        raise BadInput(
-            f"--output {output}: holds {foreign[0]}, which is no part of a dataset; name another folder"
-        )
-    if MANIFEST in names:
-        if not overwrite:
-            raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
-        (output / MANIFEST).unlink()  # first, so that it is never whole in name and mixed in content
-    clear_output(output)
-    return False
-
-
-def clear_output(output: Path) -> None:
-    """Remove the parts of an unfinished dataset."""
-    for name in sorted(os.listdir(output)):
-        path = output / name
-        if name in (WORK, HELD_OUT):
-            shutil.rmtree(path)
-        elif _is_ours(name):
-            path.unlink()
-
-
-@contextlib.contextmanager
-def _whole_or_none(output: Path, overwrite: bool) -> Iterator[Path]:
-    created = prepare_output(output, overwrite)
-    try:
-        (output / WORK).mkdir()
-        yield output / WORK
-        shutil.rmtree(output / WORK)
-    except BaseException:
-        (output / MANIFEST).unlink(missing_ok=True)
-        clear_output(output)
-        if created:
-            output.rmdir()
-        raise
-
 
 class Meter:
-    """Sums what items of work report and moves the progress bar."""
+    """A progress bar a stage on stderr."""
 
     def __init__(self, show: bool) -> None:
-        self.total = Done()
-        self.peaks: dict[str, int] = {}
         self._show = show
         self._bar: Any = None
 
     @contextlib.contextmanager
-    def stage(self, name: str, total: int, unit: str, factor: int = 1) -> Iterator[None]:
-        """A progress bar over `total`; under MPI each result of rank 0 stands for `factor` of them."""
-        self._factor = factor
+    def stage(self, name: str, size: int, unit: str) -> Iterator[None]:
         self._bar = tqdm(
-            total=total,
-            desc=f"{name:9}",
+            total=size,
+            desc=f"{name:13}",
             unit=unit,
             unit_scale=unit == "B",
             disable=not self._show,
@@ -115,198 +65,275 @@ class Meter:
         finally:
             self._bar.close()
 
-    def step(self, done: Any) -> None:
-        """Callback for a result: counts its `size` in bytes, or one part."""
-        self._bar.update((getattr(done, "size", 0) or 1) * self._factor)
+    def step(self, done: Done) -> None:
+        self._bar.update(done.size or 1)
 
 
-def _sum(results: list[Done]) -> Done:
-    total = Done()
-    for done in results:
-        total.counts.update(done.counts)
-        for name, seconds in done.seconds.items():
-            total.seconds[name] += seconds
-        total.problems.update(done.problems)
-        total.units += done.units
-        total.held += done.held
-        total.lengths.update(done.lengths)
-        total.least_hash = min(total.least_hash, done.least_hash)
-        total.peak = max(total.peak, done.peak)
-    return total
-
-
-def _statistics(total: Done, rows: int, seq_len: int, text_bytes: int) -> dict[str, Any]:
-    c = total.counts
+def account(
+    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, tokenizer_file: str | None
+) -> dict[str, Any]:
+    """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
+    pieces = [piece for task in tasks for piece in task.pieces]
     return {
-        "documents": c["documents"],
-        "sentences": c["sentences"],
-        "corpus_tokens": c["corpus tokens"],
-        "tokens": c["tokens"],
-        "sequences": c["sequences"],
-        "text_bytes": text_bytes,
-        "fill": round(c["tokens"] / (rows * seq_len), 6),
-        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
+        "options": options.listed(tokenizer_file is None),
+        "corpora": {
+            corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
+        },
+        "tokenizer_sha256": None if tokenizer_file is None else Tokenizer.load(tokenizer_file).sha256,
+        output.FILES: {
+            "count": len({piece.path for piece in pieces}),
+            "bytes": sum(task.size for task in tasks),
+            "digest": hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest(),
+        },
     }
 
 
 def build(
-    inputs: list[str],
-    output: str | os.PathLike[str],
+    corpora: Sequence[Corpus],
+    folder: str | os.PathLike[str],
     options: BuildOptions,
     executor: Local | Ranks,
     tokenizer_file: str | None = None,
     overwrite: bool = False,
+    on_error: str = "stop",
     progress: bool = True,
-) -> dict[str, Any]:
-    """Build a dataset in the folder `output` and return its summary. Call on rank 0 alone.
+) -> dict[str, Any] | None:
+    """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
 
     The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
-    must change, ValueError for a bad tokenizer file, OSError when the disk is full; then nothing is left in `output`.
+    must change, ValueError for a bad tokenizer file, OSError when the disk is full.
     """
     began = time.perf_counter()
     options.check()
-    problems = Problems(options.on_error)
-    if tokenizer_file is not None:
-        Tokenizer.load(tokenizer_file)
-    tasks = sources.plan([Corpus("input", tuple(inputs))], options.read, problems)
+    problems = Problems(on_error)
+    tasks = sources.plan(corpora, options.read, problems)
     if not tasks:
-        raise BadInput(f"--input {' '.join(inputs)}: no text there (no files, or all of them empty)")
-    meter = Meter(progress)
-    factor = executor.size if isinstance(executor, Ranks) else 1
-    output = Path(output)
-    with _whole_or_none(output, overwrite) as work:
-        job = Job(options, str(output / TOKENIZER), str(work), int(options.held_out * (1 << 64)))
-        training = -time.perf_counter()
-        if tokenizer_file is None:
-            chosen = tokenizer_training.shares(tasks, options)
-            with meter.stage("sample", len(chosen), "part", factor):
-                samples = executor.map(partial(tokenizer_training.sample, job), chosen, meter.step)
-            (output / TOKENIZER).write_bytes(tokenizer_training.train(samples, options))
-            del samples
-        else:
-            shutil.copyfile(tokenizer_file, output / TOKENIZER)
-        training += time.perf_counter()
-        tokenizer = Tokenizer.load(output / TOKENIZER)
-
-        def read_all(job: Job) -> Done:
-            with meter.stage("read", sum(task.size for task in tasks), "B", factor):
-                return _sum(executor.map(partial(units.process_task, job), tasks, meter.step))
-
+        paths = " ".join(path for corpus in corpora for path in corpus.paths)
+        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
+    known_by = account(corpora, tasks, options, tokenizer_file)
+    with output.opened(Path(folder), known_by, options.seq_lens, overwrite) as work:
+        if work is None:
+            return None
+        run = Build(Path(folder), work, corpora, tasks, options, executor, on_error, Meter(progress))
+        tokenizer = run.tokenize(tokenizer_file)
         started = time.perf_counter()
-        read = read_all(job)
-        if job.held_limit and not read.held and read.counts["documents"] > 1:
-            # A small corpus: hold out the one document that comes first by hash.
-            for path in work.iterdir():
-                path.unlink()
-            job = replace(job, held_limit=read.least_hash + 1)
-            read = read_all(job)
-        if read.counts["tokens"] < options.seq_len:
-            raise units.too_small(read.counts["tokens"], options.seq_len)
-        slots = options.max_sequences or shuffle.choose_slots(read.lengths, options.seq_len)
-        job = replace(job, slots=slots)
-        held_entry, held_done = None, Done()
-        if read.held:
-            with meter.stage("held out", 1, "part"):
-                groups = units.held_groups(read.held)
-                held_done = _sum(executor.map(partial(units.process_held, job), groups, meter.step))
-            (output / HELD_OUT).mkdir()
-            written = _write_rows(
-                job, executor, meter, factor, "heldout", held_done, output / HELD_OUT, tokenizer
-            )
-            held_done = _sum([held_done, written[2]])
-            held_manifest = _manifest(
-                job, tokenizer, "../" + TOKENIZER, tokenizer_file is None, written[:2], held_done,
-                read.counts["held-out bytes"], None,
-            )  # fmt: skip
-            shards.write_manifest(output / HELD_OUT, held_manifest)
-            digest = hashlib.sha256((output / HELD_OUT / MANIFEST).read_bytes()).hexdigest()
-            held_entry = {"path": HELD_OUT, "rows": held_manifest["rows"], "manifest_sha256": digest}
-        written = _write_rows(job, executor, meter, factor, "train", read, output, tokenizer)
-        total = _sum([read, written[2]])
-        manifest = _manifest(
-            job, tokenizer, TOKENIZER, tokenizer_file is None, written[:2], total,
-            total.counts["bytes"], held_entry,
-        )  # fmt: skip
-        problem_counts = Counter(problems.counts) + total.problems
-        manifest["statistics"]["dropped"] = dict(sorted(problem_counts.items()))
-        manifest["statistics"]["nuls_removed"] = total.counts["nuls"]
-        manifest["statistics"]["empty_documents"] = total.counts["empty documents"]
-        seconds = time.perf_counter() - started
-    shards.write_manifest(output, manifest)
-    all_bytes = total.counts["bytes"] + total.counts["held-out bytes"]
-    return {
-        **manifest["statistics"],
-        "rows": manifest["rows"],
-        "shards": len(manifest["shards"]),
-        "shard_bytes": sum(entry["bytes"] for entry in manifest["shards"]),
-        "held_out_documents": held_done.counts["documents"],
-        "held_out_rows": held_entry["rows"] if held_entry else 0,
-        "vocab_size": tokenizer.vocab_size,
-        "workers": executor.size,
-        "all_text_bytes": all_bytes,
+        run.read()
+        datasets = {str(n): run.dataset(n, tokenizer) for n in options.seq_lens}
+        finished = time.perf_counter()
+        facts = report.facts(
+            known_by, corpora, tokenizer, run.read_by_corpus, run.everything, problems, datasets
+        )
+        run.commit(facts, known_by)
+    seconds = finished - started
+    read = run.read_by_corpus
+    megabytes = sum(done.counts["bytes read"] for done in read.values()) / 1e6
+    return facts | {
         "seconds": seconds,
-        "tokenizer_seconds": training,
-        "total_seconds": time.perf_counter() - began,
-        "mb_per_second": all_bytes / 1e6 / seconds,
-        "mb_per_second_per_worker": all_bytes / 1e6 / seconds / executor.size,
-        "stage_seconds": dict(_sum([total, held_done]).seconds),
-        "peak_memory": max(total.peak, held_done.peak, units.peak_memory()),
+        "tokenizer_seconds": started - began,
+        "workers": executor.size,
+        "mb_per_second": megabytes / seconds,
+        "mb_per_second_per_worker": megabytes / seconds / executor.size,
+        "stage_seconds": dict(run.everything.seconds),
+        "peak_memory": max(run.everything.peak, spool.peak_memory()),
     }
 
 
-def _write_rows(
-    job: Job,
-    executor: Local | Ranks,
-    meter: Meter,
-    factor: int,
-    kind: str,
-    source: Done,
-    folder: Path,
-    tokenizer: Tokenizer,
-) -> tuple[int, list[dict[str, Any]], Done]:
-    """Shuffle, pack and write all units of `source`. Returns (rows, shard entries, what it took)."""
-    dtype = units.id_dtype(tokenizer).name
-    parts = shuffle.buckets(kind, source.units, dtype, job.options.rows_per_shard * job.options.seq_len)
-    with meter.stage("shuffle", len(parts), "bucket", factor):
-        packed = executor.map(partial(shuffle.process_bucket, job), parts, meter.step)
-    for name, _, _ in source.units:
-        for suffix in (".meta", ".ids"):
-            os.unlink(os.path.join(job.work, name + suffix))
-    counts = [done.counts["rows"] for done in packed]
-    plans = shuffle.plan_shards(kind, counts, job.options.rows_per_shard, str(folder), dtype)
-    with meter.stage("write", len(plans), "shard", factor):
-        written = executor.map(partial(shuffle.process_shard, job), plans, meter.step)
-    return sum(counts), [entry for entry, _ in written], _sum([*packed, *(done for _, done in written)])
+class Build:
+    """One run of the stages. Every method may be called again by a later process: what is done is not done twice."""
 
+    def __init__(
+        self,
+        folder: Path,
+        work: Path,
+        corpora: Sequence[Corpus],
+        tasks: list[Task],
+        options: BuildOptions,
+        executor: Local | Ranks,
+        on_error: str,
+        meter: Meter,
+    ) -> None:
+        self.options, self.tasks, self.corpora = options, tasks, corpora
+        self._folders = output.folders(folder, options.seq_lens)
+        self._folder, self._work, self._meter = folder, work, meter
+        self._journal = Journal(work, executor)
+        self._job = Job(
+            options, "", str(work), on_error,
+            held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
+        )  # fmt: skip
+        self.everything = Done()
+        self.read_by_corpus: dict[str, Done] = {}
+        self._manifests: list[tuple[Path, dict[str, Any]]] = []
 
-def _manifest(
-    job: Job,
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
-    trained: bool,
-    written: tuple[int, list[dict[str, Any]]],
-    total: Done,
-    text_bytes: int,
-    held_out: dict[str, Any] | None,
-) -> dict[str, Any]:
-    options = job.options
-    rows, entries = written
-    return {
-        "schema": 1,
-        "seq_len": options.seq_len,
-        "max_sequences": job.slots,
-        "rows": rows,
-        "block_rows": BLOCK_ROWS,
-        "dtype": units.id_dtype(tokenizer).name,
-        "tokenizer": {
-            "kind": "sentencepiece",
-            "file": tokenizer_name,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "special_ids": tokenizer.special_ids,
-        },
-        "statistics": _statistics(total, rows, options.seq_len, text_bytes),
-        "options": options.manifest(trained),
-        "shards": entries,
-        "held_out": held_out,
-    }
+    def _map(
+        self, name: str, function: Any, items: Sequence[Any], unit: str = "part", size: int | None = None
+    ) -> Stage:
+        with self._meter.stage(name, len(items) if size is None else size, unit):
+            stage = self._journal.map(name, function, self._job, items, self._meter.step)
+        self.everything = total([self.everything, *stage.results])
+        return stage
+
+    def tokenize(self, tokenizer_file: str | None) -> Tokenizer:
+        """The tokenizer to use, in the work folder: a copy of the file, or one trained on a sample."""
+        self._trained = tokenizer_file is None
+        if tokenizer_file is None:
+            shares = tokenizer_training.shares(self.tasks, self.options)
+            samples = self._map("sample", tokenizer_training.sample, shares)
+            trained = self._map("train", tokenizer_training.train_item, [len(shares)])
+            self._journal.consume(samples, trained)
+            path = self._work / "tokenizer.model"
+        else:
+            path = self._work / output.TOKENIZERS[Tokenizer.load(tokenizer_file).kind]
+            shutil.copyfile(tokenizer_file, path)
+        tokenizer = Tokenizer.load(path)
+        self._job = replace(self._job, tokenizer=str(path), tokenizer_sha256=tokenizer.sha256)
+        self._tokenizer_path = path
+        return tokenizer
+
+    def read(self) -> None:
+        """Read all tasks and mark duplicates. What is kept of each is then `self._kept`."""
+        size = sum(task.size for task in self.tasks)
+        stage = self._map("read", reading.read_task, self.tasks, "B", size)
+        results = stage.results
+        for i, corpus in enumerate(self.corpora):
+            its = [done for task, done in zip(self.tasks, results, strict=True) if task.corpus == i]
+            self.read_by_corpus[corpus.name] = total(its)
+        self._spools = [stage]
+        mask = self._deduplicate(results)
+        self._kept = [
+            Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
+            for task, done in zip(self.tasks, results, strict=True)
+        ]
+        self._held_tokens = [done.counts["held-out tokens"] for done in results]
+        if self._job.held_limit and not any(self._held_tokens):
+            self._hold_out_first(results)
+
+    def _hold_out_first(self, results: list[Done]) -> None:
+        """A small corpus: hold out the one document that comes first by hash, where there is more than one."""
+        if sum(done.facts["documents"] for done in results) < 2:
+            return
+        least = min(done.facts["least hash"] for done in results if done.facts["documents"])
+        self._job = replace(self._job, held_limit=least + 1)
+        self._held_tokens = [done.facts.get("least hash") == least for done in results]
+
+    def _deduplicate(self, results: list[Done]) -> str:
+        """Mark duplicates. Returns which mask applies, "" where none does."""
+        options, tasks = self.options, len(self.tasks)
+        documents = sum(done.facts["documents"] for done in results)
+        kinds = []
+        for kind, records in (("documents", documents), ("near", documents * duplicates.BANDS)):
+            if kind in options.dedup:
+                parts = dedup.ranges(kind, "read", tasks, records)
+                self._spools.append(self._map(f"same {kind}", dedup.find, parts))
+                kinds.append((kind, len(parts)))
+        if not options.dedup:
+            return ""
+        masks = [
+            dedup.TaskMask(i, tuple(done.facts["units"]), tuple(kinds)) for i, done in enumerate(results)
+        ]
+        kept = self._map("keep", dedup.mask_documents, masks)
+        self._spools.append(kept)
+        if "paragraphs" not in options.dedup:
+            return "keep"
+        paragraphs = sum(done.facts["paragraphs"] for done in kept.results)
+        parts = dedup.ranges("paragraphs", "keep", tasks, paragraphs)
+        self._spools.append(self._map("same paragraphs", dedup.find, parts))
+        masks = [replace(mask, kinds=(("paragraphs", len(parts)),)) for mask in masks]
+        self._spools.append(self._map("trim", dedup.mask_paragraphs, masks))
+        return "trim"
+
+    def dataset(self, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Make the shards of one row length. Returns its figures; manifests are written by `commit`."""
+        folder = self._folders[seq_len]
+        train = self._map(
+            f"pairs {seq_len}", sequences.draw,
+            [Draw("train", i, seq_len, (part,)) for i, part in enumerate(self._kept)],
+        )  # fmt: skip
+        groups = sequences.held_groups(self._kept, self._held_tokens, seq_len)
+        held = self._map(f"held out {seq_len}", sequences.draw, groups)
+        if seq_len == self.options.seq_lens[-1]:
+            for stage in self._spools:
+                self._journal.consume(stage, train, held)
+        drawn = total(train.results)
+        if drawn.counts["tokens"] < seq_len:
+            raise BadInput(
+                f"--input: the corpus makes only {drawn.counts['tokens']} tokens, less than one row of {seq_len}; give more text"
+            )
+        lengths = drawn.histograms["tokens of a sequence"]
+        slots = self.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
+        held_drawn, held_entry = total(held.results), None
+        if held_drawn.counts["sequences"]:
+            held_folder = folder / output.HELD_OUT
+            entries = self._write(held, "heldout", seq_len, slots, held_folder, tokenizer)
+            manifest = self._manifest(
+                seq_len, slots, tokenizer, "../" + self._tokenizer_path.name, held_drawn, entries, None
+            )
+            self._manifests.append((held_folder, manifest))
+            held_entry = {"path": output.HELD_OUT, "rows": manifest["rows"]}
+        entries = self._write(train, "train", seq_len, slots, folder, tokenizer)
+        manifest = self._manifest(
+            seq_len, slots, tokenizer, self._tokenizer_path.name, drawn, entries, held_entry
+        )
+        self._manifests.append((folder, manifest))
+        return report.dataset_facts(manifest, drawn, held_drawn)
+
+    def _write(
+        self, drawn: Stage, kind: str, seq_len: int, slots: int, folder: Path, tokenizer: Tokenizer
+    ) -> list[dict[str, Any]]:
+        """Shuffle, pack and write the sequences that a stage drew. Returns the entries of the shards."""
+        folder.mkdir(parents=True, exist_ok=True)
+        part = shuffle.Part(
+            kind, seq_len, slots, len(drawn.results), spool.id_dtype(tokenizer).name, str(folder)
+        )
+        tokens = total(drawn.results).counts["tokens"]
+        parts = shuffle.buckets(part, tokens, self.options.rows_per_shard * seq_len)
+        packed = self._map(f"shuffle {part.stem}", shuffle.process_bucket, parts, "bucket")
+        self._journal.consume(drawn, packed)
+        rows = [done.counts["rows"] for done in packed.results]
+        plans = shuffle.plan_shards(part, rows, self.options.rows_per_shard)
+        written = self._map(f"write {part.stem}", shuffle.process_shard, plans, "shard")
+        self._journal.consume(packed, written)
+        return [done.facts["shard"] for done in written.results]
+
+    def _manifest(
+        self,
+        seq_len: int,
+        slots: int,
+        tokenizer: Tokenizer,
+        tokenizer_name: str,
+        drawn: Done,
+        entries: list[dict[str, Any]],
+        held_out: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        rows = sum(entry["rows"] for entry in entries)
+        return {
+            "schema": 1,
+            "seq_len": seq_len,
+            "max_sequences": slots,
+            "rows": rows,
+            "block_rows": BLOCK_ROWS,
+            "dtype": spool.id_dtype(tokenizer).name,
+            "tokenizer": {
+                "kind": tokenizer.kind,
+                "file": tokenizer_name,
+                "sha256": tokenizer.sha256,
+                "vocab_size": tokenizer.vocab_size,
+                "special_ids": tokenizer.special_ids,
+            },
+            "statistics": report.statistics(drawn, rows, seq_len),
+            "options": self.options.listed(self._trained),
+            "shards": entries,
+            "held_out": held_out,
+        }
+
+    def commit(self, facts: dict[str, Any], known_by: dict[str, Any]) -> None:
+        """Everything but the manifests, then these, those of held-out parts first."""
+        for folder in self._folders.values():
+            shutil.copyfile(self._tokenizer_path, folder / self._tokenizer_path.name)
+        write_json(self._folder / output.REPORTS[0], facts)
+        (self._folder / output.REPORTS[1]).write_text(report.page(facts), encoding="utf-8")
+        write_json(self._folder / output.ACCOUNT, known_by)
+        for folder, manifest in self._manifests:
+            if held_out := manifest["held_out"]:
+                written = (folder / output.HELD_OUT / shards.MANIFEST).read_bytes()
+                held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()
+            shards.write_manifest(folder, manifest)

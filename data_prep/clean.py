@@ -10,6 +10,9 @@ import html
 import re
 import unicodedata
 from itertools import pairwise
+from typing import Literal
+
+Form = Literal["NFC", "NFKC"]
 
 # C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
@@ -66,10 +69,10 @@ def paragraphs(text: str, markup: bool) -> list[str]:
     return text.split("\n")
 
 
-def clean_word(word: str) -> str:
-    """A word in NFC, without invisible characters, with HTML entities resolved."""
+def clean_word(word: str, form: Form = "NFC") -> str:
+    """A word in a Unicode normal form, without invisible characters, with HTML entities resolved."""
     if "&" in word and ";" in word:
         word = html.unescape(word)
     if word.isascii():
         return word
-    return unicodedata.normalize("NFC", INVISIBLE.sub("", word))
+    return unicodedata.normalize(form, INVISIBLE.sub("", word))

@@ -51,3 +51,8 @@ def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
     found = np.maximum(mix(total), np.uint64(1))
     found[lengths == 0] = 0
     return found
+
+
+def chosen(hashes: np.ndarray, share: float) -> np.ndarray:
+    """bool [n]: a fair `share` of uniform `hashes`, independent of what a limit on the hashes themselves would choose."""
+    return mix(hashes ^ ODD) < np.uint64(min(int(share * (1 << 64)), (1 << 64) - 1))

@@ -5,42 +5,52 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from data_prep.clean import Form
 from data_prep.problems import BadInput
+from data_prep.rules import Rules
 from data_prep.sources import ReadOptions
 
 BLOCK_ROWS = 256
+DEDUP = ("documents", "near", "paragraphs")
+TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha")
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """Options of `data_prep build` but its inputs, output and number of workers."""
 
-    seq_len: int = 128  # tokens a row
-    max_sequences: int = (
-        0  # sequences packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
-    )
+    seq_lens: tuple[int, ...] = (128,)  # tokens a row; a dataset each
+    max_sequences: int = 0  # packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
     nsp: bool = True  # sentence pairs; without, full sentences
     short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
-    held_out: float = 0.01  # of documents, by a hash of their text
+    held_out: float = 0.01  # of documents, by a hash of their words
     seed: int = 0
+    normalization: Form = "NFC"
+    rules: Rules = field(default_factory=Rules)
+    dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
+    sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
     rows_per_shard: int = 65_536
-    on_error: str = "stop"
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def check(self) -> None:
         """Raises BadInput naming the option that is out of range."""
+        for seq_len in self.seq_lens:
+            if not 8 <= seq_len <= 8192:
+                raise BadInput(f"--seq-len: must lie in 8..8192, is {seq_len}")
+        if len(set(self.seq_lens)) < len(self.seq_lens):
+            raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_lens))}")
         for name, low, high in (
-            ("seq_len", 8, 8192),
             ("max_sequences", 0, 64),
             ("short_share", 0, 1),
             ("held_out", 0, 0.5),
             ("seed", 0, 2**32 - 1),
             ("vocab_size", 16, 1_000_000),
             ("sample_megabytes", 1, 200),
+            ("sample_alpha", 0, 1),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
             value = getattr(self, name)
@@ -49,10 +59,10 @@ class BuildOptions:
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
 
-    def manifest(self, trained: bool) -> dict[str, Any]:
-        """As the manifest lists it; a reused tokenizer makes the options of its training void."""
+    def listed(self, trained: bool) -> dict[str, Any]:
+        """As manifests list them; a reused tokenizer makes the options of its training void."""
         listed = asdict(self)
         if not trained:
-            for name in ("vocab_size", "model_type", "lowercase", "sample_megabytes"):
+            for name in TRAINING:
                 del listed[name]
-        return listed
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in listed.items()}

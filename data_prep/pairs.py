@@ -24,10 +24,15 @@ _DRAWS = 4096
 
 @dataclass
 class Ranges:
-    """n sequences: half-open token ranges of A and B, int64 [n, 4]; label int8 [n]: 0 next, 1 random, -1 no B."""
+    """n sequences: half-open token ranges of A and B, int64 [n, 4]; label int8 [n]: 0 next, 1 random, -1 no B.
+
+    Every token is in one A or one true B before truncation: sum of spans = tokens + borrowed - truncated.
+    """
 
     spans: np.ndarray
     labels: np.ndarray
+    borrowed: int = 0  # tokens of random Bs before truncation
+    truncated: int = 0
 
 
 def _document_edges(encoded: Encoded, halve: bool) -> list[int]:
@@ -77,12 +82,16 @@ def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.
                 labels.append(0)
                 i = stop
     spans = np.array(rows, np.int64).reshape(-1, 4)
-    _truncate(spans, capacity, rng)
-    return Ranges(spans, np.array(labels, np.int8))
+    isnext = np.array(labels, np.int8)
+    borrowed = int((spans[:, 3] - spans[:, 2])[isnext == 1].sum())
+    return Ranges(spans, isnext, borrowed, _truncate(spans, capacity, rng))
 
 
-def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
-    """Shorten A and B in place as one token at a time from the longer (B when equal) would, in closed form."""
+def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> int:
+    """Shorten A and B in place as one token at a time from the longer (B when equal) would, in closed form.
+
+    Returns the number of tokens cut off.
+    """
     length_a, length_b = spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2]
     excess = np.maximum(length_a + length_b - capacity, 0)
     from_longer = np.minimum(excess, np.abs(length_a - length_b))
@@ -91,6 +100,7 @@ def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> Non
     cut_b = np.where(length_a > length_b, 0, from_longer) + (rest + 1) // 2
     front_a, front_b = rng.binomial(cut_a, 0.5), rng.binomial(cut_b, 0.5)
     spans += np.stack([front_a, front_a - cut_a, front_b, front_b - cut_b], axis=1)
+    return int(excess.sum())
 
 
 def full_sentences(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> Ranges:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -14,11 +16,13 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from data_prep.problems import BadInput
+from data_prep.problems import BadInput, Unfinished
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[Any], None]
+TAG = 1
+POLL_SECONDS = 0.001
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
 
@@ -48,8 +52,8 @@ class Local:
         try:
             return self._map(function, items, done, running)
         except BrokenProcessPool:
-            raise BadInput(
-                "a worker process died (killed for memory?); give fewer --workers or more memory"
+            raise Unfinished(
+                "a worker process died (killed for memory?); the same command goes on, with fewer --workers perhaps"
             ) from None
         finally:
             # After an error nobody may still be writing when the caller removes the work folder.
@@ -84,49 +88,82 @@ class Local:
 
 
 class Ranks:
-    """MPI ranks: rank 0 runs the build and its share of each map, the others wait in `serve` for theirs."""
+    """MPI ranks: each takes the next item when it is free; rank 0 runs the build, works too, and hands out the items.
+
+    A thread of rank 0 answers the others. It looks for messages and sleeps, so that it costs no core.
+    """
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._comm = MPI.COMM_WORLD
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise BadInput("this MPI was started without MPI_THREAD_MULTIPLE, which data_prep needs")
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
         self.size = self._comm.Get_size()
         self.rank = self._comm.Get_rank()
         self.is_root = self.rank == 0
 
-    def _share(
-        self, function: Callable[[Any], Any], items: Sequence[Any], done: Progress
-    ) -> list[tuple[int, Any]]:
-        """(index, result) of this rank's items, ending early with (index, exception)."""
-        mine: list[tuple[int, Any]] = []
-        for index in range(self.rank, len(items), self.size):
-            try:
-                mine.append((index, function(items[index])))
-                done(mine[-1][1])
-            except (BadInput, ValueError, OSError) as error:
-                mine.append((index, error))
-                break
-            except Exception:
-                traceback.print_exc()
-                sys.stderr.flush()
-                self._comm.Abort(1)
-        return mine
+    def _attempt(self, function: Callable[[Any], Any], item: Any) -> Any:
+        """The result of an item, or the exception that is its user's to mend; any other ends the job."""
+        try:
+            return function(item)
+        except (BadInput, ValueError, OSError) as error:
+            return error
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            self._comm.Abort(1)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Progress) -> list[Result]:
-        """As Local.map, but `done` sees the results of rank 0 alone. Raises the error of the first failing item."""
+        """As Local.map. After an error no further item is begun; the error of the first failing item is raised."""
         self._comm.bcast((function, items), root=0)
-        shares = self._comm.gather(self._share(function, items, done), root=0)
-        merged = sorted((entry for share in shares or () for entry in share), key=lambda entry: entry[0])
-        for _, result in merged:
+        found: dict[int, Any] = {}
+        coming = iter(range(len(items)))
+        lock, failed = threading.Lock(), threading.Event()
+
+        def take(index: int | None, result: Any) -> int | None:
+            """Record a result, if there is one, and choose the next item; None when there is none."""
+            with lock:
+                if index is not None:
+                    found[index] = result
+                    if isinstance(result, Exception):
+                        failed.set()
+                    else:
+                        done(result)
+                return None if failed.is_set() else next(coming, None)
+
+        def answer() -> None:
+            status = self._mpi.Status()
+            working = self.size - 1
+            while working:
+                if not self._comm.iprobe(self._mpi.ANY_SOURCE, TAG, status):
+                    time.sleep(POLL_SECONDS)
+                    continue
+                source = status.Get_source()
+                following = take(*self._comm.recv(source=source, tag=TAG))
+                self._comm.send(following, dest=source, tag=TAG)
+                working -= following is None
+
+        server = threading.Thread(target=answer)
+        server.start()
+        index = take(None, None)
+        while index is not None:
+            index = take(index, self._attempt(function, items[index]))
+        server.join()
+        for _, result in sorted(found.items()):
             if isinstance(result, Exception):
                 raise result
-        return [result for _, result in merged]
+        return [found[i] for i in range(len(items))]
 
     def serve(self) -> None:
         """Work for rank 0 until it closes."""
         while (call := self._comm.bcast(None, root=0)) is not None:
             function, items = call
-            self._comm.gather(self._share(function, items, lambda _: None), root=0)
+            mine: tuple[int | None, Any] = (None, None)
+            while (
+                index := self._comm.sendrecv(mine, dest=0, sendtag=TAG, source=0, recvtag=TAG)
+            ) is not None:
+                mine = index, self._attempt(function, items[index])
 
     def close(self) -> None:
         if self.is_root:

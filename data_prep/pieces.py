@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
+FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 
 
 @dataclass(frozen=True)

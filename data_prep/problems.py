@@ -14,6 +14,10 @@ class BadInput(ValueError):
     """Something in the input or the options that the user must change."""
 
 
+class Unfinished(BadInput):
+    """Something outside of the options stopped a build, which goes on where it was when it is started again."""
+
+
 class Problems:
     """Policy and counts for bad input, and counts of what was left out by rule.
 
@@ -30,5 +34,5 @@ class Problems:
         """Report one bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: no place."""
         if self.policy == "stop":
             where = path if at is None else f"{path}: {unit} {at}"
-            raise BadInput(f"{where}: {detail or reason} (--on-error skip drops it and goes on)")
+            raise Unfinished(f"{where}: {detail or reason} (--on-error skip drops it and goes on)")
         self.counts[reason] += 1

@@ -1,35 +1,209 @@
-"""What a build did, for people, from its summary."""
+"""What a build read, kept and dropped adds up, or the build fails: every figure here is counted, none is a difference."""
 
 from __future__ import annotations
 
+import html
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from data_prep.problems import Problems
+from data_prep.sources import Corpus
+from data_prep.spool import Done
+from megabert.tokenizer import Tokenizer
 
-def summary_text(s: dict[str, Any], output: str) -> str:
+UNITS = ("documents", "sentences", "tokens")
+
+
+def statistics(drawn: Done, rows: int, seq_len: int) -> dict[str, Any]:
+    """What a manifest says of its rows. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
+    c = drawn.counts
+    return {
+        "documents": c["documents"],
+        "sentences": c["sentences"],
+        "corpus_tokens": c["corpus tokens"],
+        "borrowed_tokens": c["borrowed tokens"],
+        "truncated_tokens": c["truncated tokens"],
+        "tokens": c["tokens"],
+        "sequences": c["sequences"],
+        "text_bytes": c["bytes"],
+        "fill": round(c["tokens"] / (rows * seq_len), 6),
+        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
+    }
+
+
+def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str, Any]:
+    """Figures of one dataset and its held-out part."""
+    held_out = manifest["held_out"]
+    return manifest["statistics"] | {
+        "rows": manifest["rows"],
+        "max_sequences": manifest["max_sequences"],
+        "shards": len(manifest["shards"]),
+        "shard_bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+        "repeated": {unit: drawn.counts[f"repeated {unit}"] for unit in UNITS},
+        "held_out": {
+            "rows": held_out["rows"] if held_out else 0,
+            "documents": held.counts["documents"],
+            "sentences": held.counts["sentences"],
+            "tokens": held.counts["corpus tokens"],
+        },
+        "lengths": dict(sorted(drawn.histograms["tokens of a sequence"].items())),
+    }
+
+
+def facts(
+    account: dict[str, Any],
+    corpora: Sequence[Corpus],
+    tokenizer: Tokenizer,
+    read: dict[str, Done],
+    everything: Done,
+    problems: Problems,
+    datasets: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
+    total = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
+    dropped = {
+        "documents": sum(everything.dropped.values()),
+        "sentences": everything.counts["dropped sentences"],
+        "tokens": everything.counts["dropped tokens"],
+    }
+    for length, dataset in datasets.items():
+        for unit in UNITS:
+            own = dataset["corpus_tokens" if unit == "tokens" else unit]
+            kept = own - dataset["repeated"][unit] + dataset["held_out"][unit]
+            assert total[unit] == kept + dropped[unit], (
+                f"{unit} do not add up for length {length}: {total[unit]} read, {kept} kept, {dropped[unit]} dropped"
+            )
+    return {
+        "options": account["options"],
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "files": {name: account["input files"][name] for name in ("count", "bytes")},
+        "read": total | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
+        "corpora": {
+            corpus.name: {
+                "weight": corpus.weight,
+                **{unit: read[corpus.name].counts[f"{unit} read"] for unit in (*UNITS, "bytes")},
+                "dropped_while_reading": dict(sorted(read[corpus.name].dropped.items())),
+            }
+            for corpus in corpora
+        },
+        "dropped": dropped
+        | {
+            "reasons": dict(sorted(everything.dropped.items())),
+            "repeated_paragraphs": everything.counts["repeated paragraphs"],
+        },
+        "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
+        "problems": dict(sorted((problems.counts + everything.problems).items())),
+        "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
+        "histograms": {
+            name: dict(sorted(everything.histograms[name].items()))
+            for name in ("tokens of a document", "tokens of a sentence")
+            if name in everything.histograms
+        },
+        "datasets": datasets,
+    }
+
+
+def summary_text(s: dict[str, Any], folder: str) -> str:
     """The end of a build in a dozen lines."""
     mb = 1e6
-    random_next = "none" if s["random_next_share"] is None else f"{s['random_next_share']:.1%}"
-    dropped = ", ".join(f"{name} {count}" for name, count in s["dropped"].items()) or "nothing"
+    read, dropped = s["read"], s["dropped"]
+    reasons = ", ".join(f"{name} {count:,}" for name, count in dropped["reasons"].items()) or "none"
+    problems = ", ".join(f"{name} {count:,}" for name, count in s["problems"].items()) or "none"
     lines = [
-        ("documents", f"{s['documents']:,} ({s['empty_documents']:,} more were empty)"),
-        ("sentences", f"{s['sentences']:,}"),
-        (
-            "tokens",
-            f"{s['tokens']:,} in rows, {s['corpus_tokens']:,} in the corpus, vocabulary {s['vocab_size']:,}",
-        ),
-        ("sequences", f"{s['sequences']:,}, random next {random_next}"),
-        ("rows", f"{s['rows']:,} in {s['shards']} shards, fill {s['fill']:.2%}"),
-        ("held out", f"{s['held_out_documents']:,} documents, {s['held_out_rows']:,} rows"),
-        (
-            "bytes",
-            f"{s['shard_bytes'] / mb:,.1f} MB of shards, {s['shard_bytes'] / s['text_bytes']:.3f} of the text's",
-        ),
-        ("dropped", f"{dropped}; NUL bytes removed: {s['nuls_removed']}"),
-        (
-            "speed",
-            f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
-            f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)",
-        ),
+        ("read", f"{read['documents']:,} documents, {read['sentences']:,} sentences, {read['tokens']:,} tokens, "
+                 f"{read['bytes'] / mb:,.1f} MB of text in {s['files']['count']:,} files"),
+        ("dropped", f"{dropped['documents']:,} documents ({reasons})"),
+        ("problems", f"{problems}; NUL bytes removed: {s['cleaned']['nuls']:,}"),
+        ("vocabulary", f"{s['tokenizer']['vocab_size']:,} pieces ({s['tokenizer']['kind']})"),
+    ]  # fmt: skip
+    if dropped["repeated_paragraphs"]:
+        lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
+    for length, d in s["datasets"].items():
+        random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
+        lines += [
+            (f"rows {length}", f"{d['rows']:,} in {d['shards']} shards, fill {d['fill']:.2%}, "
+                               f"{d['sequences']:,} sequences, random next {random_next}"),
+            ("", f"{d['documents']:,} documents, {d['tokens']:,} tokens, {d['shard_bytes'] / mb:,.1f} MB, "
+                 f"{d['shard_bytes'] / max(1, d['text_bytes']):.3f} of the text's bytes"),
+            ("", f"held out: {d['held_out']['documents']:,} documents, {d['held_out']['rows']:,} rows"),
+        ]  # fmt: skip
+    lines += [
+        ("speed", f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
+                  f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)"),
         ("memory", f"{s['peak_memory'] / mb:.0f} MB at most in one process"),
+        ("report", f"{folder}/report.html"),
+    ]  # fmt: skip
+    return "\n".join([f"dataset    {folder}", *(f"{name:10} {text}" for name, text in lines)])
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem } td, th { padding: .15rem .8rem .15rem 0; text-align: left }
+td.n { text-align: right; font-variant-numeric: tabular-nums } blockquote { margin: .3rem 0 .3rem 1rem; color: #555 }
+.bar { display: inline-block; height: .7rem; background: #4a7ab5 }
+"""
+
+
+def _table(rows: Sequence[Sequence[Any]], head: Sequence[str] = ()) -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f'<td class="n">{value:,}</td>'
+        return f"<td>{html.escape(str(value))}</td>"
+
+    lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"] if head else []
+    lines += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
+    return "<table>" + "".join(lines) + "</table>"
+
+
+def _histogram(counts: dict[int, int], bars: int = 24) -> str:
+    """A bar chart of counts by value; neighbouring values share a bar where there are more than `bars`."""
+    values = sorted(counts)
+    if not values:
+        return "<p>none</p>"
+    width = -(-(values[-1] + 1 - values[0]) // bars) if values[-1] <= 8192 and len(values) > bars else 0
+    grouped: Counter[int] = Counter()
+    for value in values:
+        place = values[0] + (value - values[0]) // width * width if width else value
+        grouped[place] += counts[value]
+    most = max(grouped.values())
+    rows = []
+    for place, count in sorted(grouped.items()):
+        label = f"{place:,} – {place + width - 1:,}" if width > 1 else f"{place:,}"
+        bar = f'<span class="bar" style="width:{300 * count / most:.0f}px"></span>'
+        rows.append(f'<tr><td class="n">{label}</td><td class="n">{count:,}</td><td>{bar}</td></tr>')
+    return "<table>" + "".join(rows) + "</table>"
+
+
+def page(s: dict[str, Any]) -> str:
+    """The figures of `facts` as one HTML page without scripts."""
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>MegaBERT data report</title>",
+        f"<style>{STYLE}</style><h1>Data report</h1>",
+        "<h2>Read</h2>",
+        _table(
+            [
+                (name, c["weight"], c["documents"], c["sentences"], c["tokens"], c["bytes"])
+                for name, c in s["corpora"].items()
+            ],
+            ("corpus", "weight", "documents", "sentences", "tokens", "bytes"),
+        ),
+        "<h2>Dropped</h2>",
+        _table(list(s["dropped"]["reasons"].items()), ("reason", "documents")),
+        f"<p>{s['dropped']['repeated_paragraphs']:,} repeated paragraphs.</p>",
     ]
-    return "\n".join([f"dataset    {output}", *(f"{name:10} {text}" for name, text in lines)])
+    for reason, texts in s["examples"].items():
+        quotes = "".join(f"<blockquote>{html.escape(text)}</blockquote>" for text in texts)
+        parts.append(f"<h3>{html.escape(reason)}</h3>{quotes}")
+    parts += ["<h2>Problems skipped</h2>", _table(list(s["problems"].items())), "<h2>Cleaned away</h2>"]
+    parts.append(_table(list(s["cleaned"].items())))
+    for name, counts in s["histograms"].items():
+        parts.append(f"<h2>{html.escape(name.capitalize())}</h2>" + _histogram(counts))
+    for length, d in s["datasets"].items():
+        shown = {k: v for k, v in d.items() if not isinstance(v, dict)} | {
+            f"held out {k}": v for k, v in d["held_out"].items()
+        }
+        parts.append(f"<h2>Rows of {length} tokens</h2>")
+        parts.append(_table([(name.replace("_", " "), value) for name, value in shown.items()]))
+        parts.append("<h3>Tokens of a sequence</h3>" + _histogram(d["lengths"]))
+    return "\n".join(parts) + "\n"

@@ -137,6 +137,18 @@ def can_start(word: str) -> bool:
     return bool(bare) and bare[0].isalnum() and not bare[0].islower()
 
 
+def ends(words: list[str]) -> list[bool]:
+    """`can_end` of each word (none empty)."""
+    return [word[-1] in LAST and can_end(word) for word in words]
+
+
+def starts(words: list[str]) -> list[bool]:
+    """`can_start` of each word (none empty), which the first character mostly tells."""
+    known = {first: first.isalnum() and not first.islower() for first in {word[0] for word in words}}
+    told = {first for first in known if first.isalnum() or first.islower()}
+    return [known[word[0]] if word[0] in told else can_start(word) for word in words]
+
+
 def split(paragraph: str) -> list[str]:
     """Sentences of one paragraph as strings of words joined by single spaces."""
     words = paragraph.split()

@@ -1,63 +1,108 @@
-"""A tokenizer is trained on a bounded sample spread over the corpus and comes out the same bytes each time.
+"""A tokenizer is trained on a bounded sample spread over the corpora and comes out the same bytes each time.
 
-The sample is the opening of tasks at even distances. The number of training threads is fixed: it decides
-in which order SentencePiece adds its floating-point sums.
+The sample is the opening of tasks at even distances. A corpus gets a share of it that grows with its bytes to the power
+`sample_alpha`: 1 is its natural share, 0 an equal one, and 0.3 what multilingual models take so that small languages are
+heard (Conneau et al. 2020, section 3.1). The number of training threads is fixed: it decides in which order SentencePiece
+adds its floating-point sums.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from itertools import chain
+from dataclasses import dataclass
 
+import numpy as np
 import sentencepiece
 
-from data_prep import clean, sentences
+from data_prep import clean, filters, sentences, spool
 from data_prep.options import BuildOptions
 from data_prep.problems import BadInput, Problems
+from data_prep.reading import texts
 from data_prep.sources import Task
-from data_prep.units import Done, Job, texts
+from data_prep.spool import Done, Job
+from data_prep.words import batch_of
 
-SAMPLED_TASKS = 128
+SAMPLED_TASKS = 128  # of a corpus
 THREADS = 2
 MAX_SENTENCE = 4096  # characters; longer ones are cut
 
 
-def shares(tasks: list[Task], options: BuildOptions) -> list[tuple[Task, int]]:
-    """The tasks to sample, at even distances, and the bytes of text to take from each."""
-    count = min(len(tasks), SAMPLED_TASKS)
-    size = options.sample_megabytes * 1_000_000 // count
-    return [(tasks[i * len(tasks) // count], size) for i in range(count)]
+@dataclass(frozen=True)
+class Share:
+    """`size` bytes of text from the opening of a task."""
+
+    index: int
+    task: Task
+    size: int
 
 
-def sample(job: Job, share: tuple[Task, int]) -> tuple[str, ...]:
-    """Sentences from the opening of one task, held-out documents left out."""
-    task, size = share
-    found: list[str] = []
+def shares(tasks: list[Task], options: BuildOptions) -> list[Share]:
+    """The tasks to sample, at even distances in each corpus, and the bytes of text to take from each."""
+    found: list[Share] = []
+    by_corpus = {
+        c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})
+    }
+    weights = {c: sum(task.size for task in its) ** options.sample_alpha for c, its in by_corpus.items()}
+    for corpus, its in by_corpus.items():
+        count = min(len(its), SAMPLED_TASKS)
+        size = int(options.sample_megabytes * 1_000_000 * weights[corpus] / sum(weights.values()) / count)
+        found += [Share(len(found) + i, its[i * len(its) // count], max(1, size)) for i in range(count)]
+    return found
+
+
+def sample(job: Job, share: Share) -> Done:
+    """Write sample-INDEX.txt: a sentence a line, without those of documents that are held out or filtered."""
+    documents: list[list[str]] = []
+    size = share.size
     # What is wrong with the input is counted by the build itself, so that it is counted once.
-    for paragraphs, hash_, _ in texts(task, job, Done(), Problems(job.options.on_error)):
-        if hash_ < job.held_limit:
-            continue
-        for paragraph in paragraphs:
+    for paragraphs, length in texts(share.task, job, Done(), Problems(job.on_error)):
+        documents.append(paragraphs)
+        size -= length
+        if size <= 0:
+            break
+    words = batch_of(documents, job.options.normalization)
+    wanted = filters.judge(words, job.options.rules) == 0
+    wanted &= filters.document_hashes(words, job.options.seed) >= job.held_limit
+    lines: list[str] = []
+    size = share.size
+    for i in np.flatnonzero(wanted).tolist():
+        for paragraph in documents[i]:
             for sentence in sentences.split(paragraph):
-                found.append(" ".join(clean.clean_word(word) for word in sentence[:MAX_SENTENCE].split(" ")))
+                cut = sentence[:MAX_SENTENCE].split(" ")
+                lines.append(" ".join(clean.clean_word(word, job.options.normalization) for word in cut))
                 size -= len(sentence)
             if size <= 0:
-                return tuple(found)
-    return tuple(found)
+                break
+    done = Done()
+    data = "".join(line + "\n" for line in lines).encode()
+    spool.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), done)
+    return done
 
 
-def train(samples: list[tuple[str, ...]], options: BuildOptions) -> bytes:
+def train_item(job: Job, count: int) -> Done:
+    """Write tokenizer.model, trained on the samples 0 to count - 1."""
+    lines: list[str] = []
+    for index in range(count):
+        with open(job.path(f"sample-{index:06d}.txt"), encoding="utf-8", newline="\n") as file:
+            lines += file.read().split("\n")[:-1]
+    done = Done()
+    model = train(lines, job.options)
+    spool.write(job, "tokenizer.model", np.frombuffer(model, np.uint8), done)
+    return done
+
+
+def train(lines: list[str], options: BuildOptions) -> bytes:
     """Bytes of a SentencePiece model with the five special pieces at ids 0 to 4.
 
     Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works.
     """
     model = io.BytesIO()
-    if not any(samples):
+    if not lines:
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain.from_iterable(samples),
+            sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=options.vocab_size,
             model_type=options.model_type,

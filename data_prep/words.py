@@ -3,31 +3,38 @@
 No piece of a SentencePiece model that splits at whitespace and puts a dummy prefix crosses a word, and its
 score is a sum over pieces: the best segmentation of a sentence is the concatenation of its words' best ones.
 (Rounding of the running sum can break a near tie differently; tests count how seldom.) The contents of
-the cache never change what comes out. Legend: w words, t tokens, s sentences, d documents.
+the cache never change what comes out. What filters and deduplication need of a word (`filters.FACTS`) is in the cache too.
+Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from data_prep import clean, sentences
+from data_prep import clean, filters, sentences
+from data_prep.lexicon import Lexicon, word_hashes
+from megabert.tokenizer import Tokenizer
 
 MAX_WORDS = 1_000_000  # distinct words kept, about 200 MB
 MAX_CHARACTERS = 24_000_000  # of those words together
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
-WORD_MARK = "\u2581"
+WORD = np.dtype(
+    [("start", "<i8"), ("facts", filters.FACTS), ("length", "<i4"), ("ends", "?"), ("starts", "?")],
+    align=True,
+)
 
 
 @dataclass
 class Encoded:
-    """Documents as token ids. No sentence and no document in it is empty.
+    """Documents as token ids. No sentence in it is empty.
 
     tokens: uint16 or uint32 [t]; sentence_lengths: int64 [s] in tokens; document_sizes: int64 [d] in sentences
-    (0 for a document that held no text).
+    (0 for a document that holds no text).
     """
 
     tokens: np.ndarray
@@ -35,10 +42,13 @@ class Encoded:
     document_sizes: np.ndarray
 
     @staticmethod
+    def none(dtype: np.dtype) -> Encoded:
+        return Encoded(np.zeros(0, dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    @staticmethod
     def join(parts: list[Encoded], dtype: np.dtype) -> Encoded:
         if not parts:
-            none = np.zeros(0, np.int64)
-            return Encoded(np.zeros(0, dtype), none, none)
+            return Encoded.none(dtype)
         return Encoded(
             np.concatenate([p.tokens for p in parts]),
             np.concatenate([p.sentence_lengths for p in parts]),
@@ -47,141 +57,171 @@ class Encoded:
 
     def select(self, keep: np.ndarray) -> Encoded:
         """The documents where the bool array `keep` [d] is true, in order."""
+        if keep.all():
+            return self
         keep_sentence = np.repeat(keep, self.document_sizes)
         keep_token = np.repeat(keep_sentence, self.sentence_lengths)
         return Encoded(
             self.tokens[keep_token], self.sentence_lengths[keep_sentence], self.document_sizes[keep]
         )
 
+    def select_sentences(self, keep: np.ndarray) -> Encoded:
+        """The sentences where the bool array `keep` [s] is true; a document without any left has size 0."""
+        if keep.all():
+            return self
+        document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
+        sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
+        return Encoded(
+            self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes
+        )
 
-class _Numbers(dict[str, int]):
-    """Word to number; a new word takes the next number and waits in `new`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new: list[str] = []
-
-    def __missing__(self, word: str) -> int:
-        number = self[word] = len(self)
-        self.new.append(word)
-        return number
+    def document_tokens(self) -> np.ndarray:
+        """int64 [d]: tokens of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.sentence_lengths)])
+        edges = np.concatenate([[0], np.cumsum(self.document_sizes)])
+        return ends[edges[1:]] - ends[edges[:-1]]
 
 
-def is_word_local(processor: Any) -> bool:
-    """Whether this SentencePiece model encodes a sentence as its words one by one, so that the cache is exact."""
-    if processor.encode("a a", out_type=str)[:1] != processor.encode("a", out_type=str)[:1]:
-        return False
-    if not processor.id_to_piece(processor.encode("a")[0]).startswith(WORD_MARK):
-        return False
-    return not any(WORD_MARK in processor.id_to_piece(i)[1:].lstrip(WORD_MARK) for i in range(len(processor)))
+@dataclass
+class Batch:
+    """Documents as they came out of the encoder, with what judges them.
+
+    words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
+    paragraphs, empty ones too.
+    """
+
+    words: filters.Batch
+    encoded: Encoded
+    paragraph_sizes: np.ndarray
+
+
+def batch_of(documents: list[list[str]], form: clean.Form) -> filters.Batch:
+    """Words of a few documents, each a list of paragraphs, without a cache."""
+    words: list[str] = []
+    ends, edges = [0], [0]
+    for paragraphs in documents:
+        for paragraph in paragraphs:
+            words += paragraph.split()
+            edges.append(len(words))
+        ends.append(len(words))
+    distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    facts = filters.describe([clean.clean_word(word, form) for word in distinct])
+    numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
+    return filters.Batch(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
+
+
+def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """int64 [n]: how many of the ascending `places` lie in each range between two of `edges` [n + 1]."""
+    return np.diff(np.searchsorted(places, edges))
 
 
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
-    `processor` is a sentencepiece.SentencePieceProcessor, `dtype` that of the ids in shards.
+    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC).
     """
 
-    def __init__(self, processor: Any, dtype: np.dtype) -> None:
-        if not is_word_local(processor):
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC") -> None:
+        if not tokenizer.word_local:
             raise ValueError(
-                "tokenizer: its pieces cross word boundaries (trained with split_by_whitespace or "
+                f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
-        self.processor = processor
-        self.dtype = dtype
+        self.tokenizer, self.dtype, self.form = tokenizer, dtype, form
         self._reset_cache()
         self._reset_documents()
 
     def _reset_cache(self) -> None:
-        self._numbers = _Numbers()
-        self._known = 0
+        self._lexicon = Lexicon()
         self._characters = 0
         self._flat = np.zeros(1 << 16, self.dtype)
         self._used = 0
-        self._start = np.zeros(1 << 14, np.int64)
-        self._length = np.zeros(1 << 14, np.int32)
-        self._ends = np.zeros(1 << 14, bool)
-        self._starts = np.zeros(1 << 14, bool)
+        self._table = np.zeros(1 << 14, WORD)
 
     def _reset_documents(self) -> None:
-        self._words: list[np.ndarray] = []  # word numbers of each document
-        self._breaks: list[np.ndarray] = []  # word counts at paragraph ends, inside the document
-        self.pending = 0  # words waiting
+        self._paragraphs: list[str] = []  # of all documents that wait
+        self._sizes: list[int] = []  # paragraphs of each
+        self.pending = 0  # characters waiting
 
     def add(self, paragraphs: list[str]) -> None:
         """Take one document. Paragraph ends are sentence ends."""
-        words: list[str] = []
-        breaks: list[int] = []
-        for paragraph in paragraphs:
-            words += paragraph.split()
-            breaks.append(len(words))
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
-        self._words.append(numbers)
-        self._breaks.append(np.array(breaks, np.int64))
-        self.pending += len(words)
-        if len(self._numbers.new) >= 1 << 16:
-            self._learn()
+        self._paragraphs += paragraphs
+        self._sizes.append(len(paragraphs))
+        self.pending += sum(map(len, paragraphs))
 
-    def _learn(self) -> None:
-        """Encode the words met for the first time and append them to the tables."""
-        new = self._numbers.new
-        if not new:
-            return
-        self._numbers.new = []
-        plain = [w if w.isascii() and "&" not in w else clean.clean_word(w[:MAX_WORD]) for w in new]
-        encoded = self.processor.encode([w[:MAX_WORD] for w in plain], num_threads=1)
+    def _split(self) -> tuple[np.ndarray, np.ndarray]:
+        """Word numbers int64 [w] of all that waits, and the word offsets int64 [p + 1] of its paragraphs."""
+        lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
+        found = lists.flatten().dictionary_encode()
+        distinct = found.dictionary
+        hashes = word_hashes(distinct)
+        full = hashes != 0
+        numbers = np.full(len(hashes), -1, np.int64)
+        numbers[full], new = self._lexicon.numbers(hashes[full])
+        if len(new):
+            self._learn(distinct.take(pa.array(np.flatnonzero(full)[new])).to_pylist())
+        here = numbers[found.indices.to_numpy()]
+        edges = lists.offsets.to_numpy().astype(np.int64)
+        # Arrow gives an empty word for space at either end; Python's split does not.
+        if not full.all():
+            edges = np.append(0, np.cumsum(here >= 0))[edges]
+            here = here[here >= 0]
+        return here, edges
+
+    def _learn(self, new: list[str]) -> None:
+        """Encode words met for the first time, the last that the lexicon numbered, and append them to the tables."""
+        clean_word = clean.clean_word
+        plain = [w if w.isascii() and "&" not in w else clean_word(w[:MAX_WORD], self.form) for w in new]
+        encoded = self.tokenizer.encode_batch([w[:MAX_WORD] for w in plain])
         for i, word in enumerate(new):
             if len(word) > MAX_WORD:
-                pieces = [clean.clean_word(word[k : k + MAX_WORD]) for k in range(0, len(word), MAX_WORD)]
-                encoded[i] = [
-                    token for piece in self.processor.encode(pieces, num_threads=1) for token in piece
+                pieces = [
+                    clean_word(word[k : k + MAX_WORD], self.form) for k in range(0, len(word), MAX_WORD)
                 ]
+                encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
+                plain[i] = "".join(pieces)
         lengths = np.fromiter(map(len, encoded), np.int32, len(new))
         total = int(lengths.sum())
-        first, last = self._known, self._known + len(new)
-        while last > len(self._start):
-            for name in ("_start", "_length", "_ends", "_starts"):
-                table = getattr(self, name)
-                setattr(self, name, np.concatenate([table, np.zeros_like(table)]))
+        last = self._lexicon.size
+        while last > len(self._table):
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         while self._used + total > len(self._flat):
             self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
         self._flat[self._used : self._used + total] = np.fromiter(
             chain.from_iterable(encoded), self.dtype, total
         )
-        self._start[first:last] = self._used + np.cumsum(lengths) - lengths
-        self._length[first:last] = lengths
-        marks = sentences.LAST
-        self._ends[first:last] = [w[-1] in marks and sentences.can_end(w) for w in new]
-        self._starts[first:last] = [not w[0].islower() and sentences.can_start(w) for w in new]
-        self._known, self._used = last, self._used + total
+        rows = self._table[last - len(new) : last]
+        rows["start"] = self._used + np.cumsum(lengths) - lengths
+        rows["length"] = lengths
+        rows["ends"], rows["starts"] = sentences.ends(new), sentences.starts(new)
+        rows["facts"] = filters.describe(plain)
+        self._used += total
         self._characters += sum(map(len, new))
 
-    def finish(self) -> Encoded:
-        """Tokens of all documents added since the last call, in order, one entry a document."""
-        self._learn()
-        counts = np.array([len(w) for w in self._words], np.int64)
-        if not counts.sum():
-            self._reset_documents()
-            return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.int64), np.zeros(len(counts), np.int64))
-        numbers = np.concatenate(self._words)  # [w]
-        base = np.cumsum(counts) - counts
-        edges = np.concatenate([b + o for b, o in zip(self._breaks, base, strict=True)])
-        begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
-        begins[edges] = True
-        begins[base] = True
-        begins[1:-1] |= self._ends[numbers[:-1]] & self._starts[numbers[1:]]
-        sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
-        word_lengths = self._length[numbers].astype(np.int64)
-        sentence_lengths = np.add.reduceat(word_lengths, sentence_words)
-        document_of = np.searchsorted(base + counts, sentence_words, side="right")
-        kept = sentence_lengths > 0  # words of invisible characters alone give no token
-        sizes = np.bincount(document_of[kept], minlength=len(counts)).astype(np.int64)
-        total = int(word_lengths.sum())
-        source = np.repeat(self._start[numbers] - (np.cumsum(word_lengths) - word_lengths), word_lengths)
-        source += np.arange(total)
-        tokens = self._flat[source]
-        self._reset_documents()
-        if self._known > MAX_WORDS or self._characters > MAX_CHARACTERS:
+    def finish(self) -> Batch:
+        """All documents added since the last call, in order."""
+        if self._lexicon.size > MAX_WORDS or self._characters > MAX_CHARACTERS:
             self._reset_cache()
-        return Encoded(tokens, sentence_lengths[kept], sizes)
+        numbers, paragraphs = self._split()
+        documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
+        self._reset_documents()
+        facts = self._table["facts"][numbers]
+        words = filters.Batch(facts, documents, paragraphs)
+        if not len(numbers):
+            none = Encoded.none(self.dtype)
+            none.document_sizes = np.zeros(len(documents) - 1, np.int64)
+            return Batch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
+        begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
+        begins[paragraphs] = True
+        begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
+        sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
+        word_lengths = self._table["length"][numbers].astype(np.int64)
+        sentence_lengths = np.add.reduceat(word_lengths, sentence_words)
+        kept = sentence_lengths > 0  # words of invisible characters alone give no token
+        sizes = _counts(sentence_words[kept], documents)
+        paragraph_sizes = _counts(sentence_words[kept], paragraphs)
+        starts = self._table["start"][numbers]
+        source = np.repeat(starts - (np.cumsum(word_lengths) - word_lengths), word_lengths)
+        source += np.arange(len(source))
+        tokens = self._flat[source]
+        return Batch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)

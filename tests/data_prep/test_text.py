@@ -1,12 +1,8 @@
 """Cleaning, sentence ends, and the word cache against SentencePiece itself."""
 
-import numpy as np
 import pytest
-import sentencepiece
 
 from data_prep import clean, sentences
-from data_prep.words import WordEncoder, is_word_local
-from megabert.tokenizer import Tokenizer
 
 
 def test_bytes_become_text_with_controls_removed_and_nuls_counted():
@@ -60,64 +56,3 @@ def test_words_are_nfc_without_invisible_characters_and_entities():
 )
 def test_sentence_ends(text, want):
     assert sentences.split(text) == want
-
-
-def train_model(topics, path, **options):
-    lines = [line for text in topics for line in text.splitlines() if line.strip()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=2000, pad_id=0, unk_id=1, bos_id=2, eos_id=3,
-        pad_piece="[PAD]", unk_piece="[UNK]", bos_piece="[CLS]", eos_piece="[SEP]", control_symbols=["[MASK]"],
-        minloglevel=2, **options,
-    )  # fmt: skip
-    return Tokenizer.load(f"{path}.model")
-
-
-def test_a_model_whose_pieces_cross_words_is_refused(topics, tmp_path):
-    crossing = train_model(topics, tmp_path / "crossing", split_by_whitespace=False)
-    with pytest.raises(ValueError, match="pieces cross word boundaries"):
-        WordEncoder(crossing.processor, np.dtype(np.uint16))
-    bare = train_model(topics, tmp_path / "bare", add_dummy_prefix=False)
-    assert not is_word_local(bare.processor)
-
-
-@pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])
-def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topics, tmp_path):
-    tokenizer = Tokenizer.load(tokenizer_file)
-    if kind != "unigram":
-        rule = "nmt_nfkc_cf" if "lower" in kind else "nmt_nfkc"
-        tokenizer = train_model(topics, tmp_path / kind, model_type="bpe", normalization_rule_name=rule)
-    assert is_word_local(tokenizer.processor)
-    encoder = WordEncoder(tokenizer.processor, np.dtype(np.uint16))
-    extra = ["ﬁne ½ e\u0301 \u4f60\u597d\u3002\u518d\u89c1 \u200b", "", "x" * 40 + " [MASK] \u2581"]
-    documents = [clean.paragraphs(text, False) for text in [*topics, *extra]]
-    for document in documents:
-        encoder.add(document)
-    encoded = encoder.finish()
-    want = [
-        [" ".join(map(clean.clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents
-    ]
-    per_document = [[ids for ids in tokenizer.encode_batch(s) if ids] for s in want]
-    assert encoded.document_sizes.tolist() == [len(d) for d in per_document]
-    flat = [ids for d in per_document for ids in d]
-    assert encoded.sentence_lengths.sum() == len(encoded.tokens)
-    cut = np.split(encoded.tokens, np.cumsum(encoded.sentence_lengths)[:-1])
-    different = [(a.tolist(), b) for a, b in zip(cut, flat, strict=True) if a.tolist() != b]
-    # Ties ("-----" is "-" "----" or "----" "-") and near ties of a running fp32 sum fall differently: 1 of 79,333
-    # sentences of Wikipedia, some drawn tables here. The pieces are as many each time.
-    assert len(flat) > 3000 and len(different) <= len(flat) // 500
-    assert all(len(a) == len(b) for a, b in different)
-    # A full cache, an empty one and one that was just dropped give the same tokens.
-    for _ in range(2):
-        for document in documents:
-            encoder.add(document)
-        np.testing.assert_array_equal(encoder.finish().tokens, encoded.tokens)
-        encoder._reset_cache()
-
-
-def test_a_megabyte_without_a_space_is_cut_not_refused(tokenizer_file):
-    tokenizer = Tokenizer.load(tokenizer_file)
-    encoder = WordEncoder(tokenizer.processor, np.dtype(np.uint16))
-    encoder.add(["ab" * 500_000])
-    encoded = encoder.finish()
-    assert encoded.document_sizes.tolist() == [1]
-    assert tokenizer.decode(encoded.tokens).replace(" ", "") == "ab" * 500_000

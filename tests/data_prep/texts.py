@@ -33,7 +33,7 @@ def articles(count):
         pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
     options, problems = sources.ReadOptions(), Problems("stop")
     found = []
-    for task in sources.plan([str(data / "enwiki")], options, problems):
+    for task in sources.plan([sources.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
         for piece in task.pieces:
             for document in sources.read(piece, options, problems):
                 found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))

@@ -1,0 +1,154 @@
+"""Duplicates are found by key ranges: records of all documents, sorted once a task, met range by range on disk.
+
+Memory is one range's, and the first in input order is the one that stays. A range's result is the numbers to drop; a
+task then turns the numbers that are its own into a mask over its sentences, which is all that later stages read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep import duplicates, reading, spool
+from data_prep.spool import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job
+
+RANGE_RECORDS = 1 << 21
+EXAMPLE_TOKENS = 60
+REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
+LOST = "repeated paragraphs alone"
+PARTNERS = np.dtype([("number", "<u8"), ("kept", "<u8")])
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Part `index` of `count` of the records that `tasks` tasks left in SOURCE-TASK.KIND-keys."""
+
+    kind: str
+    source: str
+    index: int
+    count: int
+    tasks: int
+
+
+@dataclass(frozen=True)
+class TaskMask:
+    """Task `task`, whose duplicates are listed by the ranges of `kinds`: (kind, number of ranges)."""
+
+    task: int
+    units: tuple[int, ...]
+    kinds: tuple[tuple[str, int], ...]
+
+
+def ranges(kind: str, source: str, tasks: int, records: int) -> list[KeyRange]:
+    count = max(1, -(-records // RANGE_RECORDS))
+    return [KeyRange(kind, source, i, count, tasks) for i in range(count)]
+
+
+def find(job: Job, part: KeyRange) -> Done:
+    """Write KIND-INDEX.drop: PARTNERS ordered by number, each number once."""
+    done = Done()
+    names = (f"{part.source}-{task:07d}.{part.kind}-keys" for task in range(part.tasks))
+    records = np.concatenate([spool.key_range(job, name, KEYED, part.index, part.count) for name in names])
+    if part.kind == "near":
+        dropped, kept = _near(job, records)
+    else:
+        dropped, kept = duplicates.exact_duplicates(records["key"], records["number"])
+    found = np.empty(len(dropped), PARTNERS)
+    found["number"], found["kept"] = dropped, kept
+    spool.write(job, f"{part.kind}-{part.index:06d}.drop", found, done)
+    return done
+
+
+def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    pairs = duplicates.near_candidates(records["key"], records["number"])
+    if not len(pairs):
+        return np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+    numbers, place = np.unique(pairs, return_inverse=True)
+    place = place.reshape(pairs.shape)
+    tasks = numbers >> np.uint64(TASK_SHIFT)
+    signatures = np.empty((len(numbers), duplicates.PERMUTATIONS), np.uint32)
+    for task in np.unique(tasks).tolist():
+        here = np.flatnonzero(tasks == task)
+        mapped = np.memmap(job.path(f"read-{task:07d}.signatures"), np.uint32, "r")
+        rows = (numbers[here] & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
+        signatures[here] = mapped.reshape(-1, duplicates.PERMUTATIONS)[rows]
+    right = duplicates.verified(signatures[place[:, 0]], signatures[place[:, 1]])
+    found = pairs[right]
+    dropped, first = np.unique(found[:, 1], return_index=True)
+    return dropped, found[first, 0]
+
+
+def _dropped(job: Job, task: int, kind: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(place in the task, number that was kept) of what the ranges of `kind` drop of a task, each place once."""
+    parts = []
+    for index in range(count):
+        path = job.path(f"{kind}-{index:06d}.drop")
+        if os.path.getsize(path):
+            mapped = np.memmap(path, PARTNERS, "r")
+            low, high = np.searchsorted(
+                mapped["number"], np.array([task, task + 1], np.uint64) << np.uint64(TASK_SHIFT)
+            )
+            parts.append(np.array(mapped[low:high]))
+    found = np.concatenate(parts) if parts else np.zeros(0, PARTNERS)
+    places = (found["number"] & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
+    places, first = np.unique(places, return_index=True)
+    return places, found["kept"][first]
+
+
+def mask_documents(job: Job, item: TaskMask) -> Done:
+    """Write keep-TASK.mask, bool [s], false in duplicate documents; and the keys of the paragraphs that are left."""
+    done = Done()
+    table, units = reading.load(job, item.task, list(item.units))
+    tokenizer = reading.encoder_of(job)[0]
+    keep = np.ones(len(table), bool)
+    flat = [unit.tokens for unit in units]
+    starts = np.cumsum(table["tokens"], dtype=np.int64) - table["tokens"]
+    for kind, count in item.kinds:
+        places, kept = _dropped(job, item.task, kind, count)
+        new = keep[places]
+        places, kept = places[new], kept[new]
+        keep[places] = False
+        examples = []
+        for place, number in zip(places[: spool.EXAMPLES].tolist(), kept.tolist(), strict=False):
+            tokens = np.concatenate(flat)[
+                starts[place] : starts[place] + min(EXAMPLE_TOKENS, table["tokens"][place])
+            ]
+            task, other = divmod(number, 1 << TASK_SHIFT)
+            examples.append(f"[as document {other} of part {task}] {tokenizer.decode(tokens)}")
+        sizes = table[places]
+        done.drop(
+            REASONS[kind], len(places), int(sizes["sentences"].sum()), int(sizes["tokens"].sum()), examples
+        )
+    spool.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), done)
+    if "paragraphs" in job.options.dedup:
+        paragraphs = spool.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)
+        numbers = (item.task << TASK_SHIFT) + np.arange(len(paragraphs), dtype=np.uint64)
+        left = np.repeat(keep, table["paragraphs"])
+        records = spool.keyed(paragraphs["hash"][left], numbers[left])
+        spool.write(job, f"keep-{item.task:07d}.paragraphs-keys", spool.by_key(records), done)
+        done.facts["paragraphs"] = int(left.sum())
+    return done
+
+
+def mask_paragraphs(job: Job, item: TaskMask) -> Done:
+    """Write trim-TASK.mask, bool [s], false in duplicate documents and in repeated paragraphs."""
+    done = Done()
+    table = spool.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
+    paragraphs = spool.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)
+    before = spool.read(job, f"keep-{item.task:07d}.mask", "bool")
+    ((kind, count),) = item.kinds
+    repeated = np.zeros(len(paragraphs), bool)
+    repeated[_dropped(job, item.task, kind, count)[0]] = True
+    after = before & ~np.repeat(repeated, paragraphs["sentences"])
+    spool.write(job, f"trim-{item.task:07d}.mask", after, done)
+    lengths = spool.read(job, f"read-{item.task:07d}.sentences", "uint32")
+    done.counts["repeated paragraphs"] += int(repeated.sum())
+    document = np.repeat(np.arange(len(table)), table["sentences"])
+    had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
+    gone = before & ~after
+    done.drop(LOST, int((had & ~has).sum()), 0, 0, [])
+    done.counts["dropped sentences"] += int(gone.sum())
+    done.counts["dropped tokens"] += int(lengths[gone].sum())
+    return done

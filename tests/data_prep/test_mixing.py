@@ -1,0 +1,95 @@
+"""Several corpora and several row lengths in one command: weights count, names are kept, the parts are whole datasets."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import corpora
+from data_prep.options import BuildOptions
+from data_prep.problems import BadInput
+from data_prep.sources import Corpus, Piece, Task
+from data_prep.tokenizer_training import shares
+from megabert.shards import Dataset, verify
+from megabert.tokenizer import Tokenizer
+
+
+def test_named_inputs_and_weights():
+    assert corpora(["a", "b"], []) == [Corpus("input", ("a", "b"), 1.0)]
+    assert corpora(["wiki=a", "b", "books=c=d"], ["books=2.5"]) == [
+        Corpus("wiki", ("a", "b"), 1.0),
+        Corpus("books", ("c=d",), 2.5),
+    ]
+    for weight, words in (("books=2", "no corpus of that name"), ("wiki=0", "above 0"), ("wiki", "NAME=W")):
+        with pytest.raises(BadInput, match=words):
+            corpora(["wiki=a"], [weight])
+
+
+@pytest.fixture(scope="module")
+def mixed(corpus, topics, tokenizer_file, command, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "books").mkdir()
+    for i, text in enumerate(topics[:60]):
+        (folder / "books" / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    result = command(
+        "build", "--input", f"wiki={corpus}", f"books={folder / 'books'}", "--weight", "wiki=0.25", "books=2.5",
+        "--tokenizer", tokenizer_file, "--output", folder / "out", "--seq-len", 32, 96, "--held-out", 0.02, "--quiet",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return folder / "out", json.loads((folder / "out" / "report.json").read_text()), result.stdout
+
+
+def test_weights_are_shares_of_documents(mixed):
+    _, report, _ = mixed
+    wiki, books = report["corpora"]["wiki"], report["corpora"]["books"]
+    kept = 1 - wiki["dropped_while_reading"]["left out by weight"] / wiki["documents"]
+    assert kept == pytest.approx(0.25, abs=0.03) and wiki["documents"] > 2000
+    held = report["datasets"]["32"]["held_out"]["documents"]
+    # Each book but the held-out ones is there twice, and half of them a third time.
+    repeated = report["datasets"]["32"]["repeated"]["documents"]
+    assert books["documents"] == 60 and 60 * 1.25 < repeated < 60 * 1.75 and held > 2
+
+
+def test_every_length_is_a_dataset_of_the_same_documents(mixed):
+    folder, report, stdout = mixed
+    assert "rows 32" in stdout and "rows 96" in stdout
+    figures = [report["datasets"][n] for n in ("32", "96")]
+    for name in ("documents", "sentences", "corpus_tokens"):
+        assert figures[0][name] == figures[1][name] > 0
+    assert figures[0]["held_out"]["tokens"] == figures[1]["held_out"]["tokens"]
+    hashes = set()
+    for n in (32, 96):
+        assert list(verify(folder / f"seq{n}")) == []
+        dataset = Dataset(folder / f"seq{n}")
+        assert dataset.manifest.seq_len == n and dataset.held_out_path is not None
+        hashes.add(dataset.manifest.tokenizer["sha256"])
+        assert Tokenizer.load(dataset.tokenizer_path).sha256 in hashes
+    assert len(hashes) == 1
+
+
+def test_tokens_add_up(mixed):
+    folder, report, _ = mixed
+    for n in ("32", "96"):
+        d = report["datasets"][n]
+        own = d["corpus_tokens"] + d["borrowed_tokens"] - d["truncated_tokens"]
+        assert d["tokens"] - 3 * d["sequences"] == own
+        dataset = Dataset(folder / f"seq{n}")
+        assert int((dataset.read(np.arange(dataset.rows)).ids > 0).sum()) == d["tokens"]
+        for unit, name in (
+            ("documents", "documents"),
+            ("sentences", "sentences"),
+            ("tokens", "corpus_tokens"),
+        ):
+            kept = d[name] - d["repeated"][unit] + d["held_out"][unit]
+            assert report["read"][unit] == kept + report["dropped"][unit]
+
+
+def test_sampling_balances_corpora():
+    tasks = [Task(i, (Piece(f"f{i}", size=900 if i < 10 else 100),), int(i >= 10)) for i in range(20)]
+    sizes = {}
+    for alpha in (1.0, 0.5, 0.0):
+        found = shares(tasks, BuildOptions(sample_alpha=alpha, sample_megabytes=10))
+        sizes[alpha] = [sum(s.size for s in found if s.task.corpus == c) / 1e7 for c in (0, 1)]
+    assert sizes[1.0] == pytest.approx([0.9, 0.1], abs=1e-5)
+    assert sizes[0.5] == pytest.approx([0.75, 0.25], abs=1e-5)
+    assert sizes[0.0] == pytest.approx([0.5, 0.5], abs=1e-5)

@@ -1,0 +1,151 @@
+"""A build that was killed goes on where it was, and nobody can tell from the bytes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def contents(folder):
+    """Bytes of every file of a finished build by its relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def arguments(corpus, topics, tmp_path_factory):
+    books = tmp_path_factory.mktemp("books")
+    for i, text in enumerate(topics[:20]):
+        (books / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    return [
+        sys.executable, "-m", "data_prep", "build", "--input", f"wiki={corpus}", f"books={books}", "--weight", "books=2.5",
+        "--vocab-size", "2000", "--sample-megabytes", "1", "--seq-len", "128", "64", "--held-out", "0.02",
+        "--dedup", "documents", "near", "paragraphs", "--rows-per-shard", "4096", "--quiet",
+    ]  # fmt: skip
+
+
+def run(arguments, output, *extra):
+    return subprocess.run([*arguments, "--output", output, *extra], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """(seconds, bytes) of an uninterrupted build."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    began = time.monotonic()
+    result = run(arguments, output, "--workers", "2")
+    assert result.returncode == 0, result.stderr
+    found = contents(output)
+    assert len(found) > 12 and not any(".work" in name for name in found)
+    return time.monotonic() - began, found
+
+
+def kills(arguments, whole, output, count):
+    """Kill builds in `output` at random instants `count` times; returns how many were killed before their end."""
+    seconds, _ = whole
+    rng = random.Random(count)
+    killed = 0
+    for _ in range(count):
+        process = subprocess.Popen(
+            [*arguments, "--output", output, "--workers", str(rng.randint(1, 3))],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, errors = process.communicate(timeout=rng.uniform(0.3, 0.6 * seconds))
+            assert process.returncode == 0, errors
+            # It was done: begin the next one from nothing.
+            assert contents(output) == whole[1]
+            subprocess.run(["rm", "-r", output], check=True)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            killed += 1
+    return killed
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.soak)])
+def test_builds_killed_at_random_instants_end_in_the_same_bytes(count, arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    assert kills(arguments, whole, output, count) >= count * 2 // 3
+    result = run(arguments, output, "--workers", "2")
+    assert result.returncode == 0, result.stderr
+    assert contents(output) == whole[1]
+
+
+def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    assert run(arguments, output).returncode == 0
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    result = run(arguments, output)
+    assert result.returncode == 0 and "nothing to do" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    result = run(arguments, output, "--seed", "4", "--no-nsp")
+    assert result.returncode == 2
+    assert "nsp was True, is False" in result.stderr and "seed was 0, is 4" in result.stderr
+    assert "--overwrite" in result.stderr and contents(output) == whole[1]
+    result = run(arguments, output, "--seed", "4", "--no-nsp", "--overwrite")
+    assert result.returncode == 0 and contents(output) != whole[1]
+
+
+def interrupted(arguments, output):
+    """Start a build and kill it once it has read something."""
+    process = subprocess.Popen(
+        [*arguments, "--output", output, "--workers", "1"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    journal = output / ".work" / "journal" / "read"
+    while not (journal.is_dir() and any(journal.iterdir())):
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+def test_an_unfinished_build_with_other_options_says_what_differs(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    process = interrupted(arguments, output)
+    result = run(arguments, output)
+    assert result.returncode == 2 and "another build is writing there" in result.stderr
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list(output.rglob("manifest.json"))
+    result = run(arguments, output, "--normalization", "NFKC")
+    assert result.returncode == 2
+    assert "unfinished build" in result.stderr and "normalization was NFC, is NFKC" in result.stderr
+    assert run(arguments, output).returncode == 0
+    assert contents(output) == whole[1]
+
+
+def test_a_file_that_was_mended_is_read_again_and_no_other(arguments, whole, corpus, tmp_path):
+    """Bad input stops a build; what was read before stays, and the mended file gives what it would have given at once."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for path in sorted(corpus.iterdir()):
+        (folder / path.name).write_bytes(path.read_bytes())
+    last = sorted(folder.iterdir())[-1]
+    good = last.read_bytes()
+    last.write_bytes(good[:1_000_000] + b"\xff" + good[1_000_001:])
+    command = [*arguments[:5], f"wiki={folder}", *arguments[6:]]
+    output = tmp_path / "out"
+    result = run(command, output, "--workers", "1")
+    assert result.returncode == 2 and "invalid UTF-8" in result.stderr
+    assert not list(output.rglob("manifest.json"))
+    records = {path: path.stat().st_mtime_ns for path in (output / ".work/journal/read").iterdir()}
+    assert records
+    last.write_bytes(good)
+    result = run(command, output, "--workers", "1")
+    assert result.returncode == 0, result.stderr
+    assert {k: v for k, v in contents(output).items() if k.endswith(".tar")} == {
+        k: v for k, v in whole[1].items() if k.endswith(".tar")
+    }
