@@ -45,10 +45,9 @@ TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<ref\b[^<>\n]*", re.IGNORECASE)
 QUOTES = re.compile(r"'{2,}")
 MAGIC = re.compile(r"__[A-Z]{3,}__|-\{|\}-")
 LEFT_OVER = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}|\|-+")
-HOLLOW = re.compile(r"[ \t]?\([\s,;:]*\)")
+HOLLOW = re.compile(r"\([\s,;:]*\)")
 OPENED = re.compile(r"\([\s,;]+")
-DANGLING = re.compile(r"(?<![ ,;])[ ,;]+\)")
-SPACED = re.compile(r"[ \t]([,.)])")
+TIDIED = ((" ,", ","), (" .", "."), (" )", ")"), (",)", ")"), (";)", ")"), (" )", ")"))
 SPACES = re.compile(r"[ \t\xa0]{2,}")
 LIST_END = (".", "!", "?", '."', ".”", ".)", "…")
 LIST_WORDS = 5
@@ -143,7 +142,8 @@ def prose(wikitext: str) -> str:
     """Plain text of wikitext: a paragraph a line, headings where prose follows, list items that are sentences."""
     text = _without_extensions(wikitext)
     if "&" in text:
-        text = _without_extensions(html.unescape(text))
+        unescaped = html.unescape(text)
+        text = _without_extensions(unescaped) if "&lt;" in text else unescaped
     text = _without_braces(text)
     if "[" in text:
         text = EXTERNAL.sub(r"\1", text)
@@ -151,9 +151,11 @@ def prose(wikitext: str) -> str:
         text = TAG.sub("", BREAK.sub("\n", text))
     if "''" in text:
         text = QUOTES.sub("", text)
-    # Runs of spaces go first: the patterns after it begin with an optional one.
-    text = SPACES.sub(" ", LEFT_OVER.sub(" ", MAGIC.sub("", text)))
-    return _lines(SPACED.sub(r"\1", DANGLING.sub(")", OPENED.sub("(", HOLLOW.sub("", text)))))
+    text = OPENED.sub("(", HOLLOW.sub("", LEFT_OVER.sub(" ", MAGIC.sub("", text))))
+    text = SPACES.sub(" ", text)
+    for old, new in TIDIED:
+        text = text.replace(old, new)
+    return _lines(text)
 
 
 def _without_extensions(text: str) -> str:

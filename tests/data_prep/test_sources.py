@@ -164,7 +164,7 @@ OPENINGS = {
 
 
 @pytest.mark.parametrize("kind", OPENINGS)
-def test_a_gigabyte_without_an_end_costs_bounded_memory(kind, tmp_path):
+def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
     opening, reason = OPENINGS[kind]
     path = tmp_path / "f.txt"
     with open(path, "wb") as file:
@@ -172,7 +172,7 @@ def test_a_gigabyte_without_an_end_costs_bounded_memory(kind, tmp_path):
         if kind == "blank":
             file.write(b"a line of a block\n" * 12_000_000)
         else:
-            file.truncate(1 << 30)  # a hole
+            file.truncate(1 << 30 if kind == "text" else 1 << 28)  # a hole
     code = (
         "import re, resource, sys; from tests.data_prep.reading import read_all; "
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
