@@ -13,7 +13,9 @@ import pytest
 from data_prep import parallel
 from data_prep.problems import BadInput
 
-GOOD = ("The first sentence is here. A second one follows it. " * 40 + "\n\n") * 30
+GOOD = "".join(
+    "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)
+)
 
 
 @pytest.fixture()
