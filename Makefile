@@ -1,9 +1,11 @@
 # The commands of README.md. On a fresh machine they need Python 3.11 or newer and a C++ compiler, nothing else.
 #   VENV=dir     where the environment lives (.venv); VENV= uses the python on PATH as it is and installs nothing
 #   PYTHON=exe   the interpreter the environment is made from
+#   WORKERS=n    processes of the test suite
 SHELL := bash
 VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH")
+WORKERS ?= 2
 PYTEST_ARGS ?=
 export CORPUS ONLY
 
@@ -28,7 +30,7 @@ lint: venv
 	$(RUN_IN) mypy
 
 test: lint
-	$(RUN_IN) python -m pytest -q $(PYTEST_ARGS)
+	$(RUN_IN) python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
 soak: venv
 	$(RUN_IN) python -m pytest -q -m "slow or soak" $(PYTEST_ARGS)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from collections import Counter
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Form = Literal["NFC", "NFKC"]
 
@@ -30,8 +31,16 @@ BLANK_LINES = re.compile(r"\n\s*\n")
 FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
 
 
-def decode(raw: bytes) -> tuple[str, int]:
-    """UTF-8 bytes to (text with bare line feeds, NULs removed).
+class Decoded(NamedTuple):
+    """Text with bare line feeds, and how many NULs and other control characters were removed from it."""
+
+    text: str
+    nuls: int
+    controls: int
+
+
+def decode(raw: bytes) -> Decoded:
+    """UTF-8 bytes to text.
 
     Raises UnicodeDecodeError; its `start` counts from the first byte of `raw`.
     """
@@ -42,7 +51,7 @@ def decode(raw: bytes) -> tuple[str, int]:
         text = cleaned.decode()
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text, nuls
+    return Decoded(text, nuls, len(raw) - len(cleaned) - nuls)
 
 
 def is_hard_wrapped(text: str) -> bool:
@@ -54,13 +63,16 @@ def is_hard_wrapped(text: str) -> bool:
     return followed[len(followed) // 2] >= 40 and followed[len(followed) * 19 // 20] <= 120
 
 
-def paragraphs(text: str, markup: bool) -> list[str]:
+def paragraphs(text: str, markup: bool, counts: Counter[str] | None = None) -> list[str]:
     """Paragraphs of a document; whitespace inside them is still as it was.
 
-    `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over).
+    `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over);
+    these are counted in `counts`.
     """
     if markup and "<" in text:
-        text = TAG.sub(" ", text)
+        text, tags = TAG.subn(" ", text)
+        if counts is not None:
+            counts["markup tags"] += tags
     for stop in FULL_STOPS:
         if stop in text:
             text = text.replace(stop, stop + "\n")

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data_prep import hashing, repetition, sentences
+from data_prep import hashing, repetition
 from data_prep.hashing import mix, sums
 from data_prep.rules import REASONS, SHORT_LINE, Rules
 
@@ -35,19 +35,22 @@ _FLAGS_OF_BYTE = (
     + (_BYTES > 127) * _WIDE
 ).astype(np.uint8)
 _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
-_CAN_END = np.isin(_BYTES, [ord(c) for c in sentences.LAST if c.isascii()])
 
 
-def describe(words: list[str]) -> np.ndarray:
+def describe(words: list[str], ends: list[bool]) -> np.ndarray:
     """FACTS [w] of words as `clean.clean_word` leaves them; none holds a NUL. A hash is never zero.
 
-    What ASCII decides is found in the bytes of all words at once; the few words with other characters are looked at alone.
+    `ends` are `sentences.ends(words)`. What ASCII decides is found in the bytes of all words at once; the few words with
+    other characters are looked at alone.
     """
-    parts = [_describe(words[i : i + WORDS_AT_ONCE]) for i in range(0, len(words), WORDS_AT_ONCE)]
+    parts = [
+        _describe(words[i : i + WORDS_AT_ONCE], ends[i : i + WORDS_AT_ONCE])
+        for i in range(0, len(words), WORDS_AT_ONCE)
+    ]
     return np.concatenate([np.zeros(0, FACTS), *parts])
 
 
-def _describe(words: list[str]) -> np.ndarray:
+def _describe(words: list[str], can_end: list[bool]) -> np.ndarray:
     facts = np.zeros(len(words), FACTS)
     # A lone surrogate half, which JSON can spell, has no UTF-8 form.
     joined = np.frombuffer("\0".join([*words, ""]).encode("utf-8", "surrogatepass"), np.uint8)
@@ -64,11 +67,9 @@ def _describe(words: list[str]) -> np.ndarray:
     word = np.searchsorted(ends, dots)
     flags[word] |= ELLIPSIS
     flags[word[dots + 3 == ends[word]]] |= ELLIPSIS_END
-    for i in np.flatnonzero(_CAN_END[joined[ends - 1]]).tolist():
-        if sentences.can_end(words[i]):
-            flags[i] |= SENTENCE_END
     for i in np.flatnonzero(flags & _WIDE).tolist():
         flags[i] |= _beyond_ascii(words[i])
+    flags[np.array(can_end, bool)] |= SENTENCE_END
     facts["flags"] = flags & ~np.uint8(_WIDE)
     return facts
 
@@ -82,8 +83,6 @@ def _beyond_ascii(word: str) -> int:
         flags |= ELLIPSIS
         if word[-1] == "\u2026":
             flags |= ELLIPSIS_END
-    if word[-1] in sentences.LAST and sentences.can_end(word):
-        flags |= SENTENCE_END
     return flags
 
 

@@ -147,9 +147,10 @@ def assemble(
     for position, special in ((begins, cls_id), (begins + first - 1, sep_id), (ends - 1, sep_id)):
         flat[position] = special
         ordinary[position] = False
+    assert len(tokens) < 1 << 31, "32-bit places"
     sizes = np.stack([length_a, length_b], axis=1).ravel()
     starts = np.stack([spans[:, 0], spans[:, 2]], axis=1).ravel()
-    source = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    source += np.arange(len(source))
+    source = np.repeat((starts - (np.cumsum(sizes) - sizes)).astype(np.int32), sizes)
+    source += np.arange(len(source), dtype=np.int32)
     flat[ordinary] = tokens[source]
     return flat, lengths, first

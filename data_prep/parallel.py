@@ -39,6 +39,9 @@ class Local:
     def __init__(self, workers: int) -> None:
         self.size = workers
         self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
+        if self._pool is not None:
+            for _ in range(workers):  # they start and import while the build is planned
+                self._pool.submit(os.getpid)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Progress) -> list[Result]:
         """Results in the order of `items`; `done(result)` is called as each arrives."""

@@ -48,13 +48,14 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
             else:
                 raw = document.text
             try:
-                text, nuls = clean.decode(raw)
+                text, nuls, controls = clean.decode(raw)
             except UnicodeDecodeError as error:
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8")
                 before = clock()
                 continue
             done.counts["nuls"] += nuls
-            found = clean.paragraphs(text, document.markup), len(raw)
+            done.counts["control characters"] += controls
+            found = clean.paragraphs(text, document.markup, done.counts), len(raw)
             done.seconds["clean"] += clock() - before
             yield found
             before = clock()

@@ -138,15 +138,15 @@ def can_start(word: str) -> bool:
 
 
 def ends(words: list[str]) -> list[bool]:
-    """`can_end` of each word (none empty)."""
-    return [word[-1] in LAST and can_end(word) for word in words]
+    """`can_end` of each word."""
+    return [word[-1:] in LAST and can_end(word) for word in words]
 
 
 def starts(words: list[str]) -> list[bool]:
-    """`can_start` of each word (none empty), which the first character mostly tells."""
-    known = {first: first.isalnum() and not first.islower() for first in {word[0] for word in words}}
-    told = {first for first in known if first.isalnum() or first.islower()}
-    return [known[word[0]] if word[0] in told else can_start(word) for word in words]
+    """`can_start` of each word, which the first character mostly tells."""
+    first = {word[:1] for word in words}
+    told = {letter: not letter.islower() for letter in first if letter.isalnum() or letter.islower()}
+    return [told[word[0]] if word[:1] in told else can_start(word) for word in words]
 
 
 def split(paragraph: str) -> list[str]:

@@ -132,11 +132,13 @@ def process_bucket(job: Job, bucket: Bucket) -> Done:
     labels = np.full((rows, slots), -1, np.int8)
     bounds[row, slot, 0], bounds[row, slot, 1] = meta["length"], meta["first"]
     labels[row, slot] = meta["label"]
-    starts, targets = meta["start"].astype(np.int64), row * seq_len + offset
+    assert max(len(ids), rows * seq_len) < 1 << 31, "32-bit places"
+    starts, targets = meta["start"].astype(np.int32), (row * seq_len + offset).astype(np.int32)
     for i in range(0, len(meta), _SEQUENCES_AT_ONCE):
         few = slice(i, i + _SEQUENCES_AT_ONCE)
         size = lengths[few]
-        within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+        within = np.arange(int(size.sum()), dtype=np.int32)
+        within -= np.repeat((np.cumsum(size) - size).astype(np.int32), size)
         packed[within + np.repeat(targets[few], size)] = ids[within + np.repeat(starts[few], size)]
     for suffix, array in (("ids", packed), ("bounds", bounds), ("labels", labels)):
         spool.write(job, f"{part.stem}-{bucket.index:06d}.rows.{suffix}", array, done)

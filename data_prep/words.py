@@ -20,11 +20,11 @@ from data_prep import clean, filters, sentences
 from data_prep.lexicon import Lexicon, word_hashes
 from megabert.tokenizer import Tokenizer
 
-MAX_WORDS = 1_000_000  # distinct words kept, about 200 MB
-MAX_CHARACTERS = 24_000_000  # of those words together
+MAX_WORDS = 2_000_000  # distinct words kept, about 150 MB
+MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbers
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
 WORD = np.dtype(
-    [("start", "<i8"), ("facts", filters.FACTS), ("length", "<i4"), ("ends", "?"), ("starts", "?")],
+    [("facts", filters.FACTS), ("start", "<i4"), ("length", "<i4"), ("ends", "?"), ("starts", "?")],
     align=True,
 )
 
@@ -105,7 +105,8 @@ def batch_of(documents: list[list[str]], form: clean.Form) -> filters.Batch:
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    facts = filters.describe([clean.clean_word(word, form) for word in distinct])
+    plain = [clean.clean_word(word, form) for word in distinct]
+    facts = filters.describe(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     return filters.Batch(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
 
@@ -133,7 +134,6 @@ class WordEncoder:
 
     def _reset_cache(self) -> None:
         self._lexicon = Lexicon()
-        self._characters = 0
         self._flat = np.zeros(1 << 16, self.dtype)
         self._used = 0
         self._table = np.zeros(1 << 14, WORD)
@@ -193,19 +193,21 @@ class WordEncoder:
         rows = self._table[last - len(new) : last]
         rows["start"] = self._used + np.cumsum(lengths) - lengths
         rows["length"] = lengths
-        rows["ends"], rows["starts"] = sentences.ends(new), sentences.starts(new)
-        rows["facts"] = filters.describe(plain)
+        ends = sentences.ends(plain)
+        rows["ends"], rows["starts"] = ends, sentences.starts(plain)
+        rows["facts"] = filters.describe(plain, ends)
         self._used += total
-        self._characters += sum(map(len, new))
 
     def finish(self) -> Batch:
         """All documents added since the last call, in order."""
-        if self._lexicon.size > MAX_WORDS or self._characters > MAX_CHARACTERS:
+        if self._lexicon.size > MAX_WORDS or self._used > MAX_TOKENS:
             self._reset_cache()
         numbers, paragraphs = self._split()
         documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
         self._reset_documents()
-        facts = self._table["facts"][numbers]
+        facts = np.empty(len(numbers), filters.FACTS)
+        for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
+            facts[name] = self._table["facts"][name][numbers]
         words = filters.Batch(facts, documents, paragraphs)
         if not len(numbers):
             none = Encoded.none(self.dtype)
@@ -215,13 +217,13 @@ class WordEncoder:
         begins[paragraphs] = True
         begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
         sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
-        word_lengths = self._table["length"][numbers].astype(np.int64)
-        sentence_lengths = np.add.reduceat(word_lengths, sentence_words)
+        word_lengths = self._table["length"][numbers]
+        sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
         kept = sentence_lengths > 0  # words of invisible characters alone give no token
         sizes = _counts(sentence_words[kept], documents)
         paragraph_sizes = _counts(sentence_words[kept], paragraphs)
         starts = self._table["start"][numbers]
-        source = np.repeat(starts - (np.cumsum(word_lengths) - word_lengths), word_lengths)
-        source += np.arange(len(source))
+        source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
+        source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
         return Batch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)

@@ -6,8 +6,10 @@ PROJECT=${PROJECT:-${SLURM_SUBMIT_DIR:-$PWD}} # this repository, on a file syste
 VENV=${VENV:-$PROJECT/.venv}                  # made once with `make venv` on a node with the cluster's compiler and nvcc
 CORPUS=${CORPUS:-$PROJECT/corpus}             # text for prep.slurm: files, folders or globs, separated by spaces
 VOCAB=${VOCAB:-30000}                         # entries of the tokenizer that prep.slurm trains
-DATA_128=${DATA_128:-$PROJECT/data/seq128}    # shards of phase 1
-DATA_512=${DATA_512:-$PROJECT/data/seq512}    # shards of phase 2, made with phase 1's tokenizer
+DATA=${DATA:-$PROJECT/data}                   # where prep.slurm writes: seq128 for phase 1, seq512 for phase 2
+DATA_128=${DATA_128:-$DATA/seq128}            # shards of phase 1
+DATA_512=${DATA_512:-$DATA/seq512}            # shards of phase 2
+PREP=${PREP:---held-out 0.005}                # further options of prep.slurm: --dedup …, --filters …, --tokenizer …
 RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard
 # module load cuda/13.0                       # whatever your site needs, before the environment is activated
 # export NCCL_SOCKET_IFNAME=ib0               # the network that the ranks find each other on

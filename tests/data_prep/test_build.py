@@ -222,3 +222,34 @@ def test_a_tokenizer_is_trained_to_the_same_bytes_and_small_corpora_hold_out_one
     tokenizer = Tokenizer.load(output / "tokenizer.model")
     assert tokenizer.vocab_size == 600
     assert tokenizer.encode_batch(["STATEMENT"]) == tokenizer.encode_batch(["statement"])
+
+
+def test_a_published_vocabulary_feeds_the_same_path(corpus, command, tmp_path):
+    """WordPiece by vocab.txt: special ids where that file has them, kept in the manifest, and text that decodes."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(corpus.iterdir())[:1])
+    (folder / "wiki_00").write_text(text, encoding="utf-8")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,-'()[]{}:;!?\"/*_=+<>&%$#@|\\~^`"
+    pieces = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = sorted({word.lower() for word in text.split() if word.isalpha()})[:2000]
+    pieces += list(dict.fromkeys([*letters, *words, *(f"##{letter}" for letter in letters)]))
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    output = tmp_path / "out"
+    result = command("build", "--input", folder, "--tokenizer", vocabulary, "--output", output, "--quiet")
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((output / "manifest.json").read_text())["tokenizer"]
+    assert manifest["kind"] == "wordpiece" and manifest["file"] == "vocab.txt"
+    assert manifest["special_ids"] == {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+    assert list(verify(output)) == []
+    tokenizer = Tokenizer.load(output / "vocab.txt")
+    joined = "".join(text.lower().split())
+    checked = 0
+    for ids, first, label in sequences(output):
+        assert ids[0] == 101 and ids[first - 1] == 102 and ids[-1] == 102 and label in (0, 1)
+        part = "".join(tokenizer.decode(ids[1 : first - 1]).split()).removeprefix("##")
+        if checked < 100 and "[UNK]" not in part:
+            assert part in joined
+            checked += 1
+    assert checked == 100

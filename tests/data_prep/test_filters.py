@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import filters, rules
+from data_prep import filters, rules, sentences
 from data_prep.filters import BULLET, ELLIPSIS, ELLIPSIS_END, LETTER, NUMBER_SIGN, SENTENCE_END
 from data_prep.rules import REASONS, Rules
 from tests.data_prep.texts import batch_of
 
 ROOT = Path(__file__).resolve().parents[2]
 A10, A11 = "a b c d e f g h i j", "a b c d e f g h i j k"
+
+
+def described(words):
+    return filters.describe(words, sentences.ends(words))
 
 
 def reasons(documents, chosen: Rules) -> list[str]:
@@ -82,7 +86,7 @@ def test_documents_without_words_fail_counts_alone() -> None:
         assert reasons(["", "A b cc."], Rules(**{name: 1})) == [name.replace("_", "-"), ""]
     none = batch_of([])
     assert len(filters.judge(none, Rules.preset("gopher"))) == 0
-    assert len(filters.document_hashes(none, 0)) == 0 and len(filters.describe([])) == 0
+    assert len(filters.document_hashes(none, 0)) == 0 and len(filters.describe([], [])) == 0
 
 
 def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
@@ -130,7 +134,7 @@ def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
     ],
 )
 def test_flags_of_a_word(word: str, flags: int) -> None:
-    facts = filters.describe(["...", word, "."])  # neighbours must not leak in
+    facts = described(["...", word, "."])  # neighbours must not leak in
     assert facts["flags"][1] & ~np.uint8(SENTENCE_END) == flags & ~SENTENCE_END
     if word not in ("..", ""):
         assert facts["flags"][1] == flags
@@ -139,11 +143,11 @@ def test_flags_of_a_word(word: str, flags: int) -> None:
 
 def test_facts_of_many_words_equal_those_of_each() -> None:
     words = [f"w{i}" + "é" * (i % 3) + "." * (i % 5) for i in range(filters.WORDS_AT_ONCE + 50)]
-    together = filters.describe(words)
+    together = described(words)
     assert (together["characters"] == [len(word) for word in words]).all()
     assert len(np.unique(together["hash"])) == len(words)
     for i in (0, 1, 7, filters.WORDS_AT_ONCE - 1, filters.WORDS_AT_ONCE, len(words) - 1):
-        assert filters.describe([words[i]])[0] == together[i]
+        assert described([words[i]])[0] == together[i]
 
 
 def test_document_hashes_see_order_and_words_but_no_whitespace() -> None:

@@ -6,7 +6,7 @@ from data_prep import clean, sentences
 
 
 def test_bytes_become_text_with_controls_removed_and_nuls_counted():
-    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", 2)
+    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", 2, 1)
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")
     assert error.value.start == 5

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import clean, filters, sources
+from data_prep import clean, filters, sentences, sources
 from data_prep.problems import Problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ def batch_of(documents):
         edges.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
     numbers = np.array([distinct[word] for word in words], np.int64)
-    facts = filters.describe(list(distinct))[numbers]
+    facts = filters.describe(list(distinct), sentences.ends(list(distinct)))[numbers]
     return filters.Batch(facts, np.array(edges), np.array(paragraph_edges))
 
 

@@ -74,12 +74,14 @@ def test_a_missing_environment_is_one_clear_line(tmp_path) -> None:
 @pytest.mark.dist
 def test_prep_makes_both_lengths_with_one_tokenizer_over_ranks(corpus, tmp_path) -> None:
     env = {"CORPUS": str(corpus), "VOCAB": "1000", "SLURM_NTASKS": "2"}
-    env |= {"DATA_128": str(tmp_path / "d128"), "DATA_512": str(tmp_path / "d512")}
+    env |= {"DATA": str(tmp_path / "data"), "PREP": "--held-out 0.02 --dedup documents near"}
     done = submit("launch/prep.slurm", tmp_path, **env)
     assert done.returncode == 0, done.stdout + done.stderr
-    short, long = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("d128", "d512"))
+    short, long = (
+        json.loads((tmp_path / "data" / name / "manifest.json").read_text()) for name in ("seq128", "seq512")
+    )
     assert (short["seq_len"], long["seq_len"]) == (128, 512)
     assert short["tokenizer"]["sha256"] == long["tokenizer"]["sha256"]
     assert short["statistics"]["documents"] == long["statistics"]["documents"] > 50
     again = submit("launch/prep.slurm", tmp_path, **env)
-    assert again.returncode == 0 and again.stdout.count("is there already") == 2
+    assert again.returncode == 0 and "nothing to do" in again.stdout
