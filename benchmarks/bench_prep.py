@@ -9,8 +9,8 @@ unpacked beforehand, so that the time is from text to shards; `--packed` leaves 
 add up to a little less than the run. `ratio` is against google-research/bert's create_training_instances (WordPiece,
 dupe factor 1, length 128), whose 0.93 MB/s on one core of a 2-core x86-64 machine is a recorded figure, not run here.
 
-`--memory` builds corpora of these sizes, the input over and over with one letter in fifty changed (so that no copy is a
-duplicate and words keep coming), with all deduplication, and reports the largest process.
+`--memory` builds corpora of these sizes with all deduplication and reports the largest process. They are the input over and
+over with one letter in fifty changed: new words keep coming, and copies are near duplicates, the most there is to hold.
 """
 
 from __future__ import annotations

@@ -19,11 +19,15 @@ from data_prep.sources import Corpus, ReadOptions
 from megabert import shards
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind every option, and the list of rules as it is written."""
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m data_prep", description="Raw text to verified shards.")
     commands = top.add_subparsers(dest="command", required=True)
     _add_build(commands.add_parser(
-        "build", help="text to shards", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        "build", help="text to shards", formatter_class=_Help, epilog="rules of --filters:\n" + rules.describe_rules()
     ))  # fmt: skip
     p = commands.add_parser("verify", help="check every byte")
     p.add_argument("folder", metavar="DIR")
@@ -71,7 +75,13 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--text-field", default=r.text_field, help="field or column that holds the text")
     add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
     add("--normalization", choices=("NFC", "NFKC"), default=d.normalization, help="Unicode normal form")
-    add("--filters", nargs="+", default=["off"], metavar="RULE", help=rules.describe_rules())
+    add(
+        "--filters",
+        nargs="+",
+        default=["off"],
+        metavar="RULE",
+        help="gopher, c4, or rules: NAME=LIMIT (listed below)",
+    )
     add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
         help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")

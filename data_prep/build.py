@@ -131,8 +131,10 @@ def build(
         "seconds": seconds,
         "tokenizer_seconds": started - began,
         "workers": executor.size,
-        "mb_per_second": megabytes / seconds,
-        "mb_per_second_per_worker": megabytes / seconds / executor.size,
+        "resumed": run.resumed,
+        # Of a build that went on, part of the work was done before the clock was started.
+        "mb_per_second": None if run.resumed else megabytes / seconds,
+        "mb_per_second_per_worker": None if run.resumed else megabytes / seconds / executor.size,
         "stage_seconds": dict(run.everything.seconds),
         "peak_memory": max(run.everything.peak, spool.peak_memory()),
     }
@@ -156,6 +158,7 @@ class Build:
         self._folders = output.folders(folder, options.seq_lens)
         self._folder, self._work, self._meter = folder, work, meter
         self._journal = Journal(work, executor)
+        self.resumed = self._journal.holds_something()
         self._job = Job(
             options, "", str(work), on_error,
             held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
@@ -285,6 +288,10 @@ class Build:
             kind, seq_len, slots, len(drawn.results), spool.id_dtype(tokenizer).name, str(folder)
         )
         tokens = total(drawn.results).counts["tokens"]
+        if groups := shuffle.merges(part, tokens):
+            merged = self._map(f"merge {part.stem}", shuffle.merge, groups)
+            self._journal.consume(drawn, merged)
+            drawn, part = merged, replace(part, runs=len(groups), merged=True)
         parts = shuffle.buckets(part, tokens, self.options.rows_per_shard * seq_len)
         packed = self._map(f"shuffle {part.stem}", shuffle.process_bucket, parts, "bucket")
         self._journal.consume(drawn, packed)

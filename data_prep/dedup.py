@@ -15,6 +15,7 @@ from data_prep import duplicates, reading, spool
 from data_prep.spool import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job
 
 RANGE_RECORDS = 1 << 21
+PAIRS_AT_ONCE = 1 << 14  # whose signatures are in memory: 32 MiB
 EXAMPLE_TOKENS = 60
 REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
 LOST = "repeated paragraphs alone"
@@ -62,22 +63,30 @@ def find(job: Job, part: KeyRange) -> Done:
 
 
 def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    pairs = duplicates.near_candidates(records["key"], records["number"])
-    if not len(pairs):
-        return np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-    numbers, place = np.unique(pairs, return_inverse=True)
-    place = place.reshape(pairs.shape)
-    tasks = numbers >> np.uint64(TASK_SHIFT)
-    signatures = np.empty((len(numbers), duplicates.PERMUTATIONS), np.uint32)
+    """(dropped, kept) numbers of the candidates among `records` whose signatures agree; a few pairs at a time."""
+    # The order of pairs is that of their numbers, so that the signatures of a few pairs lie close together.
+    pairs = np.unique(duplicates.near_candidates(records["key"], records["number"]), axis=0)
+    parts = [pairs[:0]]
+    for first in range(0, len(pairs), PAIRS_AT_ONCE):
+        few = pairs[first : first + PAIRS_AT_ONCE]
+        numbers, place = np.unique(few, return_inverse=True)
+        signatures = _signatures(job, numbers)[place.reshape(few.shape)]
+        parts.append(few[duplicates.verified(signatures[:, 0], signatures[:, 1])])
+    found = np.concatenate(parts)
+    dropped, first_place = np.unique(found[:, 1], return_index=True)
+    return dropped, found[first_place, 0]
+
+
+def _signatures(job: Job, numbers: np.ndarray) -> np.ndarray:
+    """uint32 [n, PERMUTATIONS] of documents by number, ascending."""
+    tasks = (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64)
+    rows = (numbers & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
+    found = np.empty((len(numbers), duplicates.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
-        here = np.flatnonzero(tasks == task)
         mapped = np.memmap(job.path(f"read-{task:07d}.signatures"), np.uint32, "r")
-        rows = (numbers[here] & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
-        signatures[here] = mapped.reshape(-1, duplicates.PERMUTATIONS)[rows]
-    right = duplicates.verified(signatures[place[:, 0]], signatures[place[:, 1]])
-    found = pairs[right]
-    dropped, first = np.unique(found[:, 1], return_index=True)
-    return dropped, found[first, 0]
+        here = tasks == task
+        found[here] = mapped.reshape(-1, duplicates.PERMUTATIONS)[rows[here]]
+    return found
 
 
 def _dropped(job: Job, task: int, kind: str, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -84,6 +84,10 @@ class Journal:
         self._work, self._executor = work, executor
         self._digest = ""
 
+    def holds_something(self) -> bool:
+        """Whether an earlier process finished an item here."""
+        return any((self._work / FOLDER).rglob("*.json"))
+
     def map(
         self,
         name: str,

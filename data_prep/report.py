@@ -104,6 +104,15 @@ def facts(
     }
 
 
+def _speed(s: dict[str, Any]) -> str:
+    if s["resumed"]:
+        return f"went on from an earlier run, {s['seconds']:.1f} s more ({s['workers']} workers)"
+    return (
+        f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
+        f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)"
+    )
+
+
 def summary_text(s: dict[str, Any], folder: str) -> str:
     """The end of a build in a dozen lines."""
     mb = 1e6
@@ -129,8 +138,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
             ("", f"held out: {d['held_out']['documents']:,} documents, {d['held_out']['rows']:,} rows"),
         ]  # fmt: skip
     lines += [
-        ("speed", f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
-                  f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)"),
+        ("speed", _speed(s)),
         ("memory", f"{s['peak_memory'] / mb:.0f} MB at most in one process"),
         ("report", f"{folder}/report.html"),
     ]  # fmt: skip

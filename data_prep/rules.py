@@ -125,5 +125,5 @@ def describe_rules() -> str:
         bound = "at least" if name.startswith("min-") else "at most"
         of = "share of " if rule.metadata["share"] else ""
         sets = ", ".join(f"{preset} {limit:g}" for preset, limit in rule.metadata["presets"].items())
-        lines.append(f"{name}: {bound} this {of or 'many '}{rule.metadata['what']} ({sets})")
+        lines.append(f"  {name:32}{bound} this {of or 'many '}{rule.metadata['what']} ({sets})")
     return "\n".join(lines)
