@@ -23,6 +23,7 @@ from data_prep import (
     dedup,
     duplicates,
     output,
+    page,
     reading,
     report,
     sequences,
@@ -337,7 +338,7 @@ class Build:
         for folder in self._folders.values():
             shutil.copyfile(self._tokenizer_path, folder / self._tokenizer_path.name)
         write_json(self._folder / output.REPORTS[0], facts)
-        (self._folder / output.REPORTS[1]).write_text(report.page(facts), encoding="utf-8")
+        (self._folder / output.REPORTS[1]).write_text(page.render(facts), encoding="utf-8")
         write_json(self._folder / output.ACCOUNT, known_by)
         for folder, manifest in self._manifests:
             if held_out := manifest["held_out"]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,75 +141,3 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         ("report", f"{folder}/report.html"),
     ]  # fmt: skip
     return "\n".join([f"dataset    {folder}", *(f"{name:10} {text}" for name, text in lines)])
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem } td, th { padding: .15rem .8rem .15rem 0; text-align: left }
-td.n { text-align: right; font-variant-numeric: tabular-nums } blockquote { margin: .3rem 0 .3rem 1rem; color: #555 }
-.bar { display: inline-block; height: .7rem; background: #4a7ab5 }
-"""
-
-
-def _table(rows: Sequence[Sequence[Any]], head: Sequence[str] = ()) -> str:
-    def cell(value: Any) -> str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f'<td class="n">{value:,}</td>'
-        return f"<td>{html.escape(str(value))}</td>"
-
-    lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"] if head else []
-    lines += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
-    return "<table>" + "".join(lines) + "</table>"
-
-
-def _histogram(counts: dict[int, int], bars: int = 24) -> str:
-    """A bar chart of counts by value; neighbouring values share a bar where there are more than `bars`."""
-    values = sorted(counts)
-    if not values:
-        return "<p>none</p>"
-    width = -(-(values[-1] + 1 - values[0]) // bars) if values[-1] <= 8192 and len(values) > bars else 0
-    grouped: Counter[int] = Counter()
-    for value in values:
-        place = values[0] + (value - values[0]) // width * width if width else value
-        grouped[place] += counts[value]
-    most = max(grouped.values())
-    rows = []
-    for place, count in sorted(grouped.items()):
-        label = f"{place:,} – {place + width - 1:,}" if width > 1 else f"{place:,}"
-        bar = f'<span class="bar" style="width:{300 * count / most:.0f}px"></span>'
-        rows.append(f'<tr><td class="n">{label}</td><td class="n">{count:,}</td><td>{bar}</td></tr>')
-    return "<table>" + "".join(rows) + "</table>"
-
-
-def page(s: dict[str, Any]) -> str:
-    """The figures of `facts` as one HTML page without scripts."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>MegaBERT data report</title>",
-        f"<style>{STYLE}</style><h1>Data report</h1>",
-        "<h2>Read</h2>",
-        _table(
-            [
-                (name, c["weight"], c["documents"], c["sentences"], c["tokens"], c["bytes"])
-                for name, c in s["corpora"].items()
-            ],
-            ("corpus", "weight", "documents", "sentences", "tokens", "bytes"),
-        ),
-        "<h2>Dropped</h2>",
-        _table(list(s["dropped"]["reasons"].items()), ("reason", "documents")),
-        f"<p>{s['dropped']['repeated_paragraphs']:,} repeated paragraphs.</p>",
-    ]
-    for reason, texts in s["examples"].items():
-        quotes = "".join(f"<blockquote>{html.escape(text)}</blockquote>" for text in texts)
-        parts.append(f"<h3>{html.escape(reason)}</h3>{quotes}")
-    parts += ["<h2>Problems skipped</h2>", _table(list(s["problems"].items())), "<h2>Cleaned away</h2>"]
-    parts.append(_table(list(s["cleaned"].items())))
-    for name, counts in s["histograms"].items():
-        parts.append(f"<h2>{html.escape(name.capitalize())}</h2>" + _histogram(counts))
-    for length, d in s["datasets"].items():
-        shown = {k: v for k, v in d.items() if not isinstance(v, dict)} | {
-            f"held out {k}": v for k, v in d["held_out"].items()
-        }
-        parts.append(f"<h2>Rows of {length} tokens</h2>")
-        parts.append(_table([(name.replace("_", " "), value) for name, value in shown.items()]))
-        parts.append("<h3>Tokens of a sequence</h3>" + _histogram(d["lengths"]))
-    return "\n".join(parts) + "\n"

