@@ -196,6 +196,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    parallel.collect_seldom()
     try:
         if args.command == "build":
             return _build(args)

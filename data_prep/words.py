@@ -170,16 +170,14 @@ class WordEncoder:
 
     def _learn(self, new: list[str]) -> None:
         """Encode words met for the first time, the last that the lexicon numbered, and append them to the tables."""
-        clean_word = clean.clean_word
-        plain = [w if w.isascii() and "&" not in w else clean_word(w[:MAX_WORD], self.form) for w in new]
-        encoded = self.tokenizer.encode_batch([w[:MAX_WORD] for w in plain])
-        for i, word in enumerate(new):
-            if len(word) > MAX_WORD:
-                pieces = [
-                    clean_word(word[k : k + MAX_WORD], self.form) for k in range(0, len(word), MAX_WORD)
-                ]
-                encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
-                plain[i] = "".join(pieces)
+        clean_word, form = clean.clean_word, self.form
+        cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
+        plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
+        encoded = self.tokenizer.encode_batch(plain)
+        for i in [i for i, w in enumerate(new) if len(w) > MAX_WORD] if cut is not new else ():
+            pieces = [clean_word(new[i][k : k + MAX_WORD], form) for k in range(0, len(new[i]), MAX_WORD)]
+            encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
+            plain[i] = "".join(pieces)
         lengths = np.fromiter(map(len, encoded), np.int32, len(new))
         total = int(lengths.sum())
         last = self._lexicon.size

@@ -130,6 +130,7 @@ def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
          tokenizer_file, "--workers", "2", "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 30
     while not list(out.glob(".work/read-*")) and time.monotonic() < deadline:
