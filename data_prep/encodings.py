@@ -61,6 +61,14 @@ def check(name: str) -> str:
     return UTF8 if info.name in ("utf-8", "utf-8-sig") else info.name
 
 
+def _is_utf8(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character cut at the end is no error
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def decide(path: str, head: bytes) -> str:
     """Encoding of a file by its first bytes (64 KiB or more): UTF8 or a codec's name.
 
@@ -69,11 +77,8 @@ def decide(path: str, head: bytes) -> str:
     for mark, name in MARKS:
         if head.startswith(mark):
             return name
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character cut at the end is no error
+    if _is_utf8(head):
         return UTF8
-    except UnicodeDecodeError:
-        pass
     if head.count(0) > len(head) // 4:
         return UTF8  # binary; the formats say so
     text = head.decode(errors="replace")

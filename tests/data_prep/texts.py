@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data_prep import clean, filters, sentences, sources
+from data_prep import clean, sources, words
 from data_prep.problems import Problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,16 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def batch_of(documents):
     """A Batch of documents, each a list of paragraphs or one string with line feeds between them."""
-    words, edges, paragraph_edges = [], [0], [0]
-    for document in documents:
-        for paragraph in document.split("\n") if isinstance(document, str) else document:
-            words += paragraph.split()
-            paragraph_edges.append(len(words))
-        edges.append(len(words))
-    distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    numbers = np.array([distinct[word] for word in words], np.int64)
-    facts = filters.describe(list(distinct), sentences.ends(list(distinct)))[numbers]
-    return filters.Batch(facts, np.array(edges), np.array(paragraph_edges))
+    return words.batch_of([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
 
 
 def articles(count):
