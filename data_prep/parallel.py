@@ -5,8 +5,10 @@ Nothing that a result holds may depend on which of them made it. Only this file 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[Any], None]
 TAG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.001
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
@@ -37,6 +40,16 @@ def collect_seldom() -> None:
     gc.set_threshold(200_000, 50, 100)
 
 
+def _begin_worker(parent: int) -> None:
+    """Runs first in a worker: it ends with its parent, or it would write beside the build that goes on."""
+    collect_seldom()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 class Local:
     """This process alone (`workers` 1) or a pool of `workers` processes, at most two items each in flight."""
 
@@ -44,10 +57,11 @@ class Local:
 
     def __init__(self, workers: int) -> None:
         self.size = workers
-        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-        if self._pool is not None:
+        self._pool = None
+        if workers > 1:
+            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
             for _ in range(workers):  # they start and import while the build is planned
-                self._pool.submit(collect_seldom)
+                self._pool.submit(os.getpid)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Progress) -> list[Result]:
         """Results in the order of `items`; `done(result)` is called as each arrives."""

@@ -82,6 +82,23 @@ def test_builds_killed_at_random_instants_end_in_the_same_bytes(count, arguments
     assert contents(output) == whole[1]
 
 
+def test_workers_end_with_their_parent(arguments, whole, tmp_path):
+    """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that goes on."""
+    output = tmp_path / "out"
+    process = interrupted([*arguments, "--workers", "3"], output)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    os.killpg(process.pid, signal.SIGCONT)  # Python's own resource tracker ends by itself
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{child}/exe").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [child for child in children if Path(f"/proc/{child}/exe").exists()]
+    assert run(arguments, output).returncode == 0
+    assert contents(output) == whole[1]
+
+
 def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments, whole, tmp_path):
     output = tmp_path / "out"
     assert run(arguments, output).returncode == 0
@@ -100,7 +117,7 @@ def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments,
 def interrupted(arguments, output):
     """A build that is stopped (SIGSTOP) once it has read something."""
     process = subprocess.Popen(
-        [*arguments, "--output", output, "--workers", "1"],
+        [*arguments, "--output", output],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
