@@ -231,9 +231,7 @@ class Build:
                 kinds.append((kind, len(parts)))
         if not options.dedup:
             return ""
-        masks = [
-            dedup.TaskMask(i, tuple(done.facts["units"]), tuple(kinds)) for i, done in enumerate(results)
-        ]
+        masks = [dedup.TaskMask(i, tuple(kinds)) for i in range(tasks)]
         kept = self._map("keep", dedup.mask_documents, masks)
         self._spools.append(kept)
         if "paragraphs" not in options.dedup:

@@ -38,7 +38,6 @@ class TaskMask:
     """Task `task`, whose duplicates are listed by the ranges of `kinds`: (kind, number of ranges)."""
 
     task: int
-    units: tuple[int, ...]
     kinds: tuple[tuple[str, int], ...]
 
 
@@ -79,8 +78,7 @@ def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _signatures(job: Job, numbers: np.ndarray) -> np.ndarray:
     """uint32 [n, PERMUTATIONS] of documents by number, ascending."""
-    tasks = (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64)
-    rows = (numbers & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
+    tasks, rows = spool.task_and_place(numbers)
     found = np.empty((len(numbers), duplicates.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
         mapped = np.memmap(job.path(f"read-{task:07d}.signatures"), np.uint32, "r")
@@ -101,29 +99,27 @@ def _dropped(job: Job, task: int, kind: str, count: int) -> tuple[np.ndarray, np
             )
             parts.append(np.array(mapped[low:high]))
     found = np.concatenate(parts) if parts else np.zeros(0, PARTNERS)
-    places = (found["number"] & np.uint64((1 << TASK_SHIFT) - 1)).astype(np.int64)
-    places, first = np.unique(places, return_index=True)
+    places, first = np.unique(spool.task_and_place(found["number"])[1], return_index=True)
     return places, found["kept"][first]
 
 
 def mask_documents(job: Job, item: TaskMask) -> Done:
     """Write keep-TASK.mask, bool [s], false in duplicate documents; and the keys of the paragraphs that are left."""
     done = Done()
-    table, units = reading.load(job, item.task, list(item.units))
+    table = spool.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
     tokenizer = reading.encoder_of(job)[0]
     keep = np.ones(len(table), bool)
-    flat = [unit.tokens for unit in units]
     starts = np.cumsum(table["tokens"], dtype=np.int64) - table["tokens"]
-    for kind, count in item.kinds:
-        places, kept = _dropped(job, item.task, kind, count)
+    for kind, ranges_of_it in item.kinds:
+        places, kept = _dropped(job, item.task, kind, ranges_of_it)
         new = keep[places]
         places, kept = places[new], kept[new]
         keep[places] = False
         examples = []
         for place, number in zip(places[: spool.EXAMPLES].tolist(), kept.tolist(), strict=False):
-            tokens = np.concatenate(flat)[
-                starts[place] : starts[place] + min(EXAMPLE_TOKENS, table["tokens"][place])
-            ]
+            count = min(EXAMPLE_TOKENS, int(table["tokens"][place]))
+            stem = f"read-{item.task:07d}"
+            tokens = spool.read(job, f"{stem}.tokens", spool.id_dtype(tokenizer), int(starts[place]), count)
             task, other = divmod(number, 1 << TASK_SHIFT)
             examples.append(f"[as document {other} of part {task}] {tokenizer.decode(tokens)}")
         sizes = table[places]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -138,17 +137,11 @@ def _gather(job: Job, names: list[str], dtype: str, index: int, count: int) -> t
 
     `start` points into the ids.
     """
-    low, high = ((index + i) * (1 << 64) // count for i in (0, 1))
     metas, ids, used = [np.zeros(0, SEQUENCE)], [np.zeros(0, dtype)], 0
     for name in names:
-        if not os.path.getsize(job.path(f"{name}.meta")):
+        found = spool.key_range(job, f"{name}.meta", SEQUENCE, index, count)
+        if not len(found):
             continue
-        mapped = np.memmap(job.path(f"{name}.meta"), SEQUENCE, "r")
-        key = mapped["key"]
-        begin, end = bisect_left(key, low), bisect_left(key, high)
-        if begin == end:
-            continue
-        found = np.array(mapped[begin:end])
         first = int(found["start"][0])
         tokens = int(found["start"][-1]) + int(found["length"][-1]) - first
         ids.append(spool.read(job, f"{name}.ids", dtype, first, tokens))

@@ -194,6 +194,12 @@ def key_range(job: Job, name: str, dtype: np.dtype, index: int, count: int) -> n
     return np.array(mapped[bisect_left(keys, low) : bisect_left(keys, high)])
 
 
+def task_and_place(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(task, place in it), both int64 [n], of documents or paragraphs by number, uint64 [n]."""
+    places = numbers & np.uint64((1 << TASK_SHIFT) - 1)
+    return (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64), places.astype(np.int64)
+
+
 def checksum(path: str | Path) -> tuple[int, int]:
     """(bytes, CRC-32) of a file."""
     size = crc = 0

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def job(tmp_path):
 def run(job, items=(1, 2, 3), consume=False):
     """Both stages. Returns the values and what was called."""
     calls.clear()
-    journal = Journal(spool.Path(job.work), Local(1))
+    journal = Journal(Path(job.work), Local(1))
     squares = journal.map("squares", square, job, list(items), lambda done: None)
     sums = journal.map("sums", add_one, job, list(items), lambda done: None)
     if consume:
