@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from data_prep import inspection, parallel, report, rules, verification
+from data_prep import parallel, report, rules
 from data_prep.build import build
 from data_prep.options import DEDUP, BuildOptions
 from data_prep.pieces import FORMATS
@@ -182,6 +182,8 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from data_prep import verification
+
     found = 0
     for problem in verification.verify(
         args.folder, _workers(args) or parallel.default_workers(), not args.quiet
@@ -201,6 +203,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "build":
             return _build(args)
         if args.command == "inspect":
+            from data_prep import inspection
+
             print(inspection.inspect(args.folder, args.rows, args.seed, args.masking))
             return 0
         return _verify(args)

@@ -115,16 +115,19 @@ def build(
     with output.opened(Path(folder), known_by, options.seq_lens, overwrite) as work:
         if work is None:
             return None
-        run = Build(Path(folder), work, corpora, tasks, options, executor, on_error, Meter(progress))
-        tokenizer = run.tokenize(tokenizer_file)
-        started = time.perf_counter()
-        run.read()
-        datasets = {str(n): run.dataset(n, tokenizer) for n in options.seq_lens}
-        finished = time.perf_counter()
-        facts = report.facts(
-            known_by, corpora, tokenizer, run.read_by_corpus, run.everything, problems, datasets
-        )
-        run.commit(facts, known_by)
+        journal = Journal(work, executor)
+        with contextlib.closing(journal):
+            run = Build(Path(folder), work, corpora, tasks, options, journal, on_error, Meter(progress))
+            tokenizer = run.tokenize(tokenizer_file)
+            started = time.perf_counter()
+            run.read()
+            datasets = {str(n): run.dataset(n, tokenizer) for n in options.seq_lens}
+            journal.settle()
+            finished = time.perf_counter()
+            facts = report.facts(
+                known_by, corpora, tokenizer, run.read_by_corpus, run.everything, problems, datasets
+            )
+            run.commit(facts, known_by)
     seconds = finished - started
     read = run.read_by_corpus
     megabytes = sum(done.counts["bytes read"] for done in read.values()) / 1e6
@@ -151,14 +154,14 @@ class Build:
         corpora: Sequence[Corpus],
         tasks: list[Task],
         options: BuildOptions,
-        executor: Local | Ranks,
+        journal: Journal,
         on_error: str,
         meter: Meter,
     ) -> None:
         self.options, self.tasks, self.corpora = options, tasks, corpora
         self._folders = output.folders(folder, options.seq_lens)
         self._folder, self._work, self._meter = folder, work, meter
-        self._journal = Journal(work, executor)
+        self._journal = journal
         self.resumed = self._journal.holds_something()
         self._job = Job(
             options, "", str(work), on_error,

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,8 @@ class Journal:
     def __init__(self, work: Path, executor: Local | Ranks) -> None:
         self._work, self._executor = work, executor
         self._digest = ""
+        self._sweeper = ThreadPoolExecutor(1)
+        self._sweeping: list[Future[None]] = []
 
     def holds_something(self) -> bool:
         """Whether an earlier process finished an item here."""
@@ -117,7 +120,20 @@ class Journal:
         """Delete the files of `stage`, which nothing reads any more now that `makers` have ended.
 
         What was made of them is on the disk first, and then the results of `stage`, so that it is never asked for again.
+        Waiting for the disk is done in a thread; `settle` raises what went wrong there.
         """
+        self._sweeping.append(self._sweeper.submit(self._consume, stage, makers))
+
+    def settle(self) -> None:
+        """Wait until everything consumed is gone. Raises OSError when the disk is full."""
+        while self._sweeping:
+            self._sweeping.pop(0).result()
+
+    def close(self) -> None:
+        """End the thread, whatever became of what it does: the work folder may go afterwards."""
+        self._sweeper.shutdown(wait=True, cancel_futures=True)
+
+    def _consume(self, stage: Stage, makers: tuple[Stage, ...]) -> None:
         for done in (done for maker in makers for done in maker.results):
             for name in done.files:
                 if (self._work / name).exists():  # else it was consumed itself

@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from data_prep.exchange import Channels
 from data_prep.problems import BadInput, Unfinished
 
 Item = TypeVar("Item")
@@ -40,9 +41,10 @@ def collect_seldom() -> None:
     gc.set_threshold(200_000, 50, 100)
 
 
-def _begin_worker(parent: int) -> None:
+def _begin_worker(parent: int, channels: Channels) -> None:
     """Runs first in a worker: it ends with its parent, or it would write beside the build that goes on."""
     collect_seldom()
+    channels.join()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,9 +61,10 @@ class Local:
         self.size = workers
         self._pool = None
         if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
-            for _ in range(workers):  # they start and import while the build is planned
-                self._pool.submit(os.getpid)
+            # Forked before this process has threads of its own: nothing is imported a second time.
+            start = (os.getpid(), Channels(workers))
+            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, start)
+            self._pool.submit(os.getpid).result()
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Progress) -> list[Result]:
         """Results in the order of `items`; `done(result)` is called as each arrives."""

@@ -31,7 +31,9 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
-        _encoders[key] = (tokenizer, WordEncoder(tokenizer, spool.id_dtype(tokenizer), form))
+        encoder = WordEncoder(tokenizer, spool.id_dtype(tokenizer), form)
+        encoder.share()
+        _encoders[key] = (tokenizer, encoder)
     return _encoders[key]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep import clean, filters, sentences
+from data_prep import clean, exchange, filters, sentences
 from data_prep.lexicon import Lexicon, word_hashes
 from megabert.tokenizer import Tokenizer
 
@@ -24,7 +24,14 @@ MAX_WORDS = 2_000_000  # distinct words kept, about 150 MB
 MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbers
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
 WORD = np.dtype(
-    [("facts", filters.FACTS), ("start", "<i4"), ("length", "<i4"), ("ends", "?"), ("starts", "?")],
+    [
+        ("key", "<u8"),  # its hash in the lexicon
+        ("facts", filters.FACTS),
+        ("start", "<i4"),
+        ("length", "<i4"),
+        ("ends", "?"),
+        ("starts", "?"),
+    ],
     align=True,
 )
 
@@ -128,9 +135,15 @@ class WordEncoder:
                 f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
-        self.tokenizer, self.dtype, self.form = tokenizer, dtype, form
+        self.tokenizer, self.dtype, self.form = tokenizer, np.dtype(dtype), form
+        self._exchange: exchange.Exchange | None = None
         self._reset_cache()
         self._reset_documents()
+
+    def share(self) -> None:
+        """In a worker of a pool: learn from the others and let them learn from this one."""
+        key = f"{self.tokenizer.sha256[:40]} {self.form}".encode()
+        self._exchange = exchange.open_here(key, WORD, self.dtype)
 
     def _reset_cache(self) -> None:
         self._lexicon = Lexicon()
@@ -157,9 +170,12 @@ class WordEncoder:
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
+        for rows, tokens in self._exchange.news() if self._exchange else ():
+            self._adopt(rows, tokens)
         numbers[full], new = self._lexicon.numbers(hashes[full])
         if len(new):
-            self._learn(distinct.take(pa.array(np.flatnonzero(full)[new])).to_pylist())
+            new = np.flatnonzero(full)[new]
+            self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -168,7 +184,32 @@ class WordEncoder:
             here = here[here >= 0]
         return here, edges
 
-    def _learn(self, new: list[str]) -> None:
+    def _adopt(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Take over what another worker learned, as far as it is new here."""
+        keys, first = np.unique(
+            rows["key"], return_index=True
+        )  # after a reset it may have learned a word again
+        _, new = self._lexicon.numbers(keys)
+        new = first[new]
+        lengths = rows["length"][new].astype(np.int64)
+        starts = (np.cumsum(rows["length"], dtype=np.int64) - rows["length"])[new]
+        source = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+        self._append(rows[new], tokens[source])
+
+    def _append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Add the words that the lexicon numbered last; fills in their starts."""
+        last = self._lexicon.size
+        while last > len(self._table):
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        while self._used + len(tokens) > len(self._flat):
+            self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
+        table = self._table[last - len(rows) : last]
+        table[:] = rows
+        table["start"] = self._used + np.cumsum(rows["length"]) - rows["length"]
+        self._flat[self._used : self._used + len(tokens)] = tokens
+        self._used += len(tokens)
+
+    def _learn(self, keys: np.ndarray, new: list[str]) -> None:
         """Encode words met for the first time, the last that the lexicon numbered, and append them to the tables."""
         clean_word, form = clean.clean_word, self.form
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
@@ -178,23 +219,15 @@ class WordEncoder:
             pieces = [clean_word(new[i][k : k + MAX_WORD], form) for k in range(0, len(new[i]), MAX_WORD)]
             encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
             plain[i] = "".join(pieces)
-        lengths = np.fromiter(map(len, encoded), np.int32, len(new))
-        total = int(lengths.sum())
-        last = self._lexicon.size
-        while last > len(self._table):
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-        while self._used + total > len(self._flat):
-            self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
-        self._flat[self._used : self._used + total] = np.fromiter(
-            chain.from_iterable(encoded), self.dtype, total
-        )
-        rows = self._table[last - len(new) : last]
-        rows["start"] = self._used + np.cumsum(lengths) - lengths
-        rows["length"] = lengths
         ends = sentences.ends(plain)
+        rows = np.zeros(len(new), WORD)
+        rows["key"], rows["length"] = keys, np.fromiter(map(len, encoded), np.int32, len(new))
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = filters.describe(plain, ends)
-        self._used += total
+        tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
+        self._append(rows, tokens)
+        if self._exchange:
+            self._exchange.publish(rows, tokens)
 
     def finish(self) -> Batch:
         """All documents added since the last call, in order."""

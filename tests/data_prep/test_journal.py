@@ -46,6 +46,8 @@ def run(job, items=(1, 2, 3), consume=False):
     sums = journal.map("sums", add_one, job, list(items), lambda done: None)
     if consume:
         journal.consume(squares, sums)
+    journal.settle()
+    journal.close()
     assert sum(done.counts["squares"] for done in squares.results) == len(items)
     return [done.facts["value"] for done in sums.results], list(calls)
 
@@ -96,6 +98,17 @@ def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path):
     assert run(job, consume=True)[0] == [2, 5, 10]
     assert not list(tmp_path.glob("square-*")) and len(list(tmp_path.glob("sum-*"))) == 3
     assert run(job, consume=True) == ([2, 5, 10], [])
+
+
+def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path):
+    journal = Journal(Path(job.work), Local(1))
+    squares = journal.map("squares", square, job, [1], lambda done: None)
+    (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
+    journal.consume(squares)
+    with pytest.raises(OSError, match=r"squares\.json"):
+        journal.settle()
+    journal.close()
+    assert (tmp_path / "square-1").exists(), "a file is gone whose results are on no disk"
 
 
 def test_a_json_file_is_replaced_whole(tmp_path):

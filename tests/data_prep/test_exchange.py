@@ -1,0 +1,116 @@
+"""Workers tell each other of words: whole records, the same words in every log, and the same tokens whoever learned them."""
+
+import multiprocessing
+
+import numpy as np
+
+from data_prep import exchange
+from data_prep.exchange import Channels, Exchange
+from data_prep.words import WordEncoder
+from megabert.tokenizer import Tokenizer
+
+RECORD = np.dtype([("key", "<u8"), ("length", "<i4")])
+TOKEN = np.dtype("<u2")
+
+
+def words(first, count):
+    """Word k has k % 3 + 1 tokens, all of them k."""
+    keys = np.arange(first, first + count)
+    records = np.zeros(count, RECORD)
+    records["key"], records["length"] = keys, keys % 3 + 1
+    return records, np.repeat(keys, records["length"]).astype(TOKEN)
+
+
+def _talk(channels, turn, size, results):
+    channels.join()
+    own = Exchange(channels, RECORD, TOKEN)
+    heard = []
+    for k in range(20):
+        own.publish(*words(1000 * channels.own + k * size, size))
+        if k == 10:
+            turn.wait()
+        heard += [(r.copy(), t.copy()) for r, t in own.news()]
+    turn.wait()
+    heard += [(r.copy(), t.copy()) for r, t in own.news()]
+    results.put((channels.own, heard))
+
+
+def talk(workers, size):
+    """What each of `workers` real processes heard, by its number."""
+    context = multiprocessing.get_context("fork")
+    channels, turn, results = Channels(workers), context.Barrier(workers), context.Queue()
+    processes = [context.Process(target=_talk, args=(channels, turn, size, results)) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=30) for _ in processes)
+    for process in processes:
+        process.join()
+    return found
+
+
+def test_everybody_hears_everything_of_the_others_once_and_whole():
+    found = talk(3, 17)
+    assert set(found) == {0, 1, 2}
+    for own, heard in found.items():
+        for records, tokens in heard:
+            assert np.array_equal(tokens, np.repeat(records["key"], records["length"]))
+        keys = np.concatenate([records["key"] for records, _ in heard])
+        want = [1000 * other + k for other in range(3) if other != own for k in range(20 * 17)]
+        assert sorted(keys.tolist()) == want
+
+
+def test_a_full_log_is_silent(monkeypatch):
+    monkeypatch.setattr(exchange, "WORDS", 100)  # 50 a worker: the third 17 words do not fit
+    for own, heard in talk(2, 17).items():
+        keys = np.concatenate([records["key"] for records, _ in heard])
+        assert sorted(keys.tolist()) == [1000 * (1 - own) + k for k in range(34)]
+
+
+def _encode(channels, path, turn, texts, results):
+    channels.join()
+    tokenizer = Tokenizer.load(path)
+    learned = []
+    encode_batch = tokenizer.encode_batch
+    tokenizer.encode_batch = lambda batch, threads=1: learned.extend(batch) or encode_batch(batch, threads)
+    encoder = WordEncoder(tokenizer, np.dtype("uint16"))
+    encoder.share()
+    mine = []
+    for i, text in enumerate(texts):
+        if i % 2 == channels.own:  # in turn: each knows all that came before
+            encoder.add([text])
+            mine.append((i, encoder.finish().encoded))
+        turn.wait()
+    results.put((mine, learned))
+
+
+def test_a_word_is_learned_by_one_worker_and_every_worker_gives_its_tokens(tokenizer_file):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    texts = [
+        f"Tom\u00e1s saw word{i} and word{i - 1} of the {'many ' * i}others. Then (he) left!"
+        for i in range(8)
+    ]
+    context = multiprocessing.get_context("fork")
+    channels, turn, results = Channels(2), context.Barrier(2), context.Queue()
+    arguments = (channels, str(tokenizer_file), turn, texts, results)
+    processes = [context.Process(target=_encode, args=arguments) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=30) for _ in processes]
+    for process in processes:
+        process.join()
+    learned = [word for _, words in found for word in words]
+    assert len(learned) == len(set(learned)) and {"word3", "Tom\u00e1s", "many"} <= set(learned)
+    for i, encoded in (item for mine, _ in found for item in mine):
+        alone = WordEncoder(tokenizer, np.dtype("uint16"))
+        alone.add([texts[i]])
+        want = alone.finish().encoded
+        assert np.array_equal(encoded.tokens, want.tokens)
+        assert np.array_equal(encoded.sentence_lengths, want.sentence_lengths)
+
+
+def test_another_encoder_does_not_share():
+    channels = Channels(1)
+    assert (
+        channels.opened_for(b"first") and channels.opened_for(b"first") and not channels.opened_for(b"second")
+    )
+    assert exchange.open_here(b"first", RECORD, TOKEN) is None, "this process joined no pool"
