@@ -75,6 +75,9 @@ class DataConfig(Section):
     path: str = Field("", description="dataset folder written by data_prep (also --data)")
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
+    on_damage: Literal["stop", "skip"] = Field(
+        "stop", description="at a damaged row: stop every rank, or leave the row out and count it"
+    )
     masking: MaskingConfig = MaskingConfig()
 
 
@@ -146,6 +149,28 @@ class EvalConfig(Section):
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
 
 
+class SpikesConfig(Section):
+    """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
+    newest checkpoint before the spike and pass over the data from there through the spike."""
+
+    policy: Literal["off", "warn", "skip", "rollback"] = Field(
+        "warn", description="say so, do not apply the update (waits for each loss), or go back and pass over"
+    )
+    threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
+    window: int = Field(
+        128, ge=8, description="recent updates a loss is compared with; judged from a quarter on"
+    )
+    max_rollbacks: int = Field(5, ge=0, description="goings-back of one process before the run stops")
+
+
+class WatchdogConfig(Section):
+    timeout_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="without progress on a rank for so long the job names the culprit and ends; 0 off",
+    )
+
+
 class LogConfig(Section):
     interval: int = Field(
         10, gt=0, description="updates between log lines; meters stay on the device in between"
@@ -175,6 +200,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""

@@ -27,11 +27,17 @@ ALLOWED = {
     "optim": {"config", "ops"},
     "partition": {"distributed", "optim"},  # where ZeRO put each parameter, for LAMB
     "batches": {"masking", "shards"},
-    "data": {"batches", "config", "masking", "memory", "shards", "tokenizer"},
+    "order": {"masking"},
+    "data": {"batches", "config", "masking", "memory", "order", "shards", "tokenizer"},
     "memory": set(),
     "distributed": set(),
+    "spikes": set(),
+    "stopping": set(),
+    "signs": set(),
+    "watchdog": {"distributed", "signs"},
+    "ledger": {"batches", "distributed", "masking"},
 }
-WITHOUT_TORCH = {"config", "schedule", "shards", "tokenizer", "doctor"}
+WITHOUT_TORCH = {"config", "schedule", "shards", "spikes", "stopping", "tokenizer", "doctor"}
 # package -> the only files that may import it
 OWNERS = {
     "deepspeed": {"megabert/engine.py"},
