@@ -145,7 +145,8 @@ class CheckpointConfig(Section):
         0, ge=0, description="checkpoints whose step is a multiple of it are kept for ever; 0 keeps none"
     )
     asynchronous: bool = Field(
-        True, description="write in the background; takes 12 bytes of host memory a parameter, over all ranks"
+        True,
+        description="write in the background, from copies in host memory: 12 bytes a parameter over all ranks",
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="after a save that failed: end the run, or warn and go on from the one before"

@@ -242,7 +242,14 @@ FORGERIES = {
     "a short end": (set_pieces({"w": [[0, 3]]}), "hold 3 of the 6 elements of w"),
     "no pieces": (set_pieces({}), "hold 0 of the 6 elements of w"),
     "an unknown name": (set_pieces({"w": [[0, 3], [3, 3]], "x": [[0, 1]]}), "hold 1 of the 0 elements of x"),
-    "no list": (set_pieces({"w": "all"}), "manifest.json"),
+    "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
+    "no numbers": (set_pieces({"w": [[0, "3"], [3, 3]]}), "manifest.json cannot be read"),
+    "a negative size": (
+        lambda body: body["files"][MOMENTS_FILE].update(bytes=-1),
+        "manifest.json cannot be read",
+    ),
+    "no counters": (lambda body: body.update(engine=[]), "manifest.json cannot be read"),
+    "no state": (lambda body: body.update(state=[]), "manifest.json holds no state"),
     "another layout": (lambda body: body.update(schema=9), "has layout 9"),
     "no weights": (lambda body: body["files"].pop("weights.safetensors"), "names no weights.safetensors"),
 }

@@ -12,7 +12,9 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 SCHEMA = 2
 FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are still read
@@ -20,6 +22,25 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
 LARGEST_MANIFEST = 256 << 20  # bytes; BERT-LARGE over 1,000 ranks needs 0.3 MB
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    pieces: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]] = {}
+
+
+class _Counters(BaseModel):
+    """What `Engine.snapshot` counts."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    optimizer_steps: int = Field(ge=0)
+    deepspeed: dict[str, int] = {}
+    loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
+
+
+_FILES = TypeAdapter(dict[str, _File])
 
 
 class Damaged(ValueError):
@@ -66,6 +87,11 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
                 raise Damaged(f"{path.name}/{MANIFEST} names {name!r}, which is no file of a checkpoint")
         if WEIGHTS not in files:
             raise Damaged(f"{path.name}/{MANIFEST} names no {WEIGHTS}")
+        _FILES.validate_python(files)
+        if schema == SCHEMA:
+            _Counters.model_validate(manifest["engine"])
+        if not isinstance(manifest["state"], dict):
+            raise Damaged(f"{path.name}/{MANIFEST} holds no state")
     except (Damaged, Outdated):
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

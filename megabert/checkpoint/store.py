@@ -51,8 +51,8 @@ class _Save(threading.Thread):
     def __init__(
         self, folder: Path, state: dict[str, Any], snapshot: Snapshot, write: Callable[..., Any]
     ) -> None:
-        # A daemon: a save that nobody finishes is worth nothing, and must not keep a failed process alive.
-        super().__init__(name=f"save-{folder.name}", daemon=True)
+        # No daemon: the interpreter's end would unwind one through safetensors' Rust, which aborts the process.
+        super().__init__(name=f"save-{folder.name}")
         self.folder, self.state, self.snapshot = folder, state, snapshot
         self.files: dict[str, dict[str, Any]] = {}
         self.failure: Exception | None = None

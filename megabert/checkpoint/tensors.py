@@ -107,7 +107,7 @@ def _spans(manifest: Mapping[str, Any]) -> dict[str, list[tuple[int, int, str]]]
     found: dict[str, list[tuple[int, int, str]]] = {}
     for source, entry in manifest["files"].items():
         for name, pieces in entry.get("pieces", {}).items():
-            found.setdefault(name, []).extend((int(offset), int(length), source) for offset, length in pieces)
+            found.setdefault(name, []).extend((offset, length, source) for offset, length in pieces)
     return found
 
 
