@@ -237,11 +237,8 @@ FORGERIES = {
     ),
     "an absolute path": (rename_file("/etc/passwd"), "which is no file of a checkpoint"),
     "another kind": (rename_file("model.pt"), "which is no file of a checkpoint"),
-    "a hole": (set_pieces({"w": [[0, 2], [3, 3]]}), "piece of w at 3 does not start at 2"),
-    "an overlap": (set_pieces({"w": [[0, 3], [2, 4]]}), "piece of w at 2 does not start at 3"),
-    "a short end": (set_pieces({"w": [[0, 3]]}), "hold 3 of the 6 elements of w"),
-    "no pieces": (set_pieces({}), "hold 0 of the 6 elements of w"),
-    "an unknown name": (set_pieces({"w": [[0, 3], [3, 3]], "x": [[0, 1]]}), "hold 1 of the 0 elements of x"),
+    "other pieces": (set_pieces({"w": [[0, 2], [2, 4]]}), "holds other pieces than the manifest lists"),
+    "an unknown name": (set_pieces({"w": [[0, 3], [3, 3]], "x": [[0, 1]]}), "holds other pieces"),
     "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
     "no numbers": (set_pieces({"w": [[0, "3"], [3, 3]]}), "manifest.json cannot be read"),
     "a negative size": (
@@ -276,9 +273,9 @@ def test_a_link_is_not_followed_and_a_size_is_checked_before_a_byte_is_read(tmp_
         (newest / name).unlink()
         moved.rename(newest / name)
     with (newest / MOMENTS_FILE).open("r+b") as file:
-        file.truncate(1 << 45)  # 32 TiB of nothing: hashing it would take hours
+        file.truncate(1 << 43)  # 8 TiB of nothing: hashing it would take hours
     assert checkpoints.latest().name == "step-00000010"
-    assert f"has {1 << 45} bytes" in capsys.readouterr().err
+    assert f"has {1 << 43} bytes" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_the_first_layout_gives_its_weights_only(tmp_path):

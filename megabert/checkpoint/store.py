@@ -28,6 +28,7 @@ from megabert.checkpoint.manifest import (
 )
 from megabert.checkpoint.tensors import (
     Moments,
+    check_moments,
     check_pieces,
     moments_file,
     read_weights,
@@ -256,7 +257,11 @@ class Checkpoints:
         try:
             manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-            verify_files(path, by_size[self.world.rank :: self.world.size])
+            share = by_size[self.world.rank :: self.world.size]
+            verify_files(path, share)
+            for name, entry in share:
+                if name != WEIGHTS:
+                    check_moments(path, name, entry)
             if self.world.is_main and "engine" in manifest:
                 check_pieces(path, manifest)
         except Outdated as error:

@@ -6,6 +6,7 @@ own slices of them only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise Damaged(f"{path.name}/{WEIGHTS}: {error}") from error
 
 
+def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Raises Damaged unless a moments file of `path` holds the pieces that its entry in the manifest lists, in fp32."""
+    listed = {
+        _key(kind, parameter, offset): ("F32", [length])
+        for parameter, pieces in entry["pieces"].items()
+        for offset, length in pieces
+        for kind in MOMENTS
+    }
+    if _tensors_of(path, name) != listed:
+        raise Damaged(f"{path.name}/{name} holds other pieces than the manifest lists")
+
+
 def check_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raises Damaged unless the moments' pieces cover every weight exactly once (none when no update was made)."""
     updated = bool(manifest["engine"]["optimizer_steps"])
-    spans = _spans(manifest)
-    with _open(path, WEIGHTS) as file:
-        sizes = {name: _numel(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    spans, sizes = _spans(manifest), {}
+    for name, (kind, shape) in _tensors_of(path, WEIGHTS).items():
+        if kind != "F32":
+            raise Damaged(f"{path.name}/{WEIGHTS}: {name} is {kind}, not F32")
+        sizes[name] = math.prod(shape)
     for name in sizes.keys() | spans.keys():
         covered = 0
         for offset, length, source in sorted(spans.get(name, [])):
@@ -67,7 +82,7 @@ def check_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 class Moments:
-    """The moments of a verified checkpoint, read by stretches of a parameter."""
+    """The moments of a checkpoint whose files and pieces were checked, read by stretches of a parameter."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self._path, self._spans = path, _spans(manifest)
@@ -82,19 +97,10 @@ class Moments:
                 continue
             if source not in self._open:
                 self._open[source] = _open(self._path, source)
-            try:
-                part = self._open[source].get_slice(_key(kind, name, start))
-                found = part[first - start : last - start]
-            except SafetensorError as error:
-                raise Damaged(f"{self._path.name}/{source}: {error}") from error
-            if part.get_shape() != [length] or found.dtype != into.dtype:
-                raise Damaged(
-                    f"{self._path.name}/{source}: {kind} of {name} at {start} is of another size or type"
-                )
-            into[first - offset : last - offset].copy_(found)
+            part = self._open[source].get_slice(_key(kind, name, start))
+            into[first - offset : last - offset].copy_(part[first - start : last - start])
             filled += last - first
-        if filled != into.numel():
-            raise Damaged(f"{self._path.name}: {kind} of {name} is missing elements of [{offset}, {stop})")
+        assert filled == into.numel(), (kind, name, offset, stop, filled)  # the pieces were checked
 
 
 def _key(kind: str, name: str, offset: int) -> str:
@@ -118,11 +124,11 @@ def _open(path: Path, name: str) -> Any:
         raise Damaged(f"{path.name}/{name}: {error}") from error
 
 
-def _numel(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _tensors_of(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of every tensor in a safetensors file, from its header."""
+    with _open(path, name) as file:
+        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        return {key: (part.get_dtype(), list(part.get_shape())) for key, part in parts.items()}
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
