@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
-from megabert import distributed
+from megabert import distributed, runlock
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
 from megabert.config import Config
 from megabert.data import Loader
@@ -117,8 +117,10 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
         say(world, f"warning: {problem}; its rows are left out")
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     config = fill_in(config, dataset, tokenizer)
-    run_dir = Path(args.run)
-    checkpoints = Checkpoints(run_dir, world, config.checkpoint if args.replay is None else None)
+    run_dir, writes = Path(args.run), args.replay is None
+    if writes:
+        runlock.take(run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
     torch.manual_seed(config.seed)
     extra = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed_config else None
     engine = Engine(
@@ -128,16 +130,14 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
         extra,
     )
     provenance = describe(config, dataset, tokenizer)
-    newest = checkpoints.latest() if args.replay is None else checkpoints.before(args.replay - 1)
+    newest = checkpoints.latest() if writes else checkpoints.before(args.replay - 1)
     state = resume(checkpoints, newest, engine, provenance)
     if state is None and config.init_from:
         weights, origin = load_weights(config.init_from)
         engine.load_weights(weights)
         say(world, f"starting from the weights of {config.init_from} at step {origin['step']}")
     peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
-    writes = args.replay is None
     if writes and world.is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n")
     run = Run(
         *(config, world, run_dir, dataset, tokenizer, engine, checkpoints, peak, provenance),

@@ -64,8 +64,8 @@ def train(run: Run) -> int:
         lr = schedule.learning_rate(config.schedule, config.optimizer.lr, run.step, run.seconds / 60)
         result = run.engine.train_update(update, lr, veto)
         elapsed = time.perf_counter() - started
-        writing = run.checkpoints.pending and not run.checkpoints.ready
-        flags = [elapsed * 1e9, run.stop.requested, writing, bool(update.problem)]
+        behind = run.checkpoints.pending and not run.checkpoints.ready
+        flags = [elapsed * 1e9, run.stop.requested, behind, bool(update.problem)]
         nanoseconds, stop, writing, damaged = run.world.max_ints([int(flag) for flag in flags])
         if damaged:
             refuse(run, update.problem)
