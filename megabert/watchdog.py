@@ -87,7 +87,7 @@ class Watchdog:
         self._idle = self._mute = self._pending = (
             0.0  # seconds: no progress, no store, a proposal not yet taken
         )
-        self._failed = self._unreachable = False
+        self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._lives: dict[int, dict[str, Any]] = {}
         self._proposal: Verdict | None = None
@@ -117,8 +117,9 @@ class Watchdog:
         self._finished += 1
         self._step = self._step if step is None else step
 
-    def stop(self) -> None:
-        """This rank leaves in good order, and the others will not miss it."""
+    def stop(self, good: bool) -> None:
+        """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
+        self._good = good
         self._leaving.set()
         self._left.wait(2 * TICK)
 
@@ -153,7 +154,7 @@ class Watchdog:
             "step": self._step,
             "doing": doing,
             "waiting": waiting,
-            "left": self._leaving.is_set(),
+            "left": self._leaving.is_set() and self._good,
         }
         self._store.set(self._key(self.world.rank), json.dumps(sign))
 
