@@ -151,6 +151,7 @@ class Checkpoints:
             os.rename(final, self.folder / f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync_folder(self.folder)
+        sync_folder(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_durably(self.folder / f"{SAVING}pointer", canonical({"step": step}))
         os.replace(self.folder / f"{SAVING}pointer", self.folder / "pointer.json")
         sync_folder(self.folder)
