@@ -49,7 +49,7 @@ def test_skip_leaves_them_out_names_each_once_and_counts_them(damaged, tmp_path)
     rows = damaged_rows(damaged, 5)
     total = Dataset(damaged).rows
     steps = -(-2 * total // 16)  # two epochs
-    job = Job(damaged, tmp_path / "run", "data.on_damage=skip", "--stop-after", steps, "log.interval=10")
+    job = Job(damaged, tmp_path / "run", "data.on_damage=skip", "--stop-after", steps)
     assert job.codes(200) == [0, 0], job.output
     told = [text for text in job.output.splitlines() if "left out:" in text]
     for row in rows:
