@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,13 @@ SMALL = (
     *("eval.interval=0", "eval.rows=16", "checkpoint.interval=5", "data.workers=1", "peak_tflops=1.0"),
     *("log.tensorboard=false",),
 )
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAIN = "import sys\nfrom megabert.train import main\nsys.exit(main())\n"
+
+
+def _die_with_the_test() -> None:
+    """In the child: a test that is killed leaves no training behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Job:
@@ -46,7 +54,13 @@ class Job:
             own = {} if head or ranks == 1 else master | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [*map(str, head), *program] if head else [sys.executable, *program]
             process = subprocess.Popen(
-                command, cwd=ROOT, env=base | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                cwd=ROOT,
+                env=base | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=_die_with_the_test,
             )
             self.processes.append(process)
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
