@@ -56,25 +56,28 @@ tell() {
   case $1 in USR1 | USR2) kill -USR2 "$2" 2>/dev/null || true ;; esac
 }
 
-# restart_if_lost WHAT PROGRESS…: goes on when the last attempt is finished; otherwise ends this job, requeued or not.
-# PROGRESS is a command that prints something else once there is progress.
-restart_if_lost() {
-  local what=$1 now before='' count=0
+# Progress is what the function `progress` of the script prints: something else once there is some. `restarts` holds how
+# many attempts in a row made none, and what it printed last.
+remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
+
+# run_or_restart WHAT command…: goes on when the command is finished; otherwise ends this job, requeued or not.
+run_or_restart() {
+  local what=$1 count=0 before=''
   shift
+  [ -f "$job/restarts" ] || remember 0
+  attempt "$job/ranks" tell "$@"
   case $ended in
     0) return ;;
     2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
   esac
-  now=$("$@")
-  if [ -f "$job/restarts" ]; then { read -r count && IFS= read -r before; } <"$job/restarts" || true; fi
-  [[ $count =~ ^($NUMBER)$ && $now == "$before" ]] || count=0
-  count=$((count + 1))
-  printf '%s\n%s\n' "$count" "$now" >"$job/restarts"
+  { read -r count && IFS= read -r before; } <"$job/restarts" || true
+  if [[ $count =~ ^($NUMBER)$ && $(progress) == "$before" ]]; then count=$((count + 1)); else count=0; fi
+  remember "$count"
   if [ "$count" -gt "$MAX_RESTARTS" ]; then
     echo "error: $what ended with $ended, and $MAX_RESTARTS restarts in a row made no progress" >&2
     exit 4
   fi
-  echo "$(date -Is) $what ended with $ended: requeued, restart $count of $MAX_RESTARTS without progress"
+  echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! scontrol requeue "$SLURM_JOB_ID"; then
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
     # Before a time limit this shell was told, in a preemption it was not. A preempted job that ends by itself is not

@@ -56,12 +56,12 @@ while :; do
   case $ended in 0 | 2 | 3) break ;; esac
   [ -z "$stopping" ] || break
   newest=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
-  [ "$newest" = "$checkpoint" ] || restarts=0
-  checkpoint=$newest restarts=$((restarts + 1))
+  if [ "$newest" = "$checkpoint" ]; then restarts=$((restarts + 1)); else restarts=0; fi
+  checkpoint=$newest
   if [ "$restarts" -gt "$MAX_RESTARTS" ]; then
     echo "error: ended with $ended, and $MAX_RESTARTS restarts in a row made no new checkpoint in $run" >&2
     break
   fi
-  echo "keep.sh: ended with $ended; restart $restarts of $MAX_RESTARTS without a new checkpoint" >&2
+  echo "keep.sh: ended with $ended, started again; attempts in a row without a new checkpoint: $restarts" >&2
 done
 exit "$ended"

@@ -26,8 +26,8 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
-# a requeued job waits for credentials to expire: 2 minutes by default
-AuthInfo=cred_expire=2
+# a requeued job waits until credentials expire: 2 minutes by default and for any value below 5 s
+AuthInfo=cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +35,9 @@ class Job:
         site = {"PROJECT": str(ROOT), "VENV": str(Path(sys.executable).parents[1]), "OMP_NUM_THREADS": "1"}
         site |= {"RUNS": str(folder / "runs"), "DATA_128": str(dataset), "DATA_512": str(dataset)}
         site |= {"PHASE1": "tiny", "PHASE2": "tiny", "CUDA_VISIBLE_DEVICES": ""}
-        arguments = (*NODES, *options, SCRIPT, f"schedule.total_steps={steps}", *SMALL)
+        own = [word for word in options if word.startswith("--")]
+        overrides = [word for word in options if not word.startswith("--")]
+        arguments = (*NODES, *own, SCRIPT, *SMALL, f"schedule.total_steps={steps}", *overrides)
         self.number = cluster.submit(*arguments, cwd=folder, **site | env)
 
     @property
@@ -74,6 +79,31 @@ def uninterrupted(folder: Path, dataset: Path, steps: int, total: int) -> dict[i
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
+def same_curve(job: Job, tmp_path: Path, dataset: Path, total: int) -> None:
+    losses = job.losses()
+    assert list(losses) == list(range(1, len(losses) + 1)), "a step is missing or out of order"
+    assert losses == uninterrupted(tmp_path, dataset, len(losses), total)
+
+
+def preempt(cluster: Cluster, folder: Path) -> int:
+    """A job of the higher partition that needs both nodes for a moment."""
+    return cluster.submit("-p", "urgent", "--nodes=2", "--wrap", "true", cwd=folder)
+
+
+def without_scontrol(folder: Path) -> str:
+    """A PATH with every command of this one but scontrol."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for directory in reversed(os.environ["PATH"].split(":")):
+        for command_file in Path(directory).glob("*"):
+            link = tools / command_file.name
+            if command_file.name != "scontrol":
+                link.unlink(missing_ok=True)
+                link.symlink_to(command_file)
+    assert shutil.which("sbatch", path=str(tools)) and not shutil.which("scontrol", path=str(tools))
+    return str(tools)
+
+
 def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset, 6)
     job.finished()
@@ -83,3 +113,120 @@ def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, tmp_path) -> Non
     assert f"starting from the weights of {tmp_path}/runs/large_phase1 at step 6" in job.log
     assert not list((tmp_path / "runs").glob(".job-*")), "the job's own notes are gone"
     assert job.losses() == uninterrupted(tmp_path, dataset, 6, 6)
+
+
+def test_a_signal_to_the_batch_shell_alone_saves_and_requeues_without_a_seam(
+    cluster, dataset, tmp_path
+) -> None:
+    job = Job(cluster, tmp_path, dataset, 60)
+    job.trained(3)
+    cluster.run("scancel", "--batch", "--signal=USR2", str(job.number))
+    cluster.restarted(job.number, 1)
+    job.finished()
+    assert len(job.losses()) == 60 and len(job.losses(2)) == 60
+    assert (
+        "SIGUSR2 in the batch shell" in job.log
+        and "ended with 85: requeued; attempts in a row without progress: 0" in job.log
+    )
+    same_curve(job, tmp_path, dataset, 60)
+
+
+@pytest.mark.slow
+def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path) -> None:
+    total = 1_000_000
+    job = Job(
+        cluster, tmp_path, dataset, total, "--time=1", "--signal=B:USR2@30", "checkpoint.interval=1000000"
+    )
+    steps = [0]
+    for count in (1, 2, 3):
+        cluster.restarted(job.number, count)
+        steps.append(max(job.losses()))
+    job.trained(steps[-1] + 3)
+    assert steps == sorted(set(steps)), f"no update between two limits: {steps}"
+    cluster.run("scancel", str(job.number))
+    assert cluster.ended(job.number) == "CANCELLED"
+    assert job.log.count("ended with 85: requeued") == 3, job.log
+    same_curve(job, tmp_path, dataset, total)
+
+
+@pytest.mark.parametrize("scontrol", [True, False], ids=["scontrol", "without scontrol"])
+def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, dataset, tmp_path) -> None:
+    env = {} if scontrol else {"PATH": without_scontrol(tmp_path), "MASTER_ADDR": "127.0.0.1"}
+    job = Job(cluster, tmp_path, dataset, 60, **env)
+    job.trained(3)
+    urgent = preempt(cluster, tmp_path)
+    state = cluster.wait(job.number, lambda found: found["JobState"] != "RUNNING", 60)["JobState"]
+    assert state in ("PENDING", "COMPLETING", "REQUEUED"), state
+    assert cluster.ended(urgent) == "COMPLETED"
+    saved = max(job.losses())
+    assert 3 <= saved < 60
+    cluster.restarted(job.number, 1)
+    job.finished()
+    assert f"at step {saved}," in job.log and len(job.losses(2)) == 60
+    assert ("cannot requeue" in job.log) == (not scontrol)
+    same_curve(job, tmp_path, dataset, 60)
+
+
+def test_the_job_of_a_failed_node_starts_again(cluster, dataset, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, 60, "checkpoint.interval=2")
+    job.trained(3)
+    cluster.kill_node("n2")
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    cluster.wait(job.number, lambda found: found["JobState"] == "PENDING", 60)
+    cluster.start_node("n2")
+    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    job.finished()
+    assert "resuming from" in job.log and len(job.losses(2)) == 60
+    same_curve(job, tmp_path, dataset, 60)
+
+
+def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeued(
+    cluster, dataset, tmp_path
+) -> None:
+    folders = [tmp_path / "lost", tmp_path / "mistake"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "python").mkdir()
+    dies = folders[0] / "python/python"  # a rank that the kernel kills as it starts
+    dies.write_text("#!/usr/bin/env bash\nkill -9 $$\n")
+    dies.chmod(0o755)
+    (folders[0] / "bin").symlink_to(folders[0] / "python")
+    lost = Job(cluster, folders[0], dataset, 4, VENV=str(folders[0]), MAX_RESTARTS="1")
+    assert cluster.ended(lost.number) == "FAILED"
+    assert cluster.job(lost.number)["Restarts"] == "1"
+    assert "ended with 4, and 1 restarts in a row made no progress" in lost.log
+    mistake = Job(cluster, folders[1], dataset, 4, "modle.layers=2")
+    assert cluster.ended(mistake.number) == "FAILED"
+    assert cluster.job(mistake.number) | {"Restarts": "0", "ExitCode": "2:0"} == cluster.job(mistake.number)
+    assert "unknown config key modle" in mistake.log
+
+
+def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
+    for script in ("pretrain_large", "prep"):
+        done = subprocess.run(
+            ["sbatch", "--test-only", "-N", "2", f"launch/{script}.slurm"],
+            cwd=ROOT, env=cluster.env, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+
+
+def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
+    site = {
+        "PROJECT": str(ROOT),
+        "VENV": str(Path(sys.executable).parents[1]),
+        "RUNS": str(tmp_path / "runs"),
+    }
+    site |= {"CORPUS": str(corpus), "VOCAB": "1000", "DATA": str(tmp_path / "data")}
+    site |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    number = cluster.submit(
+        "--nodes=1", "--ntasks-per-node=2", "--time=10", str(ROOT / "launch/prep.slurm"), cwd=tmp_path, **site
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "data").rglob("*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    cluster.run("scancel", "--batch", "--signal=USR2", str(number))
+    cluster.restarted(number, 1)
+    assert cluster.ended(number) == "COMPLETED", (tmp_path / f"megabert-prep-{number}.log").read_text()
+    for name in ("seq128", "seq512"):
+        assert json.loads((tmp_path / "data" / name / "manifest.json").read_text())["shards"]
