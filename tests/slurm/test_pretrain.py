@@ -25,11 +25,14 @@ SMALL = (
 )
 
 
+STEPS = 30
+
+
 class Job:
     """One submission of the script, with its runs and its log in `folder`."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, dataset: Path, steps: int, *options: str, **env: str
+        self, cluster: Cluster, folder: Path, dataset: Path, *options: str, steps: int = STEPS, **env: str
     ) -> None:
         self.cluster, self.folder = cluster, folder
         site = {"PROJECT": str(ROOT), "VENV": str(Path(sys.executable).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -79,10 +82,10 @@ def uninterrupted(folder: Path, dataset: Path, steps: int, total: int) -> dict[i
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def same_curve(job: Job, tmp_path: Path, dataset: Path, total: int) -> None:
-    losses = job.losses()
-    assert list(losses) == list(range(1, len(losses) + 1)), "a step is missing or out of order"
-    assert losses == uninterrupted(tmp_path, dataset, len(losses), total)
+@pytest.fixture(scope="module")
+def curve(dataset, tmp_path_factory) -> dict[int, float]:
+    """Losses of `STEPS` updates that nothing interrupted."""
+    return uninterrupted(tmp_path_factory.mktemp("straight"), dataset, STEPS, STEPS)
 
 
 def preempt(cluster: Cluster, folder: Path) -> int:
@@ -104,39 +107,31 @@ def without_scontrol(folder: Path) -> str:
     return str(tools)
 
 
-def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, tmp_path) -> None:
-    job = Job(cluster, tmp_path, dataset, 6)
+def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset)
     job.finished()
-    for phase in (1, 2):
-        assert list(job.losses(phase)) == [1, 2, 3, 4, 5, 6]
+    assert job.losses() == curve and list(curve) == list(range(1, STEPS + 1))
+    assert list(job.losses(2)) == list(curve) and job.losses(2)[STEPS] < curve[1]
     assert job.log.count("2 rank(s) on cpu (srun)") == 2
-    assert f"starting from the weights of {tmp_path}/runs/large_phase1 at step 6" in job.log
+    assert f"starting from the weights of {tmp_path}/runs/large_phase1 at step {STEPS}" in job.log
     assert not list((tmp_path / "runs").glob(".job-*")), "the job's own notes are gone"
-    assert job.losses() == uninterrupted(tmp_path, dataset, 6, 6)
 
 
-def test_a_signal_to_the_batch_shell_alone_saves_and_requeues_without_a_seam(
-    cluster, dataset, tmp_path
-) -> None:
-    job = Job(cluster, tmp_path, dataset, 60)
+def test_a_signal_to_the_batch_shell_alone_saves_and_requeues(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset)
     job.trained(3)
     cluster.run("scancel", "--batch", "--signal=USR2", str(job.number))
     cluster.restarted(job.number, 1)
     job.finished()
-    assert len(job.losses()) == 60 and len(job.losses(2)) == 60
-    assert (
-        "SIGUSR2 in the batch shell" in job.log
-        and "ended with 85: requeued; attempts in a row without progress: 0" in job.log
-    )
-    same_curve(job, tmp_path, dataset, 60)
+    assert job.losses() == curve and len(job.losses(2)) == STEPS
+    assert "SIGUSR2 in the batch shell" in job.log
+    assert "ended with 85: requeued; attempts in a row without progress: 0" in job.log
 
 
 @pytest.mark.slow
 def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path) -> None:
     total = 1_000_000
-    job = Job(
-        cluster, tmp_path, dataset, total, "--time=1", "--signal=B:USR2@30", "checkpoint.interval=1000000"
-    )
+    job = Job(cluster, tmp_path, dataset, "--time=1", "--signal=B:USR2@30", "checkpoint.interval=1000000")
     steps = [0]
     for count in (1, 2, 3):
         cluster.restarted(job.number, count)
@@ -146,29 +141,30 @@ def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path
     cluster.run("scancel", str(job.number))
     assert cluster.ended(job.number) == "CANCELLED"
     assert job.log.count("ended with 85: requeued") == 3, job.log
-    same_curve(job, tmp_path, dataset, total)
+    losses = job.losses()
+    assert list(losses) == list(range(1, len(losses) + 1)), "a step is missing or out of order"
+    assert losses == uninterrupted(tmp_path, dataset, len(losses), total)
 
 
 @pytest.mark.parametrize("scontrol", [True, False], ids=["scontrol", "without scontrol"])
-def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, dataset, tmp_path) -> None:
+def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, dataset, curve, tmp_path) -> None:
     env = {} if scontrol else {"PATH": without_scontrol(tmp_path), "MASTER_ADDR": "127.0.0.1"}
-    job = Job(cluster, tmp_path, dataset, 60, **env)
+    job = Job(cluster, tmp_path, dataset, **env)
     job.trained(3)
     urgent = preempt(cluster, tmp_path)
     state = cluster.wait(job.number, lambda found: found["JobState"] != "RUNNING", 60)["JobState"]
     assert state in ("PENDING", "COMPLETING", "REQUEUED"), state
     assert cluster.ended(urgent) == "COMPLETED"
     saved = max(job.losses())
-    assert 3 <= saved < 60
+    assert 3 <= saved < STEPS
     cluster.restarted(job.number, 1)
     job.finished()
-    assert f"at step {saved}," in job.log and len(job.losses(2)) == 60
+    assert f"at step {saved}," in job.log and job.losses() == curve and len(job.losses(2)) == STEPS
     assert ("cannot requeue" in job.log) == (not scontrol)
-    same_curve(job, tmp_path, dataset, 60)
 
 
-def test_the_job_of_a_failed_node_starts_again(cluster, dataset, tmp_path) -> None:
-    job = Job(cluster, tmp_path, dataset, 60, "checkpoint.interval=2")
+def test_the_job_of_a_failed_node_starts_again(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, "checkpoint.interval=2")
     job.trained(3)
     cluster.kill_node("n2")
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
@@ -176,8 +172,7 @@ def test_the_job_of_a_failed_node_starts_again(cluster, dataset, tmp_path) -> No
     cluster.start_node("n2")
     cluster.run("scontrol", "update", "nodename=n2", "state=resume")
     job.finished()
-    assert "resuming from" in job.log and len(job.losses(2)) == 60
-    same_curve(job, tmp_path, dataset, 60)
+    assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == STEPS
 
 
 def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeued(
@@ -191,11 +186,11 @@ def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeue
     dies.write_text("#!/usr/bin/env bash\nkill -9 $$\n")
     dies.chmod(0o755)
     (folders[0] / "bin").symlink_to(folders[0] / "python")
-    lost = Job(cluster, folders[0], dataset, 4, VENV=str(folders[0]), MAX_RESTARTS="1")
+    lost = Job(cluster, folders[0], dataset, VENV=str(folders[0]), MAX_RESTARTS="1")
     assert cluster.ended(lost.number) == "FAILED"
     assert cluster.job(lost.number)["Restarts"] == "1"
     assert "ended with 4, and 1 restarts in a row made no progress" in lost.log
-    mistake = Job(cluster, folders[1], dataset, 4, "modle.layers=2")
+    mistake = Job(cluster, folders[1], dataset, "modle.layers=2")
     assert cluster.ended(mistake.number) == "FAILED"
     assert cluster.job(mistake.number) | {"Restarts": "0", "ExitCode": "2:0"} == cluster.job(mistake.number)
     assert "unknown config key modle" in mistake.log
