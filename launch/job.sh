@@ -82,7 +82,7 @@ run_or_restart() {
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
     # Before a time limit this shell was told, in a preemption it was not. A preempted job that ends by itself is not
     # requeued, one that SLURM has to end is.
-    if [ "$ended" = 85 ] && [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
+    if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
   fi
   exit 85
 }

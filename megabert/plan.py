@@ -27,6 +27,7 @@ from megabert.shards import Manifest
 
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
 GIB = 2**30
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,27 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
 
 
 def states(parameters: int, precision: str, stage: int, world: int) -> dict[str, float]:
-    """PLACEHOLDER"""
-    raise AssertionError
+    """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
+
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
+    of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
+    configured here keeps gradients in fp32: beside the 16-bit ones at stage 1, twice at stage 2 (sums and a flat copy).
+    Stage 0 in fp32 has no masters beside its weights. fp16 is taken as bf16.
+    """
+    mixed = precision != "fp32"
+    share = parameters / world
+    gradients = {
+        0: 4 * parameters,
+        1: (6 if mixed else 4) * parameters,
+        2: (8 if mixed and world > 1 else 4) * share,
+        3: 4 * share,
+    }
+    return {
+        "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
+        "gradients": gradients[stage],
+        "masters": 4 * share if stage else 4.0 * mixed * parameters,
+        "moments": 8 * (share if stage else parameters),
+    }
 
 
 def activations(config: Config, seq_len: int) -> float:
@@ -173,6 +193,10 @@ def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
             f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
             f" {sum(cells):>8.2f}{mark}"
         )
+    width = DTYPES[config.precision].itemsize
+    lines.append(
+        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size)"
+    )
     if config.zero.offload == "cpu":
         lines.append("masters and moments are on the host (zero.offload=cpu)")
     return lines
