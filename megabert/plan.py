@@ -11,14 +11,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabert import schedule
+from megabert import distributed, schedule
 from megabert.batches import TENSORS
-from megabert.config import Config, accumulation, fit_micro_size, from_dict, to_deepspeed
+from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
 from megabert.engine import DTYPES, Engine
 from megabert.metrics import training_flops
@@ -125,6 +126,13 @@ def report(
     deepspeed_extra: Mapping[str, Any] | None = None,
 ) -> str:
     """The plan as text. Raises ValueError naming the value that contradicts another or is missing."""
+    for name, value, most in (
+        ("--world-size", world_size, math.inf),
+        ("--tokens-per-sec", tokens_per_sec, math.inf),
+        ("--mfu", mfu, 1.0),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{name} {value:g} is outside what it can be; give a number above 0")
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
     if mfu is not None and not config.peak_tflops:
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
@@ -143,7 +151,12 @@ def report(
         *_memory(config, update.seq_len, world_size),
         "",
         "DeepSpeed's configuration",
-        json.dumps(dict(deepspeed_extra or {}) | to_deepspeed(config, world_size), indent=2),
+        json.dumps(
+            merge_deepspeed(
+                to_deepspeed(config, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
+            ),
+            indent=2,
+        ),
     ]
     return "\n".join(lines)
 
@@ -277,3 +290,26 @@ def fake_step(
         f"one fake update worked: loss {loss:.4f}, |g| {norm:.3f}; {engine.describe()}"
         f" (reduced from {config.batch.global_size:,})"
     )
+
+
+def dry_run(
+    config: Config,
+    world: World,
+    world_size: int | None = None,
+    tokens_per_sec: float | None = None,
+    mfu: float | None = None,
+    deepspeed_file: str = "",
+) -> None:
+    """Prints the report for `world_size` ranks (None: those that were started), then does the fake update with these.
+
+    A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
+    """
+    manifest = Manifest.load(config.data.path) if config.data.path else None
+    extra = json.loads(Path(deepspeed_file).read_text()) if deepspeed_file else None
+    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra)
+    if world.is_main:
+        print(text, flush=True)
+    distributed.init(world)
+    line = fake_step(config, manifest, world, extra)
+    if world.is_main:
+        print(f"\n{line}", flush=True)

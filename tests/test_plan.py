@@ -17,6 +17,7 @@ from megabert.config import Config
 from megabert.distributed import World
 from megabert.model import BertForPreTraining
 from tests import tiny
+from tests.integration.conftest import ROOT, command
 from tests.ranks import run_ranks
 
 STATES = [("fp32", 0), ("fp32", 2), *(("bf16", stage) for stage in range(4))]
@@ -69,8 +70,11 @@ def test_states_take_what_the_formula_says_at_every_stage() -> None:
         assert found == pytest.approx(expected, rel=0.05), (precision, stage)
 
 
+BASE = ["model.vocab_size=30000", "schedule.total_steps=1000", "schedule.warmup_steps=100"]
+
+
 def work_by_hand() -> tuple[Config, plan.Work]:
-    cfg = configuration.load("base", ["model.vocab_size=30000", "schedule.total_steps=1000"])
+    cfg = configuration.load("base", BASE)
     return cfg, plan.work(cfg, None)
 
 
@@ -100,13 +104,17 @@ def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:
     cfg, update = work_by_hand()
     with pytest.raises(ValueError, match="peak_tflops"):
         plan.report(cfg, None, 8, mfu=0.4)
-    cfg = configuration.load(
-        "base", ["model.vocab_size=30000", "schedule.total_steps=1000", "peak_tflops=989.0"]
-    )
+    cfg = configuration.load("base", [*BASE, "peak_tflops=989.0"])
     text = plan.report(cfg, None, 8, mfu=0.4)
     assert f"time     {1000 * update.flops(cfg) / (0.4 * 989e12 * 8) / 86_400:.3g} days" in text
-    with pytest.raises(ValueError, match="is not a multiple"):
-        plan.report(cfg, None, 7)
+    for values, message in (
+        ({"world_size": 7}, "is not a multiple"),
+        ({"world_size": 0}, "--world-size 0"),
+        ({"world_size": 8, "tokens_per_sec": 0.0}, "--tokens-per-sec 0"),
+        ({"world_size": 8, "mfu": 1.5}, "--mfu 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.report(cfg, None, **values)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -115,16 +123,8 @@ def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:
 )
 def test_activations_take_about_what_the_formula_says(precision, overrides) -> None:
     """Tensors that autograd keeps, on the CPU's own backends. Published for another implementation: within 35%."""
-    cfg = configuration.load(
-        "mini",
-        [
-            "model.vocab_size=2000",
-            "model.dropout=0.1",
-            "batch.micro_size=4",
-            f"precision={precision}",
-            *overrides,
-        ],
-    )
+    settings = ["model.vocab_size=2000", "model.dropout=0.1", "batch.micro_size=4", f"precision={precision}"]
+    cfg = configuration.load("mini", settings + overrides)
     dtype = plan.DTYPES[precision]
     model = BertForPreTraining(cfg.model, cfg.ops, "cpu", dtype).to(dtype)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -139,11 +139,12 @@ def test_activations_take_about_what_the_formula_says(precision, overrides) -> N
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(**plan.fake_batch(cfg, 128, 0).inputs())
     found, expected = sum(kept.values()), plan.activations(cfg, 128)
-    print(
-        f"{precision} {overrides}: {found / 2**20:.1f} MiB, formula {expected / 2**20:.1f}: {found / expected:.3f}"
-    )
+    print(f"{precision} {overrides}: {found / 2**20:.1f} MiB, formula {expected / 2**20:.1f}")
     assert math.isfinite(float(output.mlm_loss_sum))
-    assert found == pytest.approx(expected, rel=0.35)
+    if overrides:  # the formula holds one layer more, which exists in the backward pass only
+        assert found < expected < 0.6 * plan.activations(configuration.load("mini", settings), 128)
+    else:
+        assert found == pytest.approx(expected, rel=0.35)
 
 
 def one_fake_step(world: World) -> str:
@@ -166,3 +167,13 @@ def test_the_fake_batch_is_what_the_model_takes() -> None:
     for name, tensor in real.inputs().items():
         assert batch.inputs()[name].dtype == tensor.dtype, name
         assert batch.inputs()[name].shape == tensor.shape or name.startswith("mlm"), name
+
+
+def test_the_command_plans_for_other_sizes_than_it_runs_at(tmp_path) -> None:
+    arguments = ("megabert/train.py", "--config", "tiny", "--dry-run", "--world-size")
+    done = command(*arguments, 4, "--tokens-per-sec", 1e6, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "64 rows = 16 x 4 ranks x 1 micro-steps" in done.stdout
+    assert "one fake update worked" in done.stdout and "1 rank(s) on" in done.stdout
+    done = command(*arguments, 3, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2 and done.stderr.startswith("error: batch.global_size=64 is not a multiple")
