@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
-from megabert import distributed, evaluate, schedule
+from megabert import distributed, evaluate, plan, schedule
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
 from megabert.config import Config
 from megabert.data import Loader, Update
@@ -301,6 +301,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved configuration and exit"
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the run needs, do one update on random ids and exit",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks that --dry-run plans for")
+    parser.add_argument("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks for --dry-run")
+    parser.add_argument("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
+    parser.add_argument(
         "--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on"
     )
     parser.add_argument("--deepspeed_config", default="", help="JSON with further DeepSpeed keys")
@@ -318,6 +326,11 @@ def main(argv: list[str] | None = None) -> int:
         config = configuration.load(args.config, data + args.overrides)
         if args.print_config:
             print(json.dumps(config.model_dump(), indent=2))
+            return OK
+        if args.dry_run:
+            plan.dry_run(
+                *(config, world, args.world_size, args.tokens_per_sec, args.mfu, args.deepspeed_config)
+            )
             return OK
         for name, value in (("--data", config.data.path), ("--run", args.run)):
             if not value:
