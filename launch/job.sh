@@ -9,8 +9,8 @@ source "$root/launch/env.sh"
 
 check MAX_RESTARTS "$NUMBER" "a number"
 check VOCAB "$NUMBER" "a number"
-check SLURM_JOB_ID "$NUMBER" "a job's number" "a job"
-check SLURM_NTASKS "$NUMBER" "a number of tasks" "a job"
+check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
+check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
 check CONTAINER_RUNTIME 'apptainer|pyxis' "apptainer or pyxis"
 check_rendezvous
 for name in PROJECT RUNS DATA DATA_128 DATA_512; do
