@@ -156,6 +156,12 @@ class Cluster:
             number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout
         )
 
+    def cancel_all(self) -> None:
+        """Ends every job that is left."""
+        for partition in ("main", "urgent"):
+            self.run("scancel", f"--partition={partition}")
+        self._until(lambda: not self.run("squeue", "-h").strip(), 60, "an empty queue")
+
     def _start(self, *command: str) -> None:
         name = command[0] if command[0] == "slurmctld" else f"slurmd-{command[-1]}"
         with open(self.folder / f"{name}.out", "ab") as output:
