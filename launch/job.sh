@@ -70,6 +70,9 @@ run_or_restart() {
     0) return ;;
     2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
   esac
+  if scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -q ' JobState=CANCELLED '; then
+    echo "$(date -Is) $what ended with $ended: this job was cancelled" && exit "$ended"
+  fi
   { read -r count && IFS= read -r before; } <"$job/restarts" || true
   if [[ $count =~ ^($NUMBER)$ && $(progress) == "$before" ]]; then count=$((count + 1)); else count=0; fi
   remember "$count"
