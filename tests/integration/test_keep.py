@@ -24,7 +24,7 @@ SMALL = (
 )
 LAUNCHERS = {
     "deepspeed": (str(BIN / "deepspeed"), "--quiet", "--num_gpus", "2", "--master_port", "PORT"),
-    "torchrun": (str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "PORT"),
+    "torchrun": (str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "PORT", "--"),
     "mpirun": ("mpirun", "--oversubscribe", "-n", "2", sys.executable),
 }
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
