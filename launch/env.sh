@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
-# The values of your site. Every launch/*.slurm reads this file and nothing else; a variable that is set already wins.
+# The values of your site: both launch/*.slurm read this file. A variable that is set already wins; launch/job.sh checks
+# each of them before it reaches a command.
 # sbatch takes partition, account and sizes on its command line: sbatch -p gpu -A project -N 4 launch/pretrain_large.slurm
+# shellcheck disable=SC2034 # used by the scripts that read this one
 
 PROJECT=${PROJECT:-${SLURM_SUBMIT_DIR:-$PWD}} # this repository, on a file system that every node sees
 VENV=${VENV:-$PROJECT/.venv}                  # made once with `make venv` on a node with the cluster's compiler and nvcc
+CONTAINER=${CONTAINER:-}                      # image to run in instead of VENV: a .sif for apptainer, any for pyxis
+CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-apptainer} # apptainer or pyxis
 CORPUS=${CORPUS:-$PROJECT/corpus}             # text for prep.slurm: files, folders or globs, separated by spaces
 VOCAB=${VOCAB:-30000}                         # entries of the tokenizer that prep.slurm trains
 DATA=${DATA:-$PROJECT/data}                   # where prep.slurm writes: seq128 for phase 1, seq512 for phase 2
 DATA_128=${DATA_128:-$DATA/seq128}            # shards of phase 1
 DATA_512=${DATA_512:-$DATA/seq512}            # shards of phase 2
 PREP=${PREP:---held-out 0.005}                # further options of prep.slurm: --dedup …, --filters …, --tokenizer …
-RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard
-# module load cuda/13.0                       # whatever your site needs, before the environment is activated
-# export NCCL_SOCKET_IFNAME=ib0               # the network that the ranks find each other on
-
-if [ ! -x "$VENV/bin/python" ]; then
-  echo "error: $VENV/bin/python is missing: run make venv in $PROJECT, or set VENV in launch/env.sh" >&2
-  exit 2
-fi
-export PATH="$VENV/bin:$PATH" PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-cd "$PROJECT" || exit 2
+RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard; every node sees it
+MAX_RESTARTS=${MAX_RESTARTS:-3}               # restarts in a row without progress before a job gives up
+# module load cuda/13.0                       # whatever your site needs
+# export NCCL_SOCKET_IFNAME=ib0               # the cluster's own network: ranks trust whoever reaches their ports
+# export GLOO_SOCKET_IFNAME=ib0               # the same for the control messages

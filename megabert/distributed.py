@@ -12,15 +12,20 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+HOST = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*"
+)  # a name, an IPv4 or IPv6 address
 TIMEOUT = timedelta(
     minutes=20
 )  # longer than any rank-0-only work (hashing, consolidating) between collectives
@@ -134,13 +139,20 @@ def init(world: World) -> World:
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
         address = world.master or _rendezvous(world)
-        dist.init_process_group(
-            world.backend,
-            init_method=f"tcp://{address[0]}:{address[1]}",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=TIMEOUT,
-        )
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        try:
+            dist.init_process_group(
+                world.backend,
+                init_method=f"tcp://{host}:{address[1]}",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=TIMEOUT,
+            )
+        except dist.DistNetworkError as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(
+                f"rank {world.rank} cannot meet the others at {host}:{address[1]}; set MASTER_ADDR and MASTER_PORT ({first})"
+            ) from error
     # Libraries below us look for torchrun's variables, whatever launcher was used.
     for name, value in (
         ("RANK", world.rank),
@@ -167,6 +179,16 @@ def shutdown() -> None:
     _control = None
 
 
+def leave_exit_code(code: int) -> int:
+    """`code`, left in $MEGABERT_EXIT_DIR as well where a launching script set it: launchers change or lose the ranks' codes."""
+    if folder := os.environ.get("MEGABERT_EXIT_DIR"):
+        try:
+            Path(folder, f"{socket.gethostname()}-{os.getpid()}").write_text(f"{code}\n")
+        except OSError as error:
+            print(f"warning: MEGABERT_EXIT_DIR: {error}", file=sys.stderr)
+    return code
+
+
 def versions() -> dict[str, str]:
     """Versions of the installed packages that decide how a run behaves, read without importing them."""
     found = {}
@@ -187,17 +209,25 @@ def free_port() -> int:
 
 def first_host(nodelist: str) -> str:
     """First host name of a SLURM node list, e.g. `gpu[07-09,12],login1` gives `gpu07`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
-    if not match:
+    name = r"[A-Za-z0-9._-]"
+    match = re.match(rf"({name}*)(?:\[(\d+)(?:[-,]\d+)*\]({name}*))?(?=,|$)", nodelist)
+    host = "".join(part or "" for part in match.groups()) if match else ""
+    if not HOST.fullmatch(host):
         raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r}: no host name in it; set MASTER_ADDR")
-    return "".join(part or "" for part in match.groups())
+    return host
 
 
 def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher: str) -> World:
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is outside the world of {size} that {launcher} describes")
+    if not 0 <= local_rank <= rank:
+        raise ValueError(f"local rank {local_rank} of rank {rank} is impossible; {launcher} describes it")
     master = None
     if size > 1:
+        if "MASTER_ADDR" in env and not HOST.fullmatch(env["MASTER_ADDR"]):
+            raise ValueError(f"MASTER_ADDR={env['MASTER_ADDR']!r} is neither a host name nor an address")
+        if "MASTER_PORT" in env and not 0 < _number(env, "MASTER_PORT") < 65536:
+            raise ValueError(f"MASTER_PORT={env['MASTER_PORT']} is outside 1 to 65535")
         if "MASTER_ADDR" in env and "MASTER_PORT" in env:
             master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
         elif launcher == "srun":
@@ -240,7 +270,8 @@ def _number(env: dict[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    try:
-        return int(text or "")
-    except ValueError as error:
-        raise ValueError(f"environment variable {name}={text!r} is not a number") from error
+    if not re.fullmatch(
+        r"-?[0-9]{1,9}", text or ""
+    ):  # int() takes blanks, underscores and other scripts' digits
+        raise ValueError(f"environment variable {name}={text!r} is not a number")
+    return int(text or "")

@@ -28,7 +28,7 @@ import json
 import time
 
 from megabert import config as configuration
-from megabert import distributed, schedule
+from megabert import distributed, plan, schedule
 from megabert.memory import keep_freed_memory
 from megabert.run import Run, build
 from megabert.steps import (
@@ -122,6 +122,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat exactly this update of the run, print its losses as JSON and write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
+    add("--dry-run", action="store_true", help="print what the run needs, do one update on random ids, exit")
+    add("--world-size", type=int, metavar="N", help="ranks that --dry-run plans for")
+    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks for --dry-run")
+    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
     add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
     add("--deepspeed_config", default="", help="JSON with further DeepSpeed keys")
     add("--local_rank", type=int, default=-1, help="set by launchers")
@@ -138,6 +142,11 @@ def main(argv: list[str] | None = None) -> int:
         config = configuration.load(args.config, data + args.overrides)
         if args.print_config:
             print(json.dumps(config.model_dump(), indent=2))
+            return OK
+        if args.dry_run:
+            plan.dry_run(
+                *(config, world, args.world_size, args.tokens_per_sec, args.mfu, args.deepspeed_config)
+            )
             return OK
         for name, value in (("--data", config.data.path), ("--run", args.run)):
             if not value:
@@ -187,4 +196,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(distributed.leave_exit_code(main()))

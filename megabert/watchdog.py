@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megabert import signs
-from megabert.distributed import World
+from megabert.distributed import World, leave_exit_code
 
 LOST_RANK = 4  # exit code
 START_SECONDS = (
@@ -274,4 +274,4 @@ class Watchdog:
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
         finally:  # whatever could not be written: this process must not be the one that hangs
-            os._exit(LOST_RANK)
+            os._exit(leave_exit_code(LOST_RANK))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megabert.distributed import World, _share_cores, discover, first_host, free_port
+from megabert.distributed import World, _share_cores, discover, first_host, free_port, leave_exit_code
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +63,11 @@ def test_discovery_reads_each_launcher(environment, expected):
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "rank 2 is outside"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": " 0", "WORLD_SIZE": "2"}, "RANK=' 0' is not a number"),
+        ({"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "local rank 1 of rank 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a b", "MASTER_PORT": "1"}, "MASTER_ADDR='a b'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NODELIST=''"),
     ],
 )
 def test_a_contradictory_environment_is_named(environment, message):
@@ -82,6 +87,23 @@ def test_a_contradictory_environment_is_named(environment, message):
 )
 def test_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[a-b]", ",n1", "n1;reboot", "$(reboot)", "n[1-", "n1 n2", "-n1"])
+def test_an_odd_node_list_is_refused(nodelist):
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.*set MASTER_ADDR"):
+        first_host(nodelist)
+
+
+def test_an_exit_code_is_left_where_a_launching_script_asked_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MEGABERT_EXIT_DIR", raising=False)
+    assert leave_exit_code(85) == 85
+    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
+    assert leave_exit_code(85) == 85
+    (file,) = tmp_path.iterdir()
+    assert file.read_text() == "85\n"
+    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
+    assert leave_exit_code(2) == 2 and "warning: MEGABERT_EXIT_DIR" in capsys.readouterr().err
 
 
 def agreements(world: Any) -> dict[str, Any]:

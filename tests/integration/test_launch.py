@@ -21,17 +21,20 @@ SMALL = [
 ]
 
 
-def submit(script: str, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    script: str, folder: Path, *arguments: str, srun: str = SRUN, **env: str
+) -> subprocess.CompletedProcess[str]:
     """`sbatch script arguments…` with this environment's python in place of the site's."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
-    (tools / "srun").write_text(SRUN)
+    (tools / "srun").write_text(srun)
     (tools / "srun").chmod(0o755)
     site = {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "VENV": str(Path(sys.executable).parents[1]),
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "7",
+        "MASTER_ADDR": "127.0.0.1",
         "SLURM_PROCID": "0",  # the batch shell has it too, and is no rank
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -64,11 +67,65 @@ def test_phase_2_starts_from_phase_1_and_a_second_job_passes_over_both(dataset, 
 
 
 def test_a_missing_environment_is_one_clear_line(tmp_path) -> None:
-    done = submit("launch/pretrain_large.slurm", tmp_path, VENV=str(tmp_path / "nothing"), SLURM_NTASKS="1")
+    values = {"RUNS": str(tmp_path), "SLURM_NTASKS": "1"}
+    done = submit("launch/pretrain_large.slurm", tmp_path, VENV=str(tmp_path / "nothing"), **values)
     assert done.returncode == 2
     assert done.stderr.strip() == (
         f"error: {tmp_path}/nothing/bin/python is missing: run make venv in {ROOT}, or set VENV in launch/env.sh"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MAX_RESTARTS", "3; touch owned"),
+        ("VOCAB", "-1"),
+        ("RUNS", "relative"),
+        ("DATA", "/tmp/two\nlines"),
+        ("PROJECT", "/nowhere"),
+        ("CONTAINER_RUNTIME", "docker"),
+        ("CONTAINER", "/missing.sif"),
+        ("MASTER_ADDR", "$(touch owned)"),
+        ("MASTER_PORT", "70000"),
+        ("NCCL_SOCKET_IFNAME", "ib0 && touch owned"),
+        ("SLURM_NTASKS", "many"),
+    ],
+)
+def test_an_odd_value_is_one_line_that_names_it(name, value, tmp_path) -> None:
+    values = {"SLURM_NTASKS": "1", "RUNS": str(tmp_path / "runs")} | {name: value}
+    done = submit("launch/pretrain_large.slurm", tmp_path, **values)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and name in line.replace(value, name), line
+    assert not list(tmp_path.rglob("owned")) and not (ROOT / "owned").exists()
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_container_is_given_every_folder_and_quoted_as_it_is(runtime, dataset, tmp_path) -> None:
+    """Neither runtime is here: a stand-in for apptainer says what it was given; pyxis is options of srun."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "apptainer").write_text('#!/usr/bin/env bash\nprintf "apptainer:%s\\n" "$@"\nexit 2\n')
+    (tools / "apptainer").chmod(0o755)
+    image = tmp_path / "an image.sif"
+    image.touch()
+    values = {"CONTAINER": str(image), "CONTAINER_RUNTIME": runtime, "SLURM_NTASKS": "1", "PHASE1": "tiny"}
+    values |= {"DATA_128": str(dataset), "DATA": str(tmp_path / "data"), "RUNS": str(tmp_path / "my runs")}
+    log = tmp_path / "srun"
+    srun = f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >{log}\nwhile [[ $1 == --* ]]; do shift; done\n'
+    srun += '[[ $1 == apptainer ]] && exec "$@"\nexit 2\n'
+    done = submit("launch/pretrain_large.slurm", tmp_path, srun=srun, **values)
+    assert done.returncode == 2, done.stdout + done.stderr
+    given = log.read_text().splitlines()
+    folders = [str(ROOT), str(tmp_path / "my runs"), str(tmp_path / "data"), str(dataset)]
+    if runtime == "apptainer":
+        assert f"apptainer:{image}" in done.stdout and "apptainer:python" in done.stdout
+        mounts = next(word for word in given if word.startswith(str(ROOT) + ",")).split(",")
+    else:
+        assert f"--container-image={image}" in given and f"--container-workdir={ROOT}" in given
+        (option,) = (word for word in given if word.startswith("--container-mounts="))
+        mounts = [pair.split(":")[0] for pair in option.partition("=")[2].split(",")]
+    assert mounts[:4] == folders
 
 
 @pytest.mark.dist

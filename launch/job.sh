@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# A SLURM job that survives: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the job again
+# when it ended for a reason that is not its own. Never COMPLETED before it is finished.
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+source "${root:?}/launch/lib.sh"
+# shellcheck source=launch/env.sh
+source "$root/launch/env.sh"
+
+check MAX_RESTARTS "$NUMBER" "a number"
+check VOCAB "$NUMBER" "a number"
+check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
+check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
+check CONTAINER_RUNTIME 'apptainer|pyxis' "apptainer or pyxis"
+check_rendezvous
+for name in PROJECT RUNS DATA DATA_128 DATA_512; do
+  check "$name" '/[^[:cntrl:]]*' "an absolute path"
+  [ -z "$CONTAINER" ] || check "$name" '[^,:]*' "a path without , and : as a container's mounts need it"
+done
+[ -f "$PROJECT/megabert/train.py" ] || fail "PROJECT=$PROJECT is not this repository; set it in launch/env.sh"
+mkdir -p "$RUNS" || fail "RUNS=$RUNS cannot be made; set it in launch/env.sh"
+cd "$PROJECT"
+export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+# shellcheck disable=SC2034 # read by the scripts
+inside=() # what stands before a command so that it runs in the environment
+# shellcheck disable=SC2034
+options=() # srun's options for the same
+if [ -z "$CONTAINER" ]; then
+  [ -x "$VENV/bin/python" ] ||
+    fail "$VENV/bin/python is missing: run make venv in $PROJECT, or set VENV in launch/env.sh"
+  export PATH="$VENV/bin:$PATH"
+elif [ "$CONTAINER_RUNTIME" = apptainer ]; then
+  [ -e "$CONTAINER" ] || fail "CONTAINER=$CONTAINER does not exist; set it in launch/env.sh"
+  command -v apptainer >/dev/null || fail "apptainer is not on PATH; load its module in launch/env.sh"
+  mkdir -p "$DATA"
+  # shellcheck disable=SC2034
+  inside=(apptainer exec --nv --bind "$PROJECT,$RUNS,$DATA,$DATA_128,$DATA_512" --pwd "$PROJECT" "$CONTAINER")
+else
+  mounts=
+  for path in "$PROJECT" "$RUNS" "$DATA" "$DATA_128" "$DATA_512"; do mounts+="${mounts:+,}$path:$path"; done
+  # shellcheck disable=SC2034
+  options=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PROJECT")
+fi
+
+job=$RUNS/.job-$SLURM_JOB_ID # what this job knows across its restarts: its count of them without progress
+mkdir -p "$job"
+HOLD=${HOLD:-600} # seconds that a preempted job waits for SLURM to requeue it where scontrol cannot
+check HOLD "$NUMBER" "a number of seconds" "the environment"
+
+# The batch shell alone gets USR2 before the time limit (--signal=B:…). SLURM sends TERM to the ranks itself, in a
+# preemption without this shell.
+# shellcheck disable=SC2317 # called by a trap
+tell() {
+  echo "$(date -Is) SIG$1 in the batch shell"
+  case $1 in USR1 | USR2) kill -USR2 "$2" 2>/dev/null || true ;; esac
+}
+
+# Progress is what the function `progress` of the script prints: something else once there is some. `restarts` holds how
+# many attempts in a row made none, and what it printed last.
+remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
+
+# run_or_restart WHAT command…: goes on when the command is finished; otherwise ends this job, requeued or not.
+run_or_restart() {
+  local what=$1 count=0 before=''
+  shift
+  [ -f "$job/restarts" ] || remember 0
+  attempt "$job/ranks" tell "$@"
+  case $ended in
+    0) return ;;
+    2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
+  esac
+  if scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -q ' JobState=CANCELLED '; then
+    echo "$(date -Is) $what ended with $ended: this job was cancelled" && exit "$ended"
+  fi
+  { read -r count && IFS= read -r before; } <"$job/restarts" || true
+  if [[ $count =~ ^($NUMBER)$ && $(progress) == "$before" ]]; then count=$((count + 1)); else count=0; fi
+  remember "$count"
+  if [ "$count" -gt "$MAX_RESTARTS" ]; then
+    echo "error: $what ended with $ended, and $MAX_RESTARTS restarts in a row made no progress" >&2
+    exit 4
+  fi
+  echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
+  if ! scontrol requeue "$SLURM_JOB_ID"; then
+    echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
+    # Before a time limit this shell was told, in a preemption it was not. A preempted job that ends by itself is not
+    # requeued, one that SLURM has to end is.
+    if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
+  fi
+  exit 85
+}

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Runs a launch command again while it ends with 85 (everything saved) or 4 (a rank died or hung), whichever launcher it is:
+#   launch/keep.sh deepspeed --hostfile hosts megabert/train.py --config base --data DATA --run RUN
+#   launch/keep.sh torchrun --nproc-per-node 8 -- megabert/train.py …
+#   launch/keep.sh mpirun -n 8 python megabert/train.py …
+#   MAX_RESTARTS=n    restarts in a row without a new checkpoint before it gives up (3)
+# TERM, INT, USR1 or USR2 to this script reach the ranks of this host as USR2: they save, and it ends with 85 without a
+# restart. A second one ends the ranks at once. Ends with train.py's exit code: 0, 2, 3, 4 or 85.
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+MAX_RESTARTS=${MAX_RESTARTS:-3}
+check MAX_RESTARTS "$NUMBER" "a number" "the environment"
+check_rendezvous
+[ $# -gt 0 ] || fail "launch/keep.sh: which command?"
+
+run='' previous=
+for word in "$@"; do # the folder whose checkpoints show progress
+  case $previous=$word in
+    --run=*) run=$word ;;
+    *=--run=*) run=${word#--run=} ;;
+  esac
+  previous=$word
+done
+[ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, so its progress cannot be seen"
+
+# Launchers differ in what they do with a signal: deepspeed's dies of it and leaves the ranks training, mpirun and torchrun
+# end them after seconds. So the ranks get it themselves: the topmost descendants that a launcher gave a rank.
+# shellcheck disable=SC2317 # called by a trap
+ranks() {
+  local child
+  for child in $(pgrep -P "$1" || true); do
+    if tr '\0' '\n' <"/proc/$child/environ" 2>/dev/null | grep -qE '^(LOCAL_RANK|OMPI_COMM_WORLD_RANK|PMI_RANK)='; then
+      echo "$child"
+    else
+      ranks "$child"
+    fi
+  done
+}
+
+# shellcheck disable=SC2317
+tell() { # the command itself when it has no ranks: one process, or ranks on other hosts
+  local found
+  found=$(ranks "$2")
+  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$found") rank(s) of this host" >&2
+  # shellcheck disable=SC2086 # a list
+  kill -USR2 ${found:-$2} 2>/dev/null || true
+}
+
+exits=$(mktemp -d)
+trap 'rm -rf "$exits"' EXIT
+restarts=0
+checkpoint=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
+while :; do
+  attempt "$exits/ranks" tell "$@"
+  case $ended in 0 | 2 | 3) break ;; esac
+  [ -z "$stopping" ] || break
+  newest=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
+  if [ "$newest" = "$checkpoint" ]; then restarts=$((restarts + 1)); else restarts=0; fi
+  checkpoint=$newest
+  if [ "$restarts" -gt "$MAX_RESTARTS" ]; then
+    echo "error: ended with $ended, and $MAX_RESTARTS restarts in a row made no new checkpoint in $run" >&2
+    break
+  fi
+  echo "keep.sh: ended with $ended, started again; attempts in a row without a new checkpoint: $restarts" >&2
+done
+exit "$ended"

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# What every launching script does the same way: check values before they reach a command, run a command whose ranks it
+# can stop, say how it ended. Sourced by keep.sh and job.sh.
+set -euo pipefail
+
+stopping= # the first signal that asked for the end; ranks save and end with 85
+# shellcheck disable=SC2034 # read by the scripts
+ended=0 # how the last attempt ended: 0 finished, 2 a mistake, 3 bad training, 4 a rank was lost, 85 saved
+
+fail() { # one line, whatever is in the values
+  printf 'error: %s\n' "$*" | tr '\n' ' ' | sed 's/ $//' >&2
+  echo >&2
+  exit 2
+}
+
+# check NAME PATTERN MEANING [where]: the variable's whole value matches
+check() {
+  [[ ${!1-} =~ ^($2)$ ]] || fail "$1=$(printf %q "${!1-}") is not $3; set it in ${4:-launch/env.sh}"
+}
+
+NUMBER='0|[1-9][0-9]{0,8}'
+HOST='[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*'
+INTERFACE='[=^]*[A-Za-z0-9_.,@-]+' # NCCL takes a list, a prefix, =exact and ^not; gloo a list
+
+check_rendezvous() { # what the ranks find each other by; each may be unset
+  [ -z "${MASTER_ADDR+set}" ] || check MASTER_ADDR "$HOST" "a host name or an address" "the environment"
+  if [ -n "${MASTER_PORT+set}" ]; then
+    check MASTER_PORT "$NUMBER" "a port" "the environment"
+    ((MASTER_PORT >= 1 && MASTER_PORT <= 65535)) || fail "MASTER_PORT=$MASTER_PORT is outside 1 to 65535"
+  fi
+  local name
+  for name in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
+    [ -z "${!name+set}" ] || check "$name" "$INTERFACE" "a list of network interfaces"
+  done
+}
+
+# attempt FOLDER TELL command…: runs the command and sets `ended`. Each rank leaves its exit code in FOLDER, because
+# launchers change or lose it. A signal sent to this script is noted, TELL <signal> <pid> passes it on, and the command
+# is waited for.
+attempt() {
+  local folder=$1 tell=$2 status=0 child signal
+  shift 2
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  MEGABERT_EXIT_DIR=$folder "$@" </dev/null &
+  child=$!
+  for signal in USR1 USR2 TERM INT; do
+    # shellcheck disable=SC2064 # the values of now
+    trap "stopping=\${stopping:-$signal}; $tell $signal $child" "$signal"
+  done
+  while :; do
+    status=0
+    wait "$child" || status=$?
+    if [ "$status" -le 128 ] || ! kill -0 "$child" 2>/dev/null; then break; fi # otherwise a trap ended `wait`
+  done
+  for signal in USR1 USR2 TERM INT; do
+    # shellcheck disable=SC2064
+    trap "stopping=\${stopping:-$signal}" "$signal"
+  done
+  # shellcheck disable=SC2034
+  ended=$(verdict "$folder" "$status")
+}
+
+verdict() { # the ranks' own words before the launcher's: a mistake or bad training of one rank ends the run
+  local said code
+  said=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
+  if [[ $said == ' ' ]]; then said=" $2 "; fi
+  for code in 2 3; do
+    if [[ $said == *" $code "* ]]; then
+      echo "$code"
+      return
+    fi
+  done
+  if [ "$2" = 0 ] && [[ ! $said =~ [1-9] ]]; then
+    echo 0
+  elif [[ -n $stopping || $said == *" 85 "* ]]; then
+    echo 85
+  else
+    echo 4
+  fi
+}

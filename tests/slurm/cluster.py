@@ -1,0 +1,204 @@
+"""A real SLURM of two nodes on this machine, in one folder: slurmctld and two slurmd, started and stopped here.
+
+No service of the machine, no munge and no system file is used: authentication is `auth/none`, and every port was free when
+the cluster started. Partition `urgent` preempts `main` by requeue. The nodes claim the sizes that the scripts ask for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+NODES = ("n1", "n2")
+CONF = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+# a requeued job waits until credentials expire: 2 minutes by default and for any value below 5 s
+AuthInfo=cred_expire=5
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+MinJobAge=3600
+OverTimeLimit=0
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:8
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """Two nodes, `n1` and `n2`; a context manager that leaves no process behind."""
+
+    def __init__(self, folder: Path, grace: int = 25) -> None:
+        """`grace`: seconds between a preemption's SIGTERM and the end of the job."""
+        self.folder = folder
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (folder / name).mkdir(parents=True)
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for probe in probes:
+                probe.bind(("127.0.0.1", 0))
+            ports = [probe.getsockname()[1] for probe in probes]
+        values = {"folder": folder, "ports": ports, "grace": grace}
+        values |= {"host": socket.gethostname().split(".")[0], "user": getpass.getuser()}
+        (folder / "slurm.conf").write_text(CONF.format(**values))
+        for number in range(8):  # stand for devices
+            (folder / f"gpu{number}").touch()
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        self._mark = f"SLURM_CONF={folder / 'slurm.conf'}"
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "PMI"))}
+        self.env = outside | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start("slurmctld", "-D", "-i")
+            for node in NODES:
+                self.start_node(node)
+            self._until(
+                lambda: self._nodes() == ["idle", "idle"], 30, "idle nodes", lambda: str(self._nodes())
+            )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        """Ends every process of the cluster: daemons, steps and tasks carry its SLURM_CONF in their environment."""
+        for daemon in self._daemons.values():
+            daemon.kill()
+            daemon.wait()
+        deadline = time.monotonic() + 10
+        while (left := list(self._processes())) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        assert not left, f"processes {left} do not end"
+
+    def start_node(self, node: str) -> None:
+        self._start("slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """kill -9 of a node's slurmd, of its steps and of their tasks, as by a power cut."""
+        tasks = list(self._processes(f"SLURMD_NODENAME={node}"))
+        steps = {_parent(pid) for pid in tasks} - set(tasks) - {None}
+        steps = {pid for pid in steps if pid and "slurmstepd" in _command(pid)}
+        daemon = self._daemons[f"slurmd-{node}"]
+        for pid in (daemon.pid, *steps, *tasks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+
+    def run(self, *command: str, **env: str) -> str:
+        """Standard output of a client command."""
+        done = subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, *arguments: str, cwd: Path, **env: str) -> int:
+        """`sbatch arguments…` in folder `cwd`; gives the job's number."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", *arguments],
+            env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    def job(self, number: int) -> dict[str, str]:
+        """What `scontrol show job` says, by field."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", str(number))
+        return dict(re.findall(r"(\w+)=(\S+)", shown))
+
+    def wait(self, number: int, what: Callable[[dict[str, str]], bool], timeout: float) -> dict[str, str]:
+        """The job once `what(job)` holds; fails with its last state after `timeout` seconds."""
+        self._until(lambda: what(self.job(number)), timeout, f"job {number}", lambda: str(self.job(number)))
+        return self.job(number)
+
+    def ended(self, number: int, timeout: float = 120) -> str:
+        """The job's state once it is over."""
+        over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
+        return self.wait(number, lambda job: job["JobState"] in over, timeout)["JobState"]
+
+    def restarted(self, number: int, count: int, timeout: float = 120) -> dict[str, str]:
+        """The job once it runs for the `count`-th time after its first start."""
+        return self.wait(
+            number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout
+        )
+
+    def cancel_all(self) -> None:
+        """Ends every job that is left."""
+        for partition in ("main", "urgent"):
+            self.run("scancel", f"--partition={partition}")
+        self._until(lambda: not self.run("squeue", "-h").strip(), 60, "an empty queue")
+
+    def _start(self, *command: str) -> None:
+        name = command[0] if command[0] == "slurmctld" else f"slurmd-{command[-1]}"
+        with open(self.folder / f"{name}.out", "ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                [f"/usr/sbin/{command[0]}", *command[1:]], env=self.env, stdout=output, stderr=output
+            )
+
+    def _nodes(self) -> list[str]:
+        shown = subprocess.run(
+            ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], env=self.env, capture_output=True, text=True
+        )
+        return shown.stdout.split()  # empty until slurmctld answers
+
+    def _processes(self, also: str = "") -> Iterator[int]:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    if self._mark in environment and (not also or also in environment):
+                        yield int(entry.name)
+
+    def _until(
+        self, what: Callable[[], bool], timeout: float, name: str, state: Callable[[], str] = str
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        while not what():
+            assert time.monotonic() < deadline, f"{name}: not within {timeout:.0f} s; {state()}"
+            time.sleep(0.3)
+
+
+def _parent(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""

@@ -1,0 +1,261 @@
+"""`sbatch launch/pretrain_large.slurm` on two nodes of a real SLURM: whatever ends it early, it goes on and is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT, command
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+SCRIPT = str(ROOT / "launch/pretrain_large.slurm")
+NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1", "--time=10")
+SMALL = (
+    *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=128", "batch.micro_size=8"),
+    *("peak_tflops=1.0", "log.interval=1", "log.tensorboard=false"),
+    *("eval.rows=32", "eval.interval=0", "data.workers=1"),
+)
+
+
+STEPS = 30
+
+
+class Job:
+    """One submission of the script, with its runs and its log in `folder`."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, dataset: Path, *options: str, steps: int = STEPS, **env: str
+    ) -> None:
+        self.cluster, self.folder = cluster, folder
+        site = {"PROJECT": str(ROOT), "VENV": str(Path(sys.executable).parents[1]), "OMP_NUM_THREADS": "1"}
+        site |= {"RUNS": str(folder / "runs"), "DATA_128": str(dataset), "DATA_512": str(dataset)}
+        for number, count in ((1, steps), (2, 2)):
+            preset = (
+                (ROOT / "megabert/presets/tiny.toml")
+                .read_text()
+                .replace("total_steps = 600", f"total_steps = {count}")
+            )
+            (folder / f"phase{number}.toml").write_text(
+                preset.replace("warmup_steps = 60", "warmup_steps = 1")
+            )
+            site[f"PHASE{number}"] = str(folder / f"phase{number}.toml")
+        site["CUDA_VISIBLE_DEVICES"] = ""
+        own = [word for word in options if word.startswith("--")]
+        overrides = [word for word in options if not word.startswith("--")]
+        arguments = (*NODES, *own, SCRIPT, *SMALL, *overrides)
+        self.number = cluster.submit(*arguments, cwd=folder, **site | env)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / f"megabert-large-{self.number}.log").read_text()
+
+    def losses(self, phase: int = 1) -> dict[int, float]:
+        """Training loss by step, of a file that is being written perhaps."""
+        file = self.folder / f"runs/large_phase{phase}/metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        assert len({line["step"] for line in found if "train/loss" in line}) == sum(
+            "train/loss" in line for line in found
+        ), "a step is logged twice"
+        return {line["step"]: line["train/loss"] for line in found if "train/loss" in line}
+
+    def trained(self, step: int, timeout: float = 90) -> None:
+        """Waits until `step` updates of phase 1 are logged."""
+        deadline = time.monotonic() + timeout
+        while max(self.losses(), default=0) < step:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.2)
+
+    def finished(self, timeout: float = 150) -> None:
+        """Waits for the end; fails with the log unless the job is COMPLETED."""
+        assert self.cluster.ended(self.number, timeout) == "COMPLETED", self.log
+
+
+def uninterrupted(folder: Path, dataset: Path, steps: int, total: int) -> dict[int, float]:
+    """Losses of the same run by another launcher, never stopped."""
+    run = folder / "straight"
+    done = command(
+        *("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", run),
+        *(*SMALL, f"schedule.total_steps={total}", "schedule.warmup_steps=1", "--stop-after", steps),
+        ranks=2, timeout=600, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def curve(dataset, tmp_path_factory) -> dict[int, float]:
+    """Losses of `STEPS` updates that nothing interrupted."""
+    return uninterrupted(tmp_path_factory.mktemp("straight"), dataset, STEPS, STEPS)
+
+
+def preempt(cluster: Cluster, folder: Path) -> int:
+    """A job of the higher partition that needs both nodes for a moment."""
+    return cluster.submit("-p", "urgent", "--nodes=2", "--wrap", "true", cwd=folder)
+
+
+def without_scontrol(folder: Path) -> str:
+    """A PATH with every command of this one but scontrol."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for directory in reversed(os.environ["PATH"].split(":")):
+        for command_file in Path(directory).glob("*"):
+            link = tools / command_file.name
+            if command_file.name != "scontrol":
+                link.unlink(missing_ok=True)
+                link.symlink_to(command_file)
+    assert shutil.which("sbatch", path=str(tools)) and not shutil.which("scontrol", path=str(tools))
+    return str(tools)
+
+
+def test_two_nodes_run_both_phases_to_the_end(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset)
+    job.finished()
+    assert job.losses() == curve and list(curve) == list(range(1, STEPS + 1))
+    assert list(job.losses(2)) == [1, 2] and job.losses(2)[1] < curve[1] - 0.1
+    assert job.log.count("2 rank(s) on cpu (srun)") == 2
+    assert f"starting from the weights of {tmp_path}/runs/large_phase1 at step {STEPS}" in job.log
+    assert not list((tmp_path / "runs").glob(".job-*")), "the job's own notes are gone"
+
+
+def test_a_signal_to_the_batch_shell_alone_saves_and_requeues(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset)
+    job.trained(3)
+    cluster.run("scancel", "--batch", "--signal=USR2", str(job.number))
+    cluster.restarted(job.number, 1)
+    job.finished()
+    assert job.losses() == curve and len(job.losses(2)) == 2
+    assert "SIGUSR2 in the batch shell" in job.log
+    assert "ended with 85: requeued; attempts in a row without progress: 0" in job.log
+
+
+@pytest.mark.slow
+def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path) -> None:
+    total = 1_000_000
+    limit = ("--time=2", "--signal=B:USR2@45")  # sent up to a minute earlier
+    job = Job(
+        cluster, tmp_path, dataset, *limit, "checkpoint.interval=1000000", steps=total, MAX_RESTARTS="9"
+    )
+    steps, limits = [0], 0
+    while len(steps) < 4:  # a limit that comes before the first update is survived too, but shows nothing
+        limits += 1
+        cluster.restarted(job.number, limits, timeout=180)
+        newest = max(job.losses(), default=0)
+        steps += [newest] * (newest > steps[-1])
+        assert limits < 9, steps
+    job.trained(steps[-1] + 3)
+    cluster.run("scancel", str(job.number))
+    assert cluster.ended(job.number) == "CANCELLED"
+    assert job.log.count("ended with 85: requeued") == limits, job.log
+    print(f"{limits} time limits, updates after each that had some: {steps[1:]}")
+    losses = job.losses()
+    assert list(losses) == list(range(1, len(losses) + 1)), "a step is missing or out of order"
+    assert losses == uninterrupted(tmp_path, dataset, len(losses), total)
+
+
+@pytest.mark.parametrize(
+    "scontrol",
+    [pytest.param(True, id="scontrol"), pytest.param(False, id="without scontrol", marks=pytest.mark.slow)],
+)
+def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, dataset, curve, tmp_path) -> None:
+    env = {} if scontrol else {"PATH": without_scontrol(tmp_path), "MASTER_ADDR": "127.0.0.1"}
+    job = Job(cluster, tmp_path, dataset, **env)
+    job.trained(3)
+    urgent = preempt(cluster, tmp_path)
+    over = ("PENDING", "COMPLETED", "FAILED", "TIMEOUT")
+    assert cluster.wait(job.number, lambda found: found["JobState"] in over, 60)["JobState"] == "PENDING", (
+        job.log
+    )
+    assert cluster.ended(urgent) == "COMPLETED"
+    saved = max(job.losses())
+    assert 3 <= saved < STEPS
+    cluster.restarted(job.number, 1)
+    job.finished()
+    assert f"at step {saved}," in job.log and job.losses() == curve and len(job.losses(2)) == 2
+    assert ("cannot requeue" in job.log) == (not scontrol)
+
+
+@pytest.mark.slow
+def test_the_job_of_a_failed_node_starts_again(cluster, dataset, curve, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset, "checkpoint.interval=2")
+    job.trained(3)
+    cluster.kill_node("n2")
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    cluster.wait(job.number, lambda found: found["JobState"] == "PENDING", 60)
+    cluster.start_node("n2")
+    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    job.finished()
+    assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == 2
+
+
+def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeued(
+    cluster, dataset, tmp_path
+) -> None:
+    folders = [tmp_path / "lost", tmp_path / "mistake"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "python").mkdir()
+    dies = folders[0] / "python/python"  # a rank that the kernel kills as it starts
+    dies.write_text("#!/usr/bin/env bash\nkill -9 $$\n")
+    dies.chmod(0o755)
+    (folders[0] / "bin").symlink_to(folders[0] / "python")
+    lost = Job(cluster, folders[0], dataset, VENV=str(folders[0]), MAX_RESTARTS="1")
+    assert cluster.ended(lost.number) == "FAILED"
+    assert cluster.job(lost.number)["Restarts"] == "1"
+    assert "ended with 4, and 1 restarts in a row made no progress" in lost.log
+    mistake = Job(cluster, folders[1], dataset, "modle.layers=2")
+    assert cluster.ended(mistake.number) == "FAILED"
+    assert cluster.job(mistake.number) | {"Restarts": "0", "ExitCode": "2:0"} == cluster.job(mistake.number)
+    assert "unknown config key modle" in mistake.log
+
+
+def test_a_cancelled_job_stays_cancelled(cluster, dataset, tmp_path) -> None:
+    job = Job(cluster, tmp_path, dataset)
+    job.trained(1)
+    cluster.run("scancel", str(job.number))
+    assert cluster.ended(job.number) == "CANCELLED"
+    deadline = time.monotonic() + 20
+    while "this job was cancelled" not in job.log and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "this job was cancelled" in job.log and "requeued" not in job.log
+    assert cluster.job(job.number)["Restarts"] == "0"
+
+
+def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
+    for script in ("pretrain_large", "prep"):
+        done = subprocess.run(
+            ["sbatch", "--test-only", "-N", "2", f"launch/{script}.slurm"],
+            cwd=ROOT, env=cluster.env, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+
+
+def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
+    site = {
+        "PROJECT": str(ROOT),
+        "VENV": str(Path(sys.executable).parents[1]),
+        "RUNS": str(tmp_path / "runs"),
+    }
+    site |= {"CORPUS": str(corpus), "VOCAB": "1000", "DATA": str(tmp_path / "data")}
+    site |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    number = cluster.submit(
+        "--nodes=1", "--ntasks-per-node=2", "--time=10", str(ROOT / "launch/prep.slurm"), cwd=tmp_path, **site
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "data").rglob("*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    cluster.run("scancel", "--batch", "--signal=USR2", str(number))
+    cluster.restarted(number, 1)
+    assert cluster.ended(number) == "COMPLETED", (tmp_path / f"megabert-prep-{number}.log").read_text()
+    for name in ("seq128", "seq512"):
+        assert json.loads((tmp_path / "data" / name / "manifest.json").read_text())["shards"]

@@ -1,0 +1,179 @@
+"""The plan agrees with what really happens: memory with DeepSpeed's own tensors, numbers with hand-made ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert import plan
+from megabert.batches import TENSORS
+from megabert.config import Config
+from megabert.distributed import World
+from megabert.model import BertForPreTraining
+from tests import tiny
+from tests.integration.conftest import ROOT, command
+from tests.ranks import run_ranks
+
+STATES = [("fp32", 0), ("fp32", 2), *(("bf16", stage) for stage in range(4))]
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor that Python can reach, without DeepSpeed's fixed buckets of 5e8 elements."""
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None and tensor.numel():
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(size for size in found.values() if size < plan.BUCKET)
+
+
+def measure(world: World) -> list[tuple[int, int]]:
+    """(parameters, most bytes of states after a micro-step of the second update) of each case of STATES."""
+    results = []
+    for precision, stage in STATES:
+        gc.collect()
+        before = live_bytes()
+        cfg = tiny.config(
+            precision=precision, zero__stage=stage, model__hidden=128, batch__global_size=4 * world.size
+        )
+        engine = tiny.engine(cfg, world)
+        step, seen = engine._deepspeed.step, []
+
+        def counted(*args: Any, step=step, seen=seen, before=before, **kwargs: Any) -> Any:
+            seen.append(live_bytes() - before)
+            return step(*args, **kwargs)
+
+        tiny.train(engine, range(1))
+        engine._deepspeed.step = counted
+        tiny.train(engine, range(1, 2))
+        results.append((sum(shape.numel() for shape in engine.layout.shapes), max(seen)))
+        del engine, step, counted
+    return results
+
+
+@pytest.mark.dist
+def test_states_take_what_the_formula_says_at_every_stage() -> None:
+    world = 2
+    for (precision, stage), (parameters, found) in zip(STATES, run_ranks(world, measure)[0], strict=True):
+        expected = sum(plan.states(parameters, precision, stage, world).values())
+        print(
+            f"{precision} ZeRO-{stage}: {found / expected:.3f} of {expected / parameters:.1f} bytes a parameter"
+        )
+        assert found == pytest.approx(expected, rel=0.15), (precision, stage)
+
+
+BASE = ["model.vocab_size=30000", "schedule.total_steps=1000", "schedule.warmup_steps=100"]
+
+
+def work_by_hand() -> tuple[Config, plan.Work]:
+    cfg = configuration.load("base", BASE)
+    return cfg, plan.work(cfg, None)
+
+
+def test_work_without_data_is_full_rows() -> None:
+    cfg, update = work_by_hand()
+    assert (update.rows, update.seq_len, update.tokens, update.sequences) == (256, 512, 131_072, 256)
+    layers = 6 * 12 * (4 * 768**2 + 8 * 768**2) * 131_072 + 12 * 12 * 768 * 256 * 512**2
+    heads = 6 * (30_000 * 768 + 768**2) * round(131_072 * 0.15) + 6 * 768**2 * 256
+    assert update.flops(cfg) == pytest.approx(layers + heads, rel=1e-9)
+
+
+def test_the_report_says_what_the_run_needs() -> None:
+    cfg, update = work_by_hand()
+    text = plan.report(cfg, None, 8, tokens_per_sec=1e5)
+    assert "256 rows = 32 x 8 ranks x 1 micro-steps, 512 tokens a row" in text
+    assert f"{update.flops(cfg) * 1000:.4g} the run" in text
+    assert f"time     {1000 * 131_072 / 1e5 / 86_400:.3g} days at 100,000 tokens/s" in text
+    assert json.loads(text.partition("DeepSpeed's configuration\n")[2])["train_batch_size"] == 256
+    # ZeRO-1 on 8 GPUs: 2 + 6 + 4 / 8 + 8 / 8 bytes of 110 M parameters
+    (line,) = (line for line in text.splitlines() if line.endswith("<- this run"))
+    cells = [float(cell) for cell in line.split()[:5]]
+    gib = 110.1e6 / 2**30
+    assert cells == pytest.approx([1, 2 * gib, 6 * gib, 0.5 * gib, gib], abs=0.01)
+
+
+def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:
+    cfg, update = work_by_hand()
+    with pytest.raises(ValueError, match="peak_tflops"):
+        plan.report(cfg, None, 8, mfu=0.4)
+    cfg = configuration.load("base", [*BASE, "peak_tflops=989.0"])
+    text = plan.report(cfg, None, 8, mfu=0.4)
+    assert f"time     {1000 * update.flops(cfg) / (0.4 * 989e12 * 8) / 86_400:.3g} days" in text
+    for values, message in (
+        ({"world_size": 7}, "is not a multiple"),
+        ({"world_size": 0}, "--world-size 0"),
+        ({"world_size": 8, "tokens_per_sec": 0.0}, "--tokens-per-sec 0"),
+        ({"world_size": 8, "mfu": 1.5}, "--mfu 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.report(cfg, None, **values)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "overrides", [[], ["model.activation_checkpointing=true"]], ids=["whole", "recomputed"]
+)
+def test_activations_take_about_what_the_formula_says(precision, overrides) -> None:
+    """Tensors that autograd keeps, on the CPU's own backends. Published for another implementation: within 35%."""
+    settings = ["model.vocab_size=2000", "model.dropout=0.1", "batch.micro_size=4", f"precision={precision}"]
+    cfg = configuration.load("mini", settings + overrides)
+    dtype = plan.DTYPES[precision]
+    model = BertForPreTraining(cfg.model, cfg.ops, "cpu", dtype).to(dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(**plan.fake_batch(cfg, 128, 0).inputs())
+    found, expected = sum(kept.values()), plan.activations(cfg, 128)
+    print(f"{precision} {overrides}: {found / 2**20:.1f} MiB, formula {expected / 2**20:.1f}")
+    assert math.isfinite(float(output.mlm_loss_sum))
+    if overrides:  # the formula holds one layer more, which exists in the backward pass only
+        assert found < expected < 0.6 * plan.activations(configuration.load("mini", settings), 128)
+    else:
+        assert found == pytest.approx(expected, rel=0.35)
+
+
+def one_fake_step(world: World) -> str:
+    return plan.fake_step(tiny.config(batch__global_size=4096, zero__stage=2), None, world)
+
+
+@pytest.mark.dist
+def test_a_fake_step_is_one_update_at_this_world_size() -> None:
+    said = run_ranks(2, one_fake_step)
+    assert said[0] == said[1] and "one fake update worked: loss " in said[0]
+    assert "ZeRO-2, 2 rank(s) on cpu" in said[0] and said[0].endswith("(reduced from 4,096)")
+    loss = float(said[0].split("loss ")[1].split(",")[0])
+    assert loss == pytest.approx(math.log(tiny.VOCAB) + math.log(2), rel=0.05)  # knows nothing yet
+
+
+def test_the_fake_batch_is_what_the_model_takes() -> None:
+    batch = plan.fake_batch(tiny.config(), 16, 3)
+    real = tiny.batch(0, range(2))
+    assert set(batch.inputs()) == set(TENSORS)
+    for name, tensor in real.inputs().items():
+        assert batch.inputs()[name].dtype == tensor.dtype, name
+        assert batch.inputs()[name].shape == tensor.shape or name.startswith("mlm"), name
+
+
+def test_the_command_plans_for_other_sizes_than_it_runs_at(tmp_path) -> None:
+    arguments = ("megabert/train.py", "--config", "tiny", "--dry-run", "--world-size")
+    done = command(*arguments, 4, "--tokens-per-sec", 1e6, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "64 rows = 16 x 4 ranks x 1 micro-steps" in done.stdout
+    assert "one fake update worked" in done.stdout and "1 rank(s) on" in done.stdout
+    done = command(*arguments, 3, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2 and done.stderr.startswith("error: batch.global_size=64 is not a multiple")
