@@ -55,6 +55,21 @@ def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
     return bad
 
 
+def _check_size(path: Path, size: int | None, expected: int) -> None:
+    if size != expected:
+        state = "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
+        raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            _check_size(path, os.fstat(file.fileno()).st_size, size)
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
 class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
@@ -67,13 +82,10 @@ class Dataset:
         self.rows = m.rows
         for shard in m.shards:
             path = self.folder / shard.name
-            size = path.stat().st_size if path.is_file() else None
-            if size != shard.bytes:
-                state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
-                raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+            _check_size(path, path.stat().st_size if path.is_file() else None, shard.bytes)
         self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
-        self._maps: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
+        self._maps: OrderedDict[int, tuple[mmap.mmap, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
@@ -88,20 +100,24 @@ class Dataset:
         return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
 
     def _views(self, section: int) -> dict[str, np.ndarray]:
-        """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block."""
-        if section in self._maps:
-            self._maps.move_to_end(section)
-            return self._maps[section]
+        """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
+
+        ValueError names a shard that is gone, or whose size changed since the dataset was opened: reading a map beyond
+        the end of its file would end the process without a word.
+        """
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        layout, blocks, start = self._full, shard.rows // self._full.rows, 0
-        if tail:
-            layout, blocks, start = self._last, 1, blocks * self._full.bytes
-        with open(self.folder / shard.name, "rb") as file:
-            data = mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
-        self._maps[section] = views = layout.views(data, start, blocks)
-        if len(self._maps) > OPEN_SHARDS:
-            self._maps.popitem(last=False)
+        if section not in self._maps:
+            layout, blocks, start = self._full, shard.rows // self._full.rows, 0
+            if tail:
+                layout, blocks, start = self._last, 1, blocks * self._full.bytes
+            data = _map(self.folder / shard.name, shard.bytes)
+            self._maps[section] = data, layout.views(data, start, blocks)
+            if len(self._maps) > OPEN_SHARDS:
+                self._maps.popitem(last=False)
+        self._maps.move_to_end(section)
+        data, views = self._maps[section]
+        _check_size(self.folder / shard.name, data.size(), shard.bytes)
         return views
 
     def read(self, row_ids: np.ndarray) -> Rows:
