@@ -137,8 +137,20 @@ class OpsConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When the run is saved, what stays, and what a save that fails does."""
+
     interval: int = Field(1000, gt=0, description="updates between checkpoints")
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
+    keep_every: int = Field(
+        0, ge=0, description="checkpoints whose step is a multiple of it are kept for ever; 0 keeps none"
+    )
+    asynchronous: bool = Field(
+        True,
+        description="write in the background, from copies in host memory: 12 bytes a parameter over all ranks",
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="after a save that failed: end the run, or warn and go on from the one before"
+    )
 
 
 class EvalConfig(Section):

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +24,11 @@ from torch import Tensor, nn
 from megabert import optim, rng
 from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
-from megabert.partition import find_shards
+from megabert.partition import Piece, find_shards
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TAG = "engine"  # DeepSpeed's folder inside a checkpoint
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,15 @@ class UpdateResult:
     @property
     def nsp_accuracy(self) -> Tensor:
         return self.nsp_correct / self.nsp_pairs.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The training state in host memory, as no ZeRO stage and no number of ranks lays it out."""
+
+    weights: dict[str, Tensor]  # whole fp32 masters on rank 0, {} elsewhere
+    pieces: list[Piece]  # this rank's moments; [] where another rank has them all
+    counters: dict[str, Any]  # JSON: the same on every rank
 
 
 class Engine:
@@ -115,15 +123,13 @@ class Engine:
         if self._scale_loss:
             self._update_scale = wrapper._update_scale
             wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
-        self._written: list[Path] = []
-        self._failure: Exception | None = None
-        self._record_writes()
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_update(self, update: Any, lr: float) -> UpdateResult:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step."""
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
+        rng.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
         engine = self._deepspeed
         engine.train()
         for group in self.optimizer.param_groups:
@@ -200,41 +206,61 @@ class Engine:
 
     def _loss_scale(self) -> tuple[float, float]:
         """The current loss scale and its floor."""
-        wrapper = self._deepspeed.optimizer
-        settings = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        settings = self._loss_scaler()
         scale = float(getattr(settings, "cur_scale", 1.0))
         floor = getattr(settings, "min_scale", None) or getattr(settings, "min_loss_scale", None)
         return scale, float(floor or 1.0)
 
+    def _loss_scaler(self) -> Any:
+        """What holds DeepSpeed's loss scale: an object of one kind at stage 0 and of another above; None in fp32 at 0."""
+        wrapper = self._deepspeed.optimizer
+        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write this rank's part of the training state into `folder`; gives the files it wrote. A collective.
+    def snapshot(self) -> Snapshot:
+        """Copies of the whole training state in host memory, between two updates. A collective.
 
-        Raises OSError (on this rank only) when a file cannot be written; other ranks finish normally.
+        Rank 0 takes 4 bytes a parameter for the weights; every rank takes 8 bytes for each element whose moments it holds
+        (at stage 0 rank 0 alone, for all).
         """
-        self._written, self._failure = [], None
-        self._deepspeed.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        if self._failure is not None:
-            raise OSError(f"{folder}: {self._failure}") from self._failure
-        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
-            if self.world.is_main:
-                (folder / script).unlink(missing_ok=True)  # DeepSpeed's copies of its own tools
-        random_state = folder / f"random-{self.world.rank:05d}.json"
-        random_state.write_text(json.dumps(rng.state(self.world.device)))
-        return [*self._written, random_state]
+        pieces = []
+        if self.layout.partitioned or self.world.is_main:
+            for piece in self.layout.moments(self.optimizer):
+                copies = {kind: view.to("cpu", copy=True) for kind, view in piece.moments.items()}
+                pieces.append(Piece(piece.name, piece.offset, copies))
+        scaler = self._loss_scaler() if self.config.precision == "fp16" else None
+        counters = {
+            "optimizer_steps": self.optimizer.updates_of(s.tensor for s in self.layout.shards if s.segments),
+            "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS},
+            "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
+        }
+        return Snapshot(self.consolidated_weights(), pieces, counters)
 
-    def load(self, folder: Path) -> None:
-        """Continue from `folder`, written by as many ranks at the same ZeRO stage. A collective.
+    @torch.no_grad()
+    def restore(
+        self,
+        weights: Mapping[str, Tensor],
+        read_moment: Callable[[str, str, int, Tensor], None],
+        counters: Mapping[str, Any],
+    ) -> None:
+        """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
 
-        The files are unpickled: verify their hashes first.
+        `weights` are whole; `read_moment(kind, parameter, offset, into)` fills a flat tensor from element `offset` on.
         """
-        with _quiet():
-            path, _ = self._deepspeed.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
-        if path is None:
-            raise ValueError(f"{folder}: no DeepSpeed state in it")
-        state = json.loads((folder / f"random-{self.world.rank:05d}.json").read_text())
-        rng.restore(state, self.world.device)
+        self.load_weights(weights)
+        updates = int(counters["optimizer_steps"])
+        self.optimizer.resume([shard.tensor for shard in self.layout.shards], updates)
+        for piece in self.layout.moments(self.optimizer):
+            for kind, view in piece.moments.items():
+                read_moment(kind, piece.name, piece.offset, view)
+        for name in COUNTERS:
+            setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
+        self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
+        scaler = self._loss_scaler()
+        for name, value in counters["loss_scale"].items():
+            if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
+                setattr(scaler, name, value)
 
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
@@ -275,21 +301,6 @@ class Engine:
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {c.batch.micro_size} x {self.world.size} x {self.accumulation} micro-steps"
         )
-
-    def _record_writes(self) -> None:
-        """Note each file DeepSpeed writes. A failure is raised after DeepSpeed's own barriers, not inside them, where
-        it would leave the other ranks waiting."""
-        writer = self._deepspeed.checkpoint_engine
-        write = writer.save
-
-        def save(state_dict: Any, path: str) -> None:  # DeepSpeed passes both by name or by position
-            try:
-                write(state_dict, path)
-                self._written.append(Path(path))
-            except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-                self._failure = error
-
-        writer.save = save
 
 
 def _quiet() -> contextlib.redirect_stdout[io.StringIO]:

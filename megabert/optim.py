@@ -7,7 +7,7 @@ whose gradients are not finite changes nothing and is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what both update rules keep of every element, in fp32
 CACHED = 1 << 17  # elements of a piece on the CPU: five fp32 arrays of it fit a core's cache
 
 
@@ -59,6 +60,7 @@ class _Guarded(torch.optim.Optimizer):
     overflow = False  # DeepSpeed reads this after each step, and the norm below
     _global_grad_norm: Tensor | float = 0.0
     skipped = 0
+    counts_on_device = True  # where the update rule keeps a tensor's step counter
 
     def attach(
         self,
@@ -87,6 +89,34 @@ class _Guarded(torch.optim.Optimizer):
 
     def _update(self) -> None:
         raise NotImplementedError
+
+    def updates_of(self, tensors: Iterable[Tensor]) -> int:
+        """Updates that `tensors` have taken, skipped ones not counted; all of them have taken as many."""
+        counts = {int(self.state[t]["step"]) if self.state.get(t) else 0 for t in tensors}
+        assert len(counts) <= 1, counts
+        return counts.pop() if counts else 0
+
+    def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Flat views of a tensor's moments; {} before its first update."""
+        state = self.state.get(tensor)
+        return {kind: state[kind].view(-1) for kind in MOMENTS} if state else {}
+
+    def resume(self, tensors: Iterable[Tensor], updates: int) -> None:
+        """Make `tensors` such as have taken `updates` updates; moments that did not exist are zero and wait to be filled."""
+        for tensor in tensors:
+            if not updates:
+                self.state.pop(tensor, None)
+                continue
+            if not self.state.get(tensor):
+                self._begin(tensor)
+            self.state[tensor]["step"].fill_(updates)
+
+    def _begin(self, tensor: Tensor) -> None:
+        home = tensor.device if self.counts_on_device else None
+        state = self.state[tensor]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
     def _guard(self, limit: float) -> bool:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -124,6 +154,8 @@ class Lamb(_Guarded):
     parameters without weight decay take the plain Adam step.
     """
 
+    counts_on_device = False
+
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._parameters = sum(len(group["params"]) for group in self.param_groups)
@@ -139,12 +171,9 @@ class Lamb(_Guarded):
         """Gradients are consumed: each becomes the update u = m^ / (sqrt(v^) + eps) + decay * w."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         for tensor in tensors:
-            state = self.state[tensor]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-                state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-            state["step"] += 1
+            if not self.state.get(tensor):
+                self._begin(tensor)
+            self.state[tensor]["step"] += 1
         step = float(self.state[tensors[0]]["step"])
         weights = [t.detach().view(-1) for t in tensors]
         updates = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]

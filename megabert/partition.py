@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabert.distributed import World
-from megabert.optim import Segment
+from megabert.optim import MOMENTS, AdamW, Lamb, Segment
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,19 @@ class Shard:
 
     tensor: Tensor
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The moments of elements [offset, offset + length) of a parameter: flat fp32 tensors by kind."""
+
+    name: str
+    offset: int
+    moments: dict[str, Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.moments[MOMENTS[0]].numel()
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,19 @@ class Layout:
         for segment, view in self.pieces():
             view.copy_(weights[self.names[segment.index]].reshape(-1)[segment.offset : segment.stop])
 
+    def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
+        """Views of this rank's moments, parameter by parameter; none before the first update."""
+        for shard in self.shards:
+            flat = optimizer.moments_of(shard.tensor)
+            for segment in shard.segments if flat else ():
+                views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
+                yield Piece(self.names[segment.index], segment.offset, views)
+
     def gather(self, world: World) -> dict[str, Tensor]:
-        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective."""
+        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
+
+        Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
+        """
         own: dict[int, list[tuple[Segment, Tensor]]] = {}
         for segment, view in self.pieces():
             own.setdefault(segment.index, []).append((segment, view))
@@ -60,9 +84,9 @@ class Layout:
             for segment, view in own.get(index, ()):
                 buffer[segment.offset : segment.stop] = view
             if self.partitioned and world.size > 1:
-                torch.distributed.reduce(buffer, dst=0)
+                torch.distributed.reduce(buffer.view(torch.int32), dst=0)
             if world.rank == 0:
-                whole[name] = buffer.to("cpu", copy=True).view(shape)
+                whole[name] = buffer.cpu().view(shape)
         return whole
 
 

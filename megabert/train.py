@@ -159,6 +159,7 @@ def validate(run: Run) -> None:
 
 def save(run: Run) -> None:
     run.checkpoints.save(run.engine, run.state())
+    run.checkpoints.finish()
     run.last_save = run.step
 
 
@@ -192,7 +193,7 @@ def build(args: argparse.Namespace, config: Config, world: World) -> Run:
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     config = fill_in(config, dataset, tokenizer)
     run_dir = Path(args.run)
-    checkpoints = Checkpoints(run_dir, world, config.checkpoint.keep)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint)
     torch.manual_seed(config.seed)
     extra = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed_config else None
     engine = Engine(

@@ -1,27 +1,31 @@
-"""A resumed run is the run; a checkpoint that is not whole is never used; a save that dies harms nothing."""
+"""A resumed run is the run; a checkpoint that is not whole is never used; none is an error and never step 0."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-import signal
+from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from megabert import checkpoint
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.checkpoint.manifest import canonical
+from megabert.config import CheckpointConfig
 from megabert.distributed import World
+from megabert.engine import Snapshot
+from megabert.partition import Piece
 from tests import tiny
 from tests.ranks import run_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 CASES = [(precision, stage, "none") for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
-CASES += [("fp32", 2, "cpu")]
+CASES += [("fp32", 2, "cpu"), ("fp16", 0, "none"), ("fp16", 2, "none")]
+MOMENTS_FILE = "moments-00000-of-00001.safetensors"
 
 
 def state(step: int, cfg: Any, **more: Any) -> dict[str, Any]:
@@ -34,11 +38,48 @@ def state(step: int, cfg: Any, **more: Any) -> dict[str, Any]:
     } | more
 
 
+def settings(keep: int = 3, asynchronous: bool = False, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(keep=keep, asynchronous=asynchronous, **more)
+
+
+class FakeEngine:
+    """One parameter, `w`, of `value`; the moments are its halves, of value + 1 and value + 2."""
+
+    def __init__(self, value: float = 0.0, size: int = 6) -> None:
+        self.value, self.size = value, size
+
+    def snapshot(self) -> Snapshot:
+        half = self.size // 2
+        whole = {"exp_avg": self.value + 1, "exp_avg_sq": self.value + 2}
+        pieces = [
+            Piece("w", first, {kind: torch.full((half,), float(value)) for kind, value in whole.items()})
+            for first in (0, half)
+        ]
+        return Snapshot({"w": torch.full((2, half), float(self.value))}, pieces, {"optimizer_steps": 1})
+
+    def restore(self, weights: Any, read_moment: Any, counters: Any) -> None:
+        self.value = float(weights["w"][0, 0])
+        for kind, more in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            into = torch.zeros(self.size - 2)  # across the pieces
+            read_moment(kind, "w", 1, into)
+            assert into.tolist() == [self.value + more] * (self.size - 2)
+
+
+def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> Checkpoints:
+    checkpoints = Checkpoints(folder, ALONE, settings(**kwargs))
+    for step in steps:
+        checkpoints.save(FakeEngine(step), state(step, tiny.config()))
+    return checkpoints
+
+
 # -- resume ------------------------------------------------------------------------------------------------------
 
 
 def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
-    """6 updates with dropout; and 3, a save, a new engine, a load, 3."""
+    """6 updates with dropout; and 3, a save that is written during the next, a new engine, a load, 3."""
+    from tests.test_engine import allow_fp16
+
+    allow_fp16()
     found: dict[str, Any] = {}
     for precision, stage, offload in CASES:
         name = "lamb" if stage in (1, 3) else "adamw"
@@ -46,102 +87,55 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
             precision=precision, zero__stage=stage, zero__offload=offload, optimizer__name=name,
             model__dropout=0.1, model__attention_dropout=0.1,
         )  # fmt: skip
-        run = Checkpoints(Path(folder) / f"{precision}-{stage}-{offload}", world, keep=2)
+        run = Checkpoints(Path(folder) / f"{precision}-{stage}-{offload}", world, settings(asynchronous=True))
         first = tiny.engine(cfg, world)
         losses = tiny.train(first, range(3))
-        saved = run.save(first, state(3, cfg))
+        run.save(first, state(3, cfg))
         losses += tiny.train(first, range(3, 6))
-        second = tiny.engine(cfg, world, seed=2)  # other weights, other random numbers
+        saved = run.finish()
+        second = tiny.engine(cfg, world, seed=2)  # other weights
         loaded = run.load(second, run.latest())
         resumed = tiny.train(second, range(3, 6))
-        ends = [e.consolidated_weights() for e in (first, second)]
+        ends = [e.snapshot() for e in (first, second)]
+        loaded_again = run.load(first, run.latest())  # an engine that has gone on comes back
         stored, meta = load_weights(saved)
         found[f"{precision} {stage} {offload}"] = {
             "straight": losses[3:],
             "resumed": resumed,
-            "equal": all(torch.equal(a, b) for a, b in zip(ends[0].values(), ends[1].values(), strict=True)),
-            "state": loaded == state(3, cfg, world_size=2) == meta,
-            "files": sorted(str(p.relative_to(saved)) for p in saved.rglob("*") if p.is_file()),
-            "latest": (saved / "latest").exists() or (saved.parent / "latest").exists(),
+            "rolled back": tiny.train(first, range(3, 6)),
+            "equal": equal(*ends),
+            "state": loaded == loaded_again == state(3, cfg, world_size=2) == meta,
+            "files": sorted(p.name for p in saved.iterdir()),
             "weights": sorted(stored) == sorted(second.layout.names),
         }
-    found["wrong starts"] = wrong_starts(world, str(Path(folder) / "fp32-2-none"))
-    found["full disk"] = failing_rank(world, str(Path(folder) / "full"))
     return found
 
 
+def equal(a: Snapshot, b: Snapshot) -> bool:
+    tensors = [
+        [*s.weights.values(), *(tensor for piece in s.pieces for tensor in piece.moments.values())]
+        for s in (a, b)
+    ]
+    return a.counters == b.counters and all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(2, straight_and_resumed, str(folder), timeout=240)
+def runs(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks(2, straight_and_resumed, str(tmp_path_factory.mktemp("runs")), timeout=240)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 def test_stop_and_resume_is_bit_equal(case, runs):
-    for found in runs[1]:
+    for found in runs:
         run = found[" ".join(map(str, case))]
-        assert run["resumed"] == run["straight"]
+        assert run["resumed"] == run["straight"] == run["rolled back"]
         assert run["equal"] and run["state"] and run["weights"]
-        assert not run["latest"]
-        assert {"manifest.json", "weights.safetensors", "random-00000.json", "random-00001.json"} <= set(
-            run["files"]
-        )
-        assert not [f for f in run["files"] if f.endswith(".py")]
-
-
-def wrong_starts(world: World, run: str) -> list[str]:
-    problems = []
-    for extra in ({"zero__stage": 1}, {"zero__stage": 2}, {"zero__offload": "cpu", "zero__stage": 2}):
-        engine = SimpleNamespace(config=tiny.config(**extra), load=lambda path: None)
-        checkpoints = Checkpoints(run, world)
-        try:
-            checkpoints.load(engine, checkpoints.latest())
-            problems.append("")
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
-
-
-@pytest.mark.dist
-def test_another_world_or_stage_is_refused(runs):
-    alone = wrong_starts(ALONE, str(runs[0] / "fp32-2-none"))
-    assert all("saved with ranks 2, this run has 1" in p and "start with ranks 2" in p for p in alone)
-    stages = runs[1][0]["wrong starts"]
-    assert "saved with zero.stage 2, this run has 1" in stages[0]
-    assert stages[1] == ""
-    assert "saved with zero.offload none, this run has cpu" in stages[2]
+        moments = [f"moments-{rank:05d}-of-00002.safetensors" for rank in range(2 if case[1] else 1)]
+        assert run["files"] == ["manifest.json", *moments, "weights.safetensors"]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------
-
-
-class FakeEngine:
-    """Writes three small files; its weights are one tensor."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        self.value = value
-        self.config = tiny.config()
-
-    def save(self, folder: Path) -> list[Path]:
-        (folder / "engine").mkdir()
-        files = [folder / "engine" / "a.pt", folder / "engine" / "b.pt", folder / "random-00000.json"]
-        for i, file in enumerate(files):
-            file.write_bytes(bytes((int(self.value) + i + k) % 256 for k in range(100 + i)))
-        return files
-
-    def consolidated_weights(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.full((3, 2), self.value)}
-
-    def load(self, folder: Path) -> None:
-        self.value = float(load_weights(folder)[0]["w"][0, 0])
-
-
-def saved_run(folder: Path, steps: tuple[int, ...] = (10, 20), keep: int = 3) -> Checkpoints:
-    checkpoints = Checkpoints(folder, ALONE, keep)
-    for step in steps:
-        checkpoints.save(FakeEngine(step), state(step, tiny.config()))
-    return checkpoints
 
 
 def damages(path: Path):
@@ -160,7 +154,7 @@ def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path, capsys):
     checkpoints = saved_run(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000020"
     tried = 0
-    for file in sorted(p for p in newest.rglob("*") if p.is_file()):
+    for file in sorted(newest.iterdir()):
         whole = file.read_bytes()
         for damaged in damages(file):
             file.unlink() if damaged is None else file.write_bytes(damaged)
@@ -170,7 +164,9 @@ def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path, capsys):
             file.write_bytes(whole)
             tried += 1
         assert checkpoints.latest() == newest
-    assert tried > 150
+    assert tried > 130
+    engine = FakeEngine()
+    assert checkpoints.load(engine, newest)["step"] == 20 and engine.value == 20
     shutil.rmtree(newest)
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010"
     assert "step 20, the last one committed, is missing" in capsys.readouterr().err
@@ -198,7 +194,7 @@ def test_an_older_manifest_is_checked_too(tmp_path):
 
 
 def test_no_checkpoint_is_none_but_none_whole_is_an_error(tmp_path):
-    assert Checkpoints(tmp_path / "new", ALONE, 1).latest() is None
+    assert Checkpoints(tmp_path / "new", ALONE, settings()).latest() is None
     checkpoints = saved_run(tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
         (folder / "weights.safetensors").unlink()
@@ -208,6 +204,103 @@ def test_no_checkpoint_is_none_but_none_whole_is_an_error(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000010")
     with pytest.raises(ValueError, match="step 20, the last one committed, is missing"):
         checkpoints.latest()
+
+
+def reseal(folder: Path, change: Any) -> None:
+    """Apply `change` to a manifest and give it a right SHA-256 again, as someone who forges it would."""
+    file = folder / "manifest.json"
+    body = json.loads(file.read_bytes())
+    body.pop("sha256")
+    change(body)
+    file.write_bytes(canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()}))
+
+
+def rename_file(name: str) -> Any:
+    def change(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop(MOMENTS_FILE)
+
+    return change
+
+
+def set_pieces(pieces: Any) -> Any:
+    def change(body: dict[str, Any]) -> None:
+        body["files"][MOMENTS_FILE]["pieces"] = pieces
+
+    return change
+
+
+FORGERIES = {
+    "a path": (rename_file("../../secret"), "which is no file of a checkpoint"),
+    "a folder": (
+        rename_file("engine/moments-00000-of-00001.safetensors"),
+        "which is no file of a checkpoint",
+    ),
+    "an absolute path": (rename_file("/etc/passwd"), "which is no file of a checkpoint"),
+    "another kind": (rename_file("model.pt"), "which is no file of a checkpoint"),
+    "other pieces": (set_pieces({"w": [[0, 2], [2, 4]]}), "holds other pieces than the manifest lists"),
+    "an unknown name": (set_pieces({"w": [[0, 3], [3, 3]], "x": [[0, 1]]}), "holds other pieces"),
+    "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
+    "no numbers": (set_pieces({"w": [[0, "3"], [3, 3]]}), "manifest.json cannot be read"),
+    "a negative size": (
+        lambda body: body["files"][MOMENTS_FILE].update(bytes=-1),
+        "manifest.json cannot be read",
+    ),
+    "no counters": (lambda body: body.update(engine=[]), "manifest.json cannot be read"),
+    "no state": (lambda body: body.update(state=[]), "manifest.json holds no state"),
+    "another layout": (lambda body: body.update(schema=9), "has layout 9"),
+    "no weights": (lambda body: body["files"].pop("weights.safetensors"), "names no weights.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_manifest_is_damage(name, tmp_path, capsys):
+    change, message = FORGERIES[name]
+    checkpoints = saved_run(tmp_path)
+    reseal(tmp_path / "checkpoints" / "step-00000020", change)
+    assert checkpoints.latest() == tmp_path / "checkpoints" / "step-00000010"
+    assert message in capsys.readouterr().err
+
+
+def test_a_link_is_not_followed_and_a_size_is_checked_before_a_byte_is_read(tmp_path, capsys):
+    checkpoints = saved_run(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000020"
+    for name in ("weights.safetensors", "manifest.json"):
+        moved = tmp_path / f"elsewhere-{name}"
+        (newest / name).rename(moved)
+        (newest / name).symlink_to(moved)
+        assert checkpoints.latest().name == "step-00000010"
+        assert f"{name} is not a plain file" in capsys.readouterr().err
+        (newest / name).unlink()
+        moved.rename(newest / name)
+    with (newest / MOMENTS_FILE).open("r+b") as file:
+        file.truncate(1 << 43)  # 8 TiB of nothing: hashing it would take hours
+    assert checkpoints.latest().name == "step-00000010"
+    assert f"has {1 << 43} bytes" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_the_first_layout_gives_its_weights_only(tmp_path):
+    """DeepSpeed's pickles are never opened; the line names what can be done."""
+    folder = tmp_path / "checkpoints" / "step-00000010"
+    (folder / "engine").mkdir(parents=True)
+    (folder / "engine" / "states.pt").write_bytes(b"never read")
+    save_file({"w": torch.full((2, 3), 4.0)}, folder / "weights.safetensors")
+    data = (folder / "weights.safetensors").read_bytes()
+    files = {
+        "weights.safetensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "engine/states.pt": {"bytes": 10, "sha256": "0" * 64},
+    }
+    body = {"schema": 1, "files": files, "state": {"step": 10}}
+    (folder / "manifest.json").write_bytes(
+        canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
+    )
+    with pytest.raises(ValueError, match=r"earlier version .*layout 1.*init_from=.*step-00000010"):
+        Checkpoints(tmp_path, ALONE).latest()
+    for source in (tmp_path, folder):
+        weights, meta = load_weights(source)
+        assert weights["w"].tolist() == [[4.0] * 3] * 2 and meta == {"step": 10}
+
+
+# -- which stay ----------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_stay_and_abandoned_ones_go(tmp_path):
@@ -223,112 +316,25 @@ def test_the_newest_stay_and_abandoned_ones_go(tmp_path):
     assert names() == ["pointer.json", "step-00000030", "step-00000035"]
 
 
-# -- kills and full disks ----------------------------------------------------------------------------------------
-
-CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree"), (checkpoint, "file_sha256")]
-
-
-def save_killed_at(folder: Path, call: int, step: int) -> bool:
-    """Save `step`, with weights of 20, in a child that dies by SIGKILL at its call-th file-system call; False when it survived."""
-    child = os.fork()
-    if child == 0:
-        left = [call]
-
-        def deadly(function: Any) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        for module, name in CALLS:
-            setattr(module, name, deadly(getattr(module, name)))
-        Path.rename = deadly(Path.rename)  # type: ignore[method-assign]
-        try:
-            Checkpoints(folder, ALONE, 1).save(FakeEngine(20), state(step, tiny.config()))
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+def test_multiples_of_keep_every_stay_for_ever(tmp_path):
+    saved_run(tmp_path, range(10, 130, 10), keep=2, keep_every=50)
+    steps = sorted(int(p.name[5:]) for p in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps == [50, 100, 110, 120]
 
 
-@pytest.mark.parametrize("step", (20, 10), ids=("next", "same"))
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(step, tmp_path):
-    """The only other checkpoint is step 10; saving step 10 again replaces it."""
-    kept, killed = set(), 0
-    for call in range(100):
-        run = tmp_path / str(call)
-        saved_run(run, (10,), keep=1)
-        if not save_killed_at(run, call, step):
-            break
-        killed += 1
-        checkpoints = Checkpoints(run, ALONE, 1)
-        latest = checkpoints.latest()
-        assert latest is not None
-        value = float(load_weights(run)[0]["w"][0, 0])
-        assert latest.name == ("step-00000010" if value == 10 else f"step-{step:08d}")
-        kept.add(int(value))
-        assert not list((run / "checkpoints").glob(".*"))  # cleaned when the run was opened again
-        checkpoints.save(FakeEngine(30), state(30, tiny.config()))
-        assert checkpoints.latest().name == "step-00000030"
-    assert killed > 15 and kept == {10, 20}
-
-
-def killed_rank(world: World, folder: str) -> None:
-    cfg = tiny.config(zero__stage=2)
-    engine = tiny.engine(cfg, world)
-    checkpoints = Checkpoints(folder, world, 2)
-    tiny.train(engine, range(1))
-    checkpoints.save(engine, state(1, cfg))
-    tiny.train(engine, range(1, 2))
-    if world.rank == 1:
-        write = engine._deepspeed.checkpoint_engine.save
-        engine._deepspeed.checkpoint_engine.save = lambda *a: (
-            write(*a),
-            os.kill(os.getpid(), signal.SIGKILL),
-        )
-    checkpoints.save(engine, state(2, cfg))
-
-
-def failing_rank(world: World, folder: str) -> str:
-    """Rank 1's disk is full at the second save: every rank hears of it, and training could go on."""
-    cfg = tiny.config(zero__stage=1)
-    engine = tiny.engine(cfg, world)
-    checkpoints = Checkpoints(folder, world, 2)
-    checkpoints.save(engine, state(1, cfg))
-    original = torch.save
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
-
-    if world.rank == 1:
-        torch.save = full
-    try:
-        checkpoints.save(engine, state(2, cfg))
-        problem = ""
-    except ValueError as error:
-        problem = str(error)
-    torch.save = original
-    checkpoints.save(engine, state(3, cfg))
-    return problem + "|" + checkpoints.latest().name
-
-
-@pytest.mark.dist
-def test_kill_of_one_rank_in_a_real_save_leaves_the_one_before(tmp_path):
-    assert run_ranks(2, killed_rank, str(tmp_path)) == [-signal.SIGKILL] * 2
-    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
-    assert (tmp_path / "checkpoints" / ".saving-00000002").is_dir()
-    assert Checkpoints(tmp_path, ALONE, 2).latest().name == "step-00000001"
-    assert not (tmp_path / "checkpoints" / ".saving-00000002").exists()
-
-
-@pytest.mark.dist
-def test_a_full_disk_on_one_rank_is_one_line_on_all(runs):
-    for found in runs[1]:
-        problem, latest = found["full disk"].split("|")
-        assert "rank 1" in problem and "No space left" in problem and "previous one is untouched" in problem
-        assert latest == "step-00000003"
+def test_before_gives_the_newest_whole_one_that_is_not_later(tmp_path, capsys):
+    checkpoints = saved_run(tmp_path, (10, 20, 30))
+    name = lambda step: getattr(checkpoints.before(step), "name", None)  # noqa: E731
+    assert [name(s) for s in (9, 10, 19, 20, 29, 30, 99)] == [
+        None, *(f"step-000000{s}" for s in (10, 10, 20, 20, 30, 30))
+    ]  # fmt: skip
+    (tmp_path / "checkpoints" / "step-00000020" / MOMENTS_FILE).unlink()
+    assert capsys.readouterr().err == ""
+    assert name(25) == "step-00000010"
+    assert "is missing: going back to step-00000010" in capsys.readouterr().err
+    (tmp_path / "checkpoints" / "step-00000010" / MOMENTS_FILE).unlink()
+    with pytest.raises(ValueError, match="no checkpoint is whole"):
+        checkpoints.before(25)
 
 
 # -- compatibility and init_from ----------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ ALLOWED = {
     "data": {"batches", "config", "masking", "memory", "shards", "tokenizer"},
     "memory": set(),
     "distributed": set(),
+    "rng": set(),
+    "runlock": {"distributed"},
+    "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
 }
 WITHOUT_TORCH = {"config", "schedule", "shards", "tokenizer", "doctor"}
 # package -> the only files that may import it

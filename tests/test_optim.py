@@ -215,3 +215,40 @@ def test_guard_skips_a_step_with_one_bad_gradient_and_counts_it():
     optimizer.step()
     assert not optimizer.overflow and float(optimizer._global_grad_norm) == pytest.approx(20**0.5, rel=1e-6)
     assert float(layer.bias.grad.norm() ** 2 + layer.weight.grad.norm() ** 2) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", (AdamW, Lamb))
+def test_a_resumed_optimizer_is_the_one_that_never_stopped(kind):
+    """Moments copied through `resume` and `moments_of`: the same bits after, and counters of the type and place that the
+    update rule itself makes."""
+    torch.manual_seed(3)
+    gradients = [torch.randn(5, 3) for _ in range(5)]
+    weights = [nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
+    straight, second = (
+        kind([{"params": [w], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS) for w in weights
+    )
+    for optimizer in (straight, second):
+        optimizer.attach()
+        assert optimizer.moments_of(optimizer.param_groups[0]["params"][0]) == {}
+        assert optimizer.updates_of(optimizer.param_groups[0]["params"]) == 0
+    for gradient in gradients[:3]:
+        weights[0].grad = gradient.clone()
+        straight.step()
+    second.resume([weights[1]], straight.updates_of([weights[0]]))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for name, flat in second.moments_of(weights[1]).items():
+        assert flat.shape == (15,) and not flat.any()
+        flat.copy_(straight.moments_of(weights[0])[name])
+    made, resumed = straight.state[weights[0]], second.state[weights[1]]
+    assert {k: (v.dtype, v.device, v.shape) for k, v in made.items()} == {
+        k: (v.dtype, v.device, v.shape) for k, v in resumed.items()
+    }
+    assert second.updates_of([weights[1]]) == 3
+    for gradient in gradients[3:]:
+        for optimizer, w in ((straight, weights[0]), (second, weights[1])):
+            w.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(weights[0], weights[1])
+    second.resume([weights[1]], 0)
+    assert second.updates_of([weights[1]]) == 0 and second.moments_of(weights[1]) == {}

@@ -1,0 +1,42 @@
+"""A run goes on only with the data, tokenizer and model it was started with, and in the same global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Fields of the config that decide what the weights and moments mean, and which rows an update holds.
+FIXED = ("model", "batch.global_size", "optimizer.name", "precision", "seed")
+FREE = ("dropout", "attention_dropout", "activation_checkpointing")  # fields of the model that may change
+
+
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to continue a run on other data or as another model.
+
+    Both hold "dataset", "tokenizer" (SHA-256) and "config". Raises ValueError naming the field and both values.
+    """
+    for key, what in (("dataset", "dataset fingerprint"), ("tokenizer", "tokenizer SHA-256")):
+        _refuse(what, saved[key], current[key])
+    for name in FIXED:
+        old, new = _at(saved["config"], name), _at(current["config"], name)
+        if isinstance(old, dict):
+            for field in sorted(old.keys() | new.keys()):
+                if field not in FREE:
+                    _refuse(f"{name}.{field}", old.get(field), new.get(field))
+        else:
+            _refuse(name, old, new)
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    node: Any = tree
+    for part in name.split("."):
+        node = node[part]
+    return node
+
+
+def _refuse(field: str, saved: Any, current: Any) -> None:
+    if saved != current:
+        raise ValueError(
+            f"cannot resume: {field} is {current!r} but the checkpoint was made with {saved!r}; "
+            "set it back or name a new run folder"
+        )

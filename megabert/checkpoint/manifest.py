@@ -1,0 +1,156 @@
+"""Nothing in a checkpoint is opened before its manifest, its size and its SHA-256 were compared.
+
+A manifest names plain files of its own folder and nothing else: a name with a slash, `..` or a link is damage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+SCHEMA = 2
+FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are still read
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
+LARGEST_MANIFEST = 256 << 20  # bytes; BERT-LARGE over 1,000 ranks needs 0.3 MB
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    pieces: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]] = {}
+
+
+class _Counters(BaseModel):
+    """What `Engine.snapshot` counts."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    optimizer_steps: int = Field(ge=0)
+    deepspeed: dict[str, int] = {}
+    loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
+
+
+_FILES = TypeAdapter(dict[str, _File])
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was committed."""
+
+
+class Outdated(ValueError):
+    """A checkpoint was written in an earlier layout, of which only the weights can be used."""
+
+
+def seal(
+    files: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], engine: Mapping[str, Any]
+) -> bytes:
+    """The bytes of a manifest."""
+    return _sealed({"schema": SCHEMA, "files": files, "state": state, "engine": engine})
+
+
+def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
+    """The manifest of a checkpoint folder; with `weights_only` that of an earlier layout too, its other files left out.
+
+    Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
+    """
+    file = path / MANIFEST
+    try:
+        _check_plain(file, MANIFEST)
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise Damaged(f"{path.name}/{MANIFEST} is larger than any manifest")
+        data = file.read_bytes()
+        manifest = json.loads(data)
+        if _sealed({key: value for key, value in manifest.items() if key != "sha256"}) != data:
+            raise Damaged(f"{path.name}/{MANIFEST} is damaged")
+        schema, files = manifest["schema"], manifest["files"]
+        if schema == FIRST_SCHEMA:
+            if not weights_only:
+                raise Outdated(
+                    f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
+                    f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
+                )
+            manifest["files"] = files = {name: entry for name, entry in files.items() if name == WEIGHTS}
+        elif schema != SCHEMA:
+            raise Damaged(f"{path.name}/{MANIFEST} has layout {schema}, this program reads {SCHEMA}")
+        for name in files:
+            if not FILE_NAME.fullmatch(name):
+                raise Damaged(f"{path.name}/{MANIFEST} names {name!r}, which is no file of a checkpoint")
+        if WEIGHTS not in files:
+            raise Damaged(f"{path.name}/{MANIFEST} names no {WEIGHTS}")
+        _FILES.validate_python(files)
+        if schema == SCHEMA:
+            _Counters.model_validate(manifest["engine"])
+        if not isinstance(manifest["state"], dict):
+            raise Damaged(f"{path.name}/{MANIFEST} holds no state")
+    except (Damaged, Outdated):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path.name}/{MANIFEST} cannot be read") from error
+    return manifest
+
+
+def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raises Damaged naming the first file that is missing, a link, of another size or with another SHA-256."""
+    for name, entry in entries:
+        file = path / name
+        _check_plain(file, name)
+        if file.stat().st_size != entry["bytes"]:
+            raise Damaged(f"{path.name}/{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
+        if file_sha256(file) != entry["sha256"]:
+            raise Damaged(f"{path.name}/{name} has another SHA-256 than when it was saved")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, after its bytes are on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Renames in `folder` are on the disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of `value`."""
+    return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    return canonical(dict(body) | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
+
+
+def _check_plain(file: Path, name: str) -> None:
+    try:
+        mode = file.lstat().st_mode
+    except FileNotFoundError:
+        raise Damaged(f"{file.parent.name}/{name} is missing") from None
+    if not stat.S_ISREG(mode):
+        raise Damaged(f"{file.parent.name}/{name} is not a plain file")
