@@ -6,7 +6,7 @@ are views of it. Legend: B rows of a micro-batch, n rows of an update, T row len
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,8 @@ class Batch:
     nsp_pairs: int
     tokens: int  # real ones, without padding
     sequences: int
-    row_ids: (
-        np.ndarray
-    )  # int64 [B]; -1 is a filler row of an evaluation, which has no labels and counts for nothing
+    row_ids: np.ndarray  # int64 [B]; -1 is a filler, which has no labels and counts for nothing
+    epochs: np.ndarray  # int64 [B], the epoch each row belongs to
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The tensors by name, as the model's `forward` takes them."""
@@ -58,11 +57,27 @@ COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
 
 @dataclass(frozen=True)
 class Update:
-    """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row."""
+    """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row.
+
+    `damage` names the rows that became fillers because they are not as written, with their row ids. `problem` is why
+    the data could not be had; every row is a filler then.
+    """
 
     step: int
     epoch: int
     batches: list[Batch]
+    damage: dict[int, str] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """int64 [n], fillers -1."""
+        return np.concatenate([batch.row_ids for batch in self.batches])
+
+    @property
+    def epochs(self) -> np.ndarray:
+        """int64 [n]."""
+        return np.concatenate([batch.epochs for batch in self.batches])
 
     @property
     def predictions(self) -> int:
@@ -94,7 +109,7 @@ class Shape:
         """Elements a row takes of each field of the int64 (`wide`) or the int32 buffer, in order."""
         t, s, k = self.seq_len, self.slots, self.capacity
         if wide:
-            return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1, "counts": len(COUNTS)}
+            return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1, "epochs": 1, "counts": len(COUNTS)}
         names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
         return dict.fromkeys(names, t) | {"lengths": s, "cls_positions": s, "mlm_positions": k}
 

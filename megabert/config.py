@@ -6,7 +6,6 @@ the nearest match and types are strict. The global batch is the human's number; 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megabert.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parent / "presets"
 VOCAB_MULTIPLE = 128  # the embedding is padded to this, so that matrix products have aligned shapes
@@ -75,6 +76,9 @@ class DataConfig(Section):
     path: str = Field("", description="dataset folder written by data_prep (also --data)")
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
+    on_damage: Literal["stop", "skip"] = Field(
+        "stop", description="at a damaged row: stop every rank, or leave the row out and count it"
+    )
     masking: MaskingConfig = MaskingConfig()
 
 
@@ -158,6 +162,28 @@ class EvalConfig(Section):
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
 
 
+class SpikesConfig(Section):
+    """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
+    newest checkpoint before the spike and pass over the data from there through the spike."""
+
+    policy: Literal["off", "warn", "skip", "rollback"] = Field(
+        "warn", description="say so, do not apply the update (waits for each loss), or go back and pass over"
+    )
+    threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
+    window: int = Field(
+        128, ge=8, description="recent updates a loss is compared with; judged from a quarter on"
+    )
+    max_rollbacks: int = Field(5, ge=0, description="goings-back of one process before the run stops")
+
+
+class WatchdogConfig(Section):
+    timeout_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="without progress on a rank for so long the job names the culprit and ends; 0 off",
+    )
+
+
 class LogConfig(Section):
     interval: int = Field(
         10, gt=0, description="updates between log lines; meters stay on the device in between"
@@ -187,6 +213,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
@@ -212,13 +240,13 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
     for override in overrides or []:
-        _set(tree, override)
+        set_override(Config, tree, override)
     return from_dict(tree)
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """Validated config from nested dicts, e.g. a run's `config.json`."""
-    _refuse_unknown(Config, tree, "")
+    refuse_unknown(Config, tree)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -312,67 +340,3 @@ def _check(config: Config) -> None:
         raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
     if config.schedule.warmup_steps > config.schedule.total_steps:
         raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
-
-
-def _set(tree: dict[str, Any], override: str) -> None:
-    key, sep, text = override.partition("=")
-    if not sep or not key:
-        raise ValueError(f"override {override!r}: write section.key=value")
-    *parents, leaf = key.split(".")
-    node = tree
-    for part in parents:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ValueError(f"override {override!r}: {part} is not a section")
-    node[leaf] = _parse(text, _field_type(key))
-
-
-def _field_type(key: str) -> Any:
-    model: Any = Config
-    for part in key.split("."):
-        field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
-            return None  # unknown: reported with its nearest match when the tree is checked
-        model = field.annotation
-    return model
-
-
-def _parse(text: str, kind: Any) -> Any:
-    if kind is str:
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _refuse_unknown(model: Any, tree: dict[str, Any], prefix: str) -> None:
-    for key, value in tree.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            near = difflib.get_close_matches(key, model.model_fields, n=1) or _anywhere(key)
-            hint = (
-                f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?"
-                if near
-                else ""
-            )
-            raise ValueError(f"unknown config key {prefix}{key}{hint}")
-        if (
-            isinstance(value, dict)
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, Section)
-        ):
-            _refuse_unknown(field.annotation, value, f"{prefix}{key}.")
-
-
-def _anywhere(key: str) -> list[str]:
-    """Full names whose last part is close to `key`: catches a key set in the wrong section."""
-    names: dict[str, str] = {}
-    stack: list[tuple[Any, str]] = [(Config, "")]
-    while stack:
-        model, prefix = stack.pop()
-        for name, field in model.model_fields.items():
-            names[name] = prefix + name
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                stack.append((field.annotation, f"{prefix}{name}."))
-    return [names[match] for match in difflib.get_close_matches(key, names, n=1)]

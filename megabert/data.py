@@ -1,4 +1,4 @@
-"""The order of rows is a function, and the cursor of a run is one integer: its step.
+"""The cursor of a run is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
 masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
@@ -9,75 +9,36 @@ length, S sequences a row, K prediction slots a row.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from megabert.batches import COUNTS, TENSORS, Batch, Shape, Update, collate
-from megabert.masking import Masking, Vocabulary, mask, stream_keys
+from megabert.masking import Masking, Vocabulary, mask
 from megabert.memory import keep_freed_memory
-from megabert.shards import Dataset
+from megabert.order import row_order
+from megabert.shards import Dataset, Rows
 from megabert.tokenizer import Tokenizer
 
-__all__ = ["Batch", "Loader", "Update", "eval_batches", "row_order"]
+__all__ = ["Batch", "Loader", "Update", "eval_batches"]
 
 if TYPE_CHECKING:
     from megabert.config import Config
 
-WINDOW = 16  # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
-BLOCK_STREAM, ROW_STREAM = (
-    0x626C6F636B,
-    0x726F77,
-)  # keep the two permutations apart from each other and from masks
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 CHUNK_TOKENS = (
     1 << 18
 )  # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
-
-
-def _permutation(n: int, *key: int) -> np.ndarray:
-    """Permutation of range(n), int64 [n], a function of `key` alone (no library's random stream is involved)."""
-    low = np.uint64((1 << n.bit_length()) - 1)
-    drawn = stream_keys(*key, np.arange(n)) & ~low | np.arange(n, dtype=np.uint64)
-    drawn.sort()  # all distinct: the index is in the low bits
-    return (drawn & low).astype(np.int64)
-
-
-@lru_cache(maxsize=4)
-def _blocks(blocks: int, seed: int, epoch: int) -> np.ndarray:
-    return _permutation(blocks, BLOCK_STREAM, seed, epoch)
-
-
-@lru_cache(maxsize=64)
-def _window(rows: int, seed: int, epoch: int, window: int) -> np.ndarray:
-    return _permutation(rows, ROW_STREAM, seed, epoch, window)
-
-
-def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
-    """Row ids at `positions` (int64 [n], in 0..rows - 1) of an epoch: a bijection of the epoch's positions to its rows.
-
-    Blocks are permuted, then rows within windows of 16 permuted blocks; the last block of a dataset may be short.
-    """
-    blocks = -(-rows // block_rows)
-    order = _blocks(blocks, seed, epoch)
-    missing = blocks * block_rows - rows  # rows the last block falls short by
-    short_window, short_slot = divmod(int(np.flatnonzero(order == blocks - 1)[0]), WINDOW)
-    span = WINDOW * block_rows
-    # Positions as if the last block were full: those after it move on by what it lacks.
-    virtual = positions + np.where(positions >= (short_window + 1) * span - missing, missing, 0)
-    window, at = np.divmod(virtual, span)
-    for w in np.unique(window).tolist():
-        here = window == w
-        size = min(span, blocks * block_rows - w * span) - (missing if w == short_window else 0)
-        at[here] = _window(size, seed, epoch, w)[at[here]]
-    cut = short_slot * block_rows + block_rows - missing
-    at += np.where((window == short_window) & (at >= cut), missing, 0)
-    slot, row = np.divmod(at, block_rows)
-    return order[window * WINDOW + slot] * block_rows + row
 
 
 @dataclass(frozen=True)
@@ -94,28 +55,55 @@ class _Source:
         m = self.dataset.manifest
         return Shape(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len))
 
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n])."""
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]).
+
+        Damaged rows of a tolerant dataset become fillers and are named by row id; otherwise the first one raises
+        DamagedRow.
+        """
         shape = self.shape(len(row_ids))
         buffers = shape.empty()
         out = shape.carve(*buffers)
         chunk = max(1, CHUNK_TOKENS // shape.seq_len)
         row_start = np.arange(len(row_ids)) % self.micro_batch * shape.seq_len
+        damaged: dict[int, str] = {}
         for first in range(0, len(row_ids), chunk):
             part = slice(first, first + chunk)
-            wanted = np.maximum(row_ids[part], 0)
-            rows = self.dataset.read(wanted)
+            ids = row_ids[part].copy()
+            rows, damage = self._rows(ids)
+            damaged |= {int(ids[i]): text for i, text in damage.items()}
+            ids[list(damage)] = -1
             masked = mask(
                 rows.ids,
                 rows.bounds,
-                wanted,
+                np.maximum(ids, 0),
                 seed=self.seed,
                 epoch=epochs[part],
                 vocabulary=self.vocabulary,
                 masking=self.masking,
             )
-            collate(rows, masked, row_ids[part], row_start[part], {k: v[part] for k, v in out.items()})
-        return buffers
+            out["epochs"][part, 0] = epochs[part]
+            collate(rows, masked, ids, row_start[part], {k: v[part] for k, v in out.items()})
+        return *buffers, damaged
+
+    def _rows(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
+        """Rows `row_ids` and what is wrong with some of them, by index. A filler (-1, or a damaged row) is one sequence
+        that fills the row: what is computed from it is finite, and it counts for nothing."""
+        filler, damage = row_ids < 0, dict[int, str]()
+        if filler.all():  # nothing may be read: these stand for rows that could not be
+            rows = self.dataset.empty(len(row_ids))
+        elif self.dataset.tolerant:
+            rows, damage = self.dataset.examine(np.where(filler, row_ids.max(), row_ids))
+            damage = {i: text for i, text in damage.items() if not filler[i]}
+        else:
+            rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
+        filler[list(damage)] = True
+        if filler.any():
+            rows.ids[filler] = self.vocabulary.ordinary[0]
+            rows.bounds[filler] = 0
+            rows.bounds[filler, 0] = self.dataset.manifest.seq_len
+            rows.isnext[filler] = -1
+        return rows, damage
 
     def batches(self, narrow: torch.Tensor, wide: torch.Tensor, rows: int) -> list[Batch]:
         """Micro-batches over the buffers of `rows` rows, without a copy."""
@@ -123,10 +111,9 @@ class _Source:
         m = self.micro_batch
         tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
         counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
-        row_ids = views["row_ids"].numpy().reshape(-1, m)
-        return [
-            Batch(*parts) for parts in ((*t, *c, r) for t, c, r in zip(tensors, counts, row_ids, strict=True))
-        ]
+        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
+        parts = zip(tensors, counts, row_ids, epochs, strict=True)
+        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
 
 
 class MaskingOptions(Protocol):
@@ -169,7 +156,10 @@ def _source(
 
 
 class _Updates(torch.utils.data.Dataset):
-    """Step -> the buffers of one rank's update. A damaged row comes back as its exception: its text stays one line."""
+    """Step -> the buffers of one rank's update, its damaged rows, and why there are no rows at all ("": there are).
+
+    A rank whose rows cannot be had gets fillers and the reason: it still takes part in what all ranks do together.
+    """
 
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
@@ -180,7 +170,7 @@ class _Updates(torch.utils.data.Dataset):
         micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
         return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor] | ValueError:
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[int, str], str]:
         manifest = self.source.dataset.manifest
         epochs, positions = np.divmod(self.positions(step), manifest.rows)
         row_ids = np.empty_like(positions)
@@ -189,11 +179,13 @@ class _Updates(torch.utils.data.Dataset):
             row_ids[here] = row_order(
                 manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
             )
+        problem = ""
         try:
-            narrow, wide = self.source.make(row_ids, epochs)
-        except ValueError as error:
-            return error
-        return torch.from_numpy(narrow), torch.from_numpy(wide)
+            narrow, wide, damage = self.source.make(row_ids, epochs)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+            narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs)
+        return torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem
 
 
 class _StepsFrom(torch.utils.data.Sampler):
@@ -204,7 +196,13 @@ class _StepsFrom(torch.utils.data.Sampler):
         return itertools.count(self.start)
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(parent: int, _: int) -> None:
+    """A worker ends with the process it works for, however that ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before the call
+        os._exit(1)
     keep_freed_memory()
 
 
@@ -215,9 +213,9 @@ def _as_it_is(item: Any) -> Any:
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
-    `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Raises
-    ValueError for a batch that does not divide or a tokenizer that is not the dataset's, and, from `next`, DamagedRow.
-    `close` ends the workers.
+    `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Signals that ask a
+    run to stop pass them by: the run needs them until it has saved. Raises ValueError for a batch that does not divide
+    or a tokenizer that is not the dataset's. `close` ends the workers.
     """
 
     def __init__(
@@ -246,6 +244,7 @@ class Loader:
         updates = _Updates(self.source, global_batch, rank, world)
         self._pin = pin_memory
         self._items: Any = map(updates.__getitem__, itertools.count(start_step))
+        self._workers: list[Any] = []
         if workers:
             loader = torch.utils.data.DataLoader(
                 updates,
@@ -254,11 +253,16 @@ class Loader:
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 collate_fn=_as_it_is,
-                worker_init_fn=_start_worker,
+                worker_init_fn=functools.partial(_start_worker, os.getpid()),
                 pin_memory=pin_memory,
                 generator=torch.Generator(),  # not the global one, whose state belongs to the model
             )
+            others = multiprocessing.active_children()
+            # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._items = iter(loader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._workers = [p for p in multiprocessing.active_children() if p not in others]
 
     @staticmethod
     def from_config(
@@ -293,20 +297,20 @@ class Loader:
     def __next__(self) -> Update:
         if self._items is None:
             raise StopIteration
-        item = next(self._items)
-        if isinstance(item, ValueError):
-            raise item
+        narrow, wide, damage, problem = next(self._items)
         epoch = self.step * self.global_batch // self.source.dataset.rows
-        narrow, wide = item
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows))
+        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows), damage, problem)
         self.step += 1
         return update
 
     def close(self) -> None:
         """End the worker processes; no update comes after it."""
         self._items = None
+        for worker in self._workers:
+            worker.kill()  # they hold nothing, and do not listen to TERM
+        self._workers = []
 
 
 def eval_batches(
@@ -323,12 +327,12 @@ def eval_batches(
     """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
 
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; what is left over is filled
-    with copies of row 0 without labels (row id -1), which count for nothing.
+    with fillers (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
     """
     source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
-        narrow, wide = source.make(row_ids, np.zeros_like(row_ids))
+        narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids))
         yield from source.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

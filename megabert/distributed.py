@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -122,7 +122,8 @@ def discover(environment: dict[str, str] | None = None) -> World:
 
 
 def init(world: World) -> World:
-    """Start torch.distributed for `world` and select its device; gives `world` back. Safe to call twice."""
+    """Start torch.distributed for `world` and select its device; gives the world with its meeting place. Safe to call
+    twice."""
     global _control
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -152,7 +153,7 @@ def init(world: World) -> World:
     _control = None if world.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         _share_cores(world)
-    return world
+    return replace(world, master=address) if world.size > 1 else world
 
 
 def shutdown() -> None:

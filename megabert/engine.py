@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -31,12 +32,31 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
 
 
+class HostCopy:
+    """A scalar on its way from the device: reading it waits for the copy alone, not for what was queued after it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._done = value, None
+        if value.is_cuda:
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(
+                value, non_blocking=True
+            )
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def __float__(self) -> float:
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._value)
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
 
     `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
-    scale is still above its floor, which is how it searches; a skip without it is a bad update.
+    scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
+    without either is a bad update. `host_loss` is the sum of both losses, read without waiting for the optimizer.
     """
 
     mlm_loss: Tensor  # mean over the update's predictions
@@ -48,6 +68,8 @@ class UpdateResult:
     grad_norm: Tensor | float  # before clipping; inf when skipped
     skipped: bool
     overflow: bool
+    vetoed: bool
+    host_loss: HostCopy
 
     @property
     def mlm_accuracy(self) -> Tensor:
@@ -126,11 +148,17 @@ class Engine:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_update(self, update: Any, lr: float) -> UpdateResult:
-        """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step."""
+    def train_update(
+        self, update: Any, lr: float, veto: Callable[[float], bool] | None = None
+    ) -> UpdateResult:
+        """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
+
+        Where `veto(loss)` is true, on every rank, the step is not taken: gradients are made non-finite, which skips the
+        update as a bad one. It costs a wait for the last forward pass, and fp16 halves its loss scale.
+        """
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
         rng.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
-        engine = self._deepspeed
+        engine, vetoed = self._deepspeed, False
         engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -142,19 +170,24 @@ class Engine:
         scale = self.world.size * self.accumulation / totals.clamp(min=1).float()
         sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
         loss_scale, loss_scale_floor = self._loss_scale()
-        for batch in update.batches:
+        for number, batch in enumerate(update.batches, 1):
             output = engine(**batch.to(self.world.device).inputs())
+            sums += _stack(output).detach()
+            if number == self.accumulation:
+                if self.world.size > 1:
+                    dist.all_reduce(sums)
+                host_loss = HostCopy((sums[:2] / totals.clamp(min=1)).sum())
+                vetoed = veto is not None and veto(float(host_loss))
             loss = output.mlm_loss_sum * scale[0] + output.nsp_loss_sum * scale[1]
             # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
             loss = loss * (1 + (loss.detach() - loss.detach()))
+            if vetoed:
+                loss = loss * math.nan
             engine.backward(loss * loss_scale if self._scale_loss else loss)
             engine.step()
-            sums += _stack(output).detach()
-        if self.world.size > 1:
-            dist.all_reduce(sums)
         skipped = bool(engine.optimizer.overflow)
         overflow = False
-        if skipped and self.config.precision == "fp16":
+        if skipped and not vetoed and self.config.precision == "fp16":
             overflow = loss_scale > loss_scale_floor and bool(torch.isfinite(sums).all())
         norm = engine.get_global_grad_norm()
         if self._scale_loss and not skipped:
@@ -162,7 +195,8 @@ class Engine:
             self._update_scale(False)
         means = sums[:2] / totals.clamp(min=1)
         return UpdateResult(
-            means[0], means[1], sums[2], sums[3], totals[0], totals[1], norm, skipped, overflow
+            *(means[0], means[1], sums[2], sums[3], totals[0], totals[1], norm),
+            *(skipped, overflow, vetoed, host_loss),
         )
 
     @torch.no_grad()

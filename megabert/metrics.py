@@ -50,6 +50,26 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     return 2 * m * k * n / best / 1e12
 
 
+def measured(result: UpdateResult) -> torch.Tensor:
+    """fp32 [5] on the device: MLM and NSP loss and accuracy, gradient norm."""
+    values = (result.mlm_loss, result.nsp_loss, result.mlm_accuracy, result.nsp_accuracy, result.grad_norm)
+    return torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in values])
+
+
+def figures(row: torch.Tensor, nsp: bool) -> dict[str, float]:
+    """`train/…` figures of one row of `measured`, or of a mean of rows."""
+    mlm, nsp_loss, mlm_accuracy, nsp_accuracy, norm = row.tolist()
+    values = {"train/loss": mlm + nsp_loss, "train/mlm_loss": mlm, "train/mlm_accuracy": mlm_accuracy}
+    if nsp:
+        values |= {"train/nsp_loss": nsp_loss, "train/nsp_accuracy": nsp_accuracy}
+    return values | {"train/grad_norm": norm}
+
+
+def as_json(values: dict[str, Any]) -> str:
+    """One line of JSON; what JSON has no number for is written as text."""
+    return json.dumps({key: _finite(value) for key, value in values.items()})
+
+
 class Meter:
     """Running sums between two log lines: results stay on the device, counts on the host, until `drain`."""
 
@@ -69,15 +89,8 @@ class Meter:
         if result.skipped:
             return
         self._updates += 1
-        values = (
-            result.mlm_loss,
-            result.nsp_loss,
-            result.mlm_accuracy,
-            result.nsp_accuracy,
-            result.grad_norm,
-        )
-        step = torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in values])
-        self._sums = step if self._sums is None else self._sums + step
+        row = measured(result)
+        self._sums = row if self._sums is None else self._sums + row
 
     def drain(self) -> dict[str, float]:
         """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
@@ -85,11 +98,7 @@ class Meter:
         flops = training_flops(self._model, tokens, squares, predictions, sequences)
         values: dict[str, float] = {}
         if self._sums is not None:
-            mlm, nsp, mlm_accuracy, nsp_accuracy, norm = (self._sums / self._updates).tolist()
-            values = {"train/loss": mlm + nsp, "train/mlm_loss": mlm, "train/mlm_accuracy": mlm_accuracy}
-            if self._model.nsp:
-                values |= {"train/nsp_loss": nsp, "train/nsp_accuracy": nsp_accuracy}
-            values["train/grad_norm"] = norm
+            values = figures(self._sums / self._updates, self._model.nsp)
         seconds = max(self._seconds, 1e-9)
         values |= {
             "perf/sequences_per_sec": sequences / seconds,
@@ -118,7 +127,7 @@ class JsonLines:
         self._file = open(path, "a")  # noqa: SIM115 - lives as long as the run
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({k: _finite(v) for k, v in values.items()}) + "\n")
+        self._file.write(as_json(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -138,7 +147,7 @@ class TensorBoard:
 
     def write(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if "/" in name:
+            if "/" in name and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, values["step"])
 
     def hparams(self, results: dict[str, float]) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
 import types
 
 import numpy as np
@@ -10,9 +15,11 @@ import pytest
 import torch
 
 from megabert.config import from_dict
-from megabert.data import Batch, Loader, eval_batches, row_order
+from megabert.data import Batch, Loader, eval_batches
 from megabert.masking import Masking
-from megabert.shards import DamagedRow, Dataset
+from megabert.order import row_order
+from megabert.shards import Dataset
+from megabert.signs import is_alive
 from tests.rows import make_dataset, vocabulary
 from tests.test_tokenizer import train as train_tokenizer
 
@@ -236,25 +243,110 @@ def test_evaluation_takes_each_row_once_under_one_mask(dataset, world, micro, li
     assert sum(b.tokens for b in whole) == int((reference.key_end[:rows] > 0).sum())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_row_stops_the_loader_in_one_line(tmp_path, workers):
-    folder = make_dataset(tmp_path, 64)
-    path = folder / "shard-000000.tar"
+def flip(folder, *offsets, shard=0):
+    path = folder / f"shard-{shard:06d}.tar"
     data = bytearray(path.read_bytes())
-    data[700] ^= 1
+    for at in offsets:
+        data[at] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_row_leaves_its_rank_without_rows_and_with_the_reason(tmp_path, workers):
+    """The rank still has an update to take part in, with nothing in it that counts."""
+    folder = make_dataset(tmp_path, 64)
+    flip(folder, 700)
     loader = Loader(Dataset(folder), vocabulary(), global_batch=64, micro_batch=8, seed=1, workers=workers)
-    with pytest.raises(DamagedRow, match=r"shard-000000\.tar: block 0, row 0") as caught:
-        next(loader)
+    update = next(loader)
     loader.close()
-    assert "\n" not in str(caught.value)
+    assert "shard-000000.tar: block 0, row 0 (ids at byte 640) does not match" in update.problem
+    assert "\n" not in update.problem
+    assert (update.row_ids == -1).all() and len(update.row_ids) == 64
+    assert (update.predictions, update.nsp_pairs, update.tokens, update.sequences) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_tolerant_dataset_leaves_out_exactly_the_damaged_rows(tmp_path, world, workers):
+    """A flipped row, a cut shard and a missing one: fillers in their places, everything else as without the damage."""
+    whole = Dataset(make_dataset(tmp_path / "whole", 256))
+    folder = make_dataset(tmp_path / "bad", 256)
+    flip(folder, 700)  # row 0
+    cut = folder / "shard-000001.tar"
+    block = (cut.stat().st_size - 1024) // 8
+    cut.write_bytes(cut.read_bytes()[: 6 * block + 100])  # of rows 64..127 the last 16 are gone
+    (folder / "shard-000003.tar").unlink()  # rows 192..255
+    lost = {0, *range(112, 128), *range(192, 256)}
+    with pytest.raises(ValueError, match=r"shard-000001\.tar: has \d+ bytes"):
+        Dataset(folder)
+    bad = Dataset(folder, tolerant=True)
+    assert len(bad.problems) == 2 and "shard-000003.tar: is missing" in bad.problems[1]
+    seen: dict[int, str] = {}
+    for rank in range(world):
+        options = {"global_batch": 64, "micro_batch": 8, "seed": 1, "rank": rank, "world": world}
+        good = Loader(whole, vocabulary(), **options)
+        left = Loader(bad, vocabulary(), workers=workers, **options)
+        for _ in range(4):
+            ours, theirs = next(left), next(good)
+            gone = np.isin(theirs.row_ids, list(lost))
+            assert not ours.problem and (ours.row_ids == np.where(gone, -1, theirs.row_ids)).all()
+            assert set(ours.damage) == set(theirs.row_ids[gone].tolist())
+            seen |= ours.damage
+            for a, b in zip(ours.batches, theirs.batches, strict=True):
+                keep = torch.from_numpy(a.row_ids >= 0)
+                for name, tensor in a.inputs().items():
+                    assert torch.equal(tensor[keep], b.inputs()[name][keep]), name
+                assert (a.mlm_labels[~keep] == -100).all() and (a.nsp_labels[~keep] == -100).all()
+                assert a.predictions == int((a.mlm_labels >= 0).sum())
+        left.close()
+    assert set(seen) == lost
+    assert "block 0, row 0 (ids at byte 640) does not match its checksum" in seen[0]
+    assert "shard-000001.tar: block 6, row 0" in seen[112] and "cut or missing" in seen[112]
+    assert "shard-000003.tar: block 7, row 7" in seen[255]
+
+
+def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset):
+    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
+    next(loader)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        for worker in loader._workers:
+            os.kill(worker.pid, number)
+    assert [next(loader).step for _ in range(20)] == list(range(1, 21))
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    loader.close()
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+from megabert.data import Loader
+from megabert.shards import Dataset
+from tests.rows import vocabulary
+loader = Loader(Dataset(sys.argv[1]), vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
+next(loader)
+print(*(worker.pid for worker in loader._workers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_process(dataset):
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(dataset.folder)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline, "loader workers outlive their process"
+        time.sleep(0.05)
 
 
 def test_workers_end_with_close_and_leave_the_global_generator_alone(dataset):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
-    workers = list(loader._items._workers)
+    workers = list(loader._workers)
     next(loader)
     assert torch.equal(torch.get_rng_state(), before), "the model's dropout must not depend on the loader"
     assert all(w.is_alive() for w in workers)

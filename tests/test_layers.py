@@ -17,7 +17,8 @@ PACKAGES = ("megabert", "data_prep")
 
 # module (or package) of megabert -> the megabert modules it may import
 ALLOWED = {
-    "config": set(),
+    "config": {"overrides"},
+    "overrides": set(),
     "schedule": {"config"},  # the type of its argument
     "masking": set(),
     "shards": set(),
@@ -27,14 +28,20 @@ ALLOWED = {
     "optim": {"config", "ops"},
     "partition": {"distributed", "optim"},  # where ZeRO put each parameter, for LAMB
     "batches": {"masking", "shards"},
-    "data": {"batches", "config", "masking", "memory", "shards", "tokenizer"},
+    "order": {"masking"},
+    "data": {"batches", "config", "masking", "memory", "order", "shards", "tokenizer"},
     "memory": set(),
     "distributed": set(),
+    "spikes": set(),
+    "stopping": set(),
+    "signs": set(),
+    "watchdog": {"distributed", "signs"},
+    "ledger": {"batches", "distributed", "masking"},
     "rng": set(),
     "runlock": {"distributed"},
     "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
 }
-WITHOUT_TORCH = {"config", "schedule", "shards", "tokenizer", "doctor"}
+WITHOUT_TORCH = {"config", "schedule", "shards", "spikes", "stopping", "tokenizer", "doctor"}
 # package -> the only files that may import it
 OWNERS = {
     "deepspeed": {"megabert/engine.py"},

@@ -16,6 +16,7 @@ from megabert.shards.layout import Layout, checksums
 from megabert.shards.manifest import Manifest
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
+ABSENT = " is not in the file, which is cut or missing"
 OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
 
 
@@ -55,37 +56,30 @@ def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
     return bad
 
 
-def _check_size(path: Path, size: int | None, expected: int) -> None:
-    if size != expected:
-        state = "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
-        raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
-
-
-def _map(path: Path, size: int) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            _check_size(path, os.fstat(file.fileno()).st_size, size)
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
 class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
-    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long.
+    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
+    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], tolerant: bool = False) -> None:
+        self.folder, self.tolerant = Path(folder), tolerant
+        self.problems: list[str] = []
         self.manifest = m = Manifest.load(folder)
         self.rows = m.rows
         for shard in m.shards:
             path = self.folder / shard.name
-            _check_size(path, path.stat().st_size if path.is_file() else None, shard.bytes)
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.bytes:
+                state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
+                self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+        if self.problems and not tolerant:
+            raise ValueError(self.problems[0])
         self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
-        self._maps: OrderedDict[int, tuple[mmap.mmap, dict[str, np.ndarray]]] = OrderedDict()
+        # section -> its map, None where nothing of it is in the file, and the views over that
+        self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
@@ -102,29 +96,50 @@ class Dataset:
     def _views(self, section: int) -> dict[str, np.ndarray]:
         """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
 
-        ValueError names a shard that is gone, or whose size changed since the dataset was opened: reading a map beyond
-        the end of its file would end the process without a word.
+        Blocks that are not whole in the file, because it is cut or missing, are not in the views. A file that was cut
+        since it was mapped is mapped anew: a read beyond its end would end the process without a word.
         """
+        if section in self._maps:
+            data, views = self._maps[section]
+            if data is None or data.size() >= len(data):
+                self._maps.move_to_end(section)
+                return views
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        if section not in self._maps:
-            layout, blocks, start = self._full, shard.rows // self._full.rows, 0
-            if tail:
-                layout, blocks, start = self._last, 1, blocks * self._full.bytes
-            data = _map(self.folder / shard.name, shard.bytes)
-            self._maps[section] = data, layout.views(data, start, blocks)
-            if len(self._maps) > OPEN_SHARDS:
-                self._maps.popitem(last=False)
-        self._maps.move_to_end(section)
-        data, views = self._maps[section]
-        _check_size(self.folder / shard.name, data.size(), shard.bytes)
+        layout, blocks, start = self._full, shard.rows // self._full.rows, 0
+        if tail:
+            layout, blocks, start = self._last, 1, blocks * self._full.bytes
+        path = self.folder / shard.name
+        size = min(path.stat().st_size, shard.bytes) if path.is_file() else 0
+        blocks = min(blocks, max(size - start, 0) // layout.bytes)
+        if blocks:
+            with open(path, "rb") as file:
+                data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            views = layout.views(data, start, blocks)
+        else:
+            data, views = None, layout.views(bytes(layout.bytes), 0, 0)
+        self._maps[section] = data, views
+        if len(self._maps) > OPEN_SHARDS:
+            self._maps.popitem(last=False)
         return views
+
+    def empty(self, n: int) -> Rows:
+        """n rows of zeros: they hold no sequence."""
+        return unpack(np.zeros(n, self._full.row), self.manifest)
 
     def read(self, row_ids: np.ndarray) -> Rows:
         """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
 
         DamagedRow names shard, block, row and byte offset of the first row that is not as written.
         """
+        rows, damage = self.examine(row_ids)
+        for text in damage.values():
+            raise DamagedRow(text)
+        return rows
+
+    def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
+        """Rows `row_ids` as `read` gives them, and for each that is not as written its index in `row_ids` and what is
+        wrong with it: shard, block, row and byte offset. Such rows are all zeros."""
         m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
         n = len(wanted)
         if n and not (wanted.min() >= 0 and wanted.max() < self.rows):
@@ -139,22 +154,33 @@ class Dataset:
         order = np.argsort(section, kind="stable")
         section, block, row = section[order], block[order], row[order]
         cuts = [0, *(np.flatnonzero(np.diff(section)) + 1).tolist(), n] if n else []
-        packed, expected = np.empty(n, self._full.row), np.empty(n, np.uint32)
+        packed, expected = np.zeros(n, self._full.row), np.zeros(n, np.uint32)
+        cut = np.zeros(n, bool)
         for first, last in itertools.pairwise(cuts):
-            views, at = self._views(int(section[first])), (block[first:last], row[first:last])
+            views = self._views(int(section[first]))
+            present = block[first:last] < len(views["crc"])
+            cut[first:last] = ~present
+            here: Any = slice(first, last) if present.all() else np.flatnonzero(present) + first
+            at = (block[here], row[here])
             for name in ("ids", "bounds", "isnext"):
-                packed[name][first:last] = views[name][at]
-            expected[first:last] = views["crc"][at]
-        wrong = checksums(packed) != expected
-        if wrong.any():
-            raise DamagedRow(self._place(int(wanted[order[np.argmax(wrong)]])) + MISMATCH)
+                packed[name][here] = views[name][at]
+            expected[here] = views["crc"][at]
+        wrong = (checksums(packed) != expected) | cut
+        damage = {
+            int(order[i]): self._place(int(wanted[order[i]])) + (ABSENT if cut[i] else MISMATCH)
+            for i in np.flatnonzero(wrong).tolist()
+        }
+        packed[wrong] = np.zeros((), packed.dtype)
         if len(cuts) > 2:  # back to the caller's order
             sorted_rows, packed = packed.view(f"V{packed.itemsize}"), np.empty_like(packed)
             packed.view(sorted_rows.dtype)[order] = sorted_rows
         rows = unpack(packed, m)
         if (bad := inconsistent(rows, m.vocab_size)).any():
-            raise DamagedRow(self._place(int(wanted[np.argmax(bad)])) + CONTRADICTION)
-        return rows
+            for i in np.flatnonzero(bad).tolist():
+                damage[i] = self._place(int(wanted[i])) + CONTRADICTION
+            for part in (rows.ids, rows.bounds, rows.isnext):
+                part[bad] = 0
+        return rows, damage
 
     def _place(self, row_id: int) -> str:
         shard, local = divmod(row_id, self.manifest.rows_per_shard)

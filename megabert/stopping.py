@@ -1,0 +1,108 @@
+"""A run that has to stop first saves: signals and the clock only set a flag, and the ranks act on it together.
+
+TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing is done
+inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process
+at once; one that follows within a second is the same request, which a launcher and the batch system both passed on.
+No torch here: signals are caught before the slow imports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+REQUEUE = 85  # exit code: everything is saved, start the same command again
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ECHO_SECONDS = 1.0  # one request may reach a process twice: with its group and through its launcher
+RECENT = 100  # updates, and saves, whose longest is taken for the time of the next one
+MARGIN_SECONDS = 5.0  # for what is neither an update nor a save: an evaluation's end, leaving
+UNKNOWN_SAVE = (
+    0.1,
+    60.0,
+)  # before the first save: it takes this share of the time allowed, at most so many seconds
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def leave_when_signalled() -> None:
+    """Until a `Stop` takes over there is nothing to lose: a signal ends the process, to be started again."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: os._exit(REQUEUE))
+
+
+class Stop:
+    """`requested` turns true with a signal, or when the time that is left until `ends` is needed for saving."""
+
+    def __init__(self, ends: float | None = None) -> None:
+        """`ends`: the moment (seconds of the epoch) at which this process must be gone; None for never."""
+        self._signalled: float | None = None
+        self._ends = ends
+        self._updates: deque[float] = deque(maxlen=RECENT)
+        self._saves: deque[float] = deque(maxlen=RECENT)
+        share, most = UNKNOWN_SAVE
+        self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
+        for number in SIGNALS:
+            signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self._signalled is not None and now - self._signalled > ECHO_SECONDS:
+            os._exit(128 + number)
+        self._signalled = now if self._signalled is None else self._signalled
+
+    @property
+    def requested(self) -> bool:
+        return self._signalled is not None or self.seconds_left <= 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the last update that can still be followed by a save has to begin; infinite without a limit."""
+        if self._ends is None:
+            return float("inf")
+        save = max(self._saves, default=self._first_save)
+        return self._ends - time.time() - max(self._updates, default=0.0) - save - MARGIN_SECONDS
+
+    def updated(self, seconds: float) -> None:
+        """One more update took so long, with what belonged to it (data, evaluation)."""
+        self._updates.append(seconds)
+
+    def saved(self, seconds: float) -> None:
+        """One more save took so long until it was committed."""
+        self._saves.append(seconds)
+
+
+def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -> float | None:
+    """The moment (seconds of the epoch) at which the job must be gone: of `--max-time` ("" for none) from `started` on,
+    and SLURM's own end of the job, the earlier one. Raises ValueError naming what cannot be read."""
+    ends = [started + parse_duration(max_time)] if max_time else []
+    slurm = environment.get("SLURM_JOB_END_TIME", "")
+    if slurm:
+        if not slurm.isdecimal():
+            raise ValueError(f"environment variable SLURM_JOB_END_TIME={slurm!r} is not a number of seconds")
+        ends.append(float(slurm))
+    return min(ends, default=None)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90` or `90m` (minutes), `45s`, `2h`, `1d`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
+
+    Without a unit as `sbatch --time` takes it (man sbatch). Raises ValueError for anything else, and for 0.
+    """
+    seconds = 0.0
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        seconds = float(match[1]) * UNITS[match[2]]
+    elif match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif match := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+)", text):
+        hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds = (hours * 60 + minutes) * 60 + rest
+    elif text.isdecimal():
+        seconds = int(text) * 60.0
+    if not seconds:
+        raise ValueError(f"--max-time {text}: write 90 (minutes), 45s, 2h, 1:30:00 or 1-12:00:00")
+    return seconds
