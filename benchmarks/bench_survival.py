@@ -46,7 +46,7 @@ def kills(data: Path, folder: Path, number: int, seed: int) -> dict[str, Any]:
     total: Counter[str] = Counter()
     fell: Counter[str] = Counter()
     try:
-        for index, (case, share) in enumerate(CASES):
+        for index, (case, _) in enumerate(CASES):
             rest = number * sum(s for _, s in CASES[: index + 1]) // whole - total["kills"]
             case = replace(case, steps=max(60, 6 * rest))
             by_command = range(3, 3 + BY_COMMAND)
