@@ -60,7 +60,7 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
         return
     newest = max(steps_of(life.run), default=0)
     reach = min(newest + rng.randint(2, 2 + int(2 * share)), case.steps - 1)
-    pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": 1.3 * life.slow[1]}[aim])
+    pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": life.slow[1]}[aim])
 
     def due() -> bool:
         arrived = life.step() >= reach if aim == "any" else bool(life.saving())
@@ -90,7 +90,7 @@ def kill_again_and_again(
         aim = PLAN[(number + len(case.name)) % len(PLAN)]
         if aim == "any" and rng.random() < 0.2:
             aim = "start"
-        slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" else (0, 0.0)
+        slow = (rng.randrange(case.slow_ranks), rng.uniform(*SLOW)) if aim == "slow" else (0, 0.0)
         newest = max(steps_of(run), default=0)
         life = Life(case, data, run, None if number in by_command else server, slow)
         outcome.sessions |= {rank.pid for rank in life.ranks}

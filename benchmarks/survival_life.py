@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 SURVIVORS_END_WITHIN = 20.0  # seconds after one rank was killed
+ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
 LIFE_ENDS_WITHIN = 240.0  # seconds: a life that takes longer hangs
 POLL = 0.001
 TINY = (
@@ -78,6 +79,11 @@ class Case:
     steps: int
     interval: int
     overrides: tuple[str, ...] = ()
+    writers: int = 0  # ranks that write a checkpoint's files; 0: all
+
+    @property
+    def slow_ranks(self) -> int:
+        return self.writers or self.world
 
     def argv(self, data: Path, run: Path) -> list[str]:
         steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")
@@ -166,10 +172,12 @@ class Life:
         try:
             wait(lambda: all(rank.poll() is not None for rank in left), SURVIVORS_END_WITHIN, "")
         except TimeoutError:
-            for rank in left:
-                if rank.poll() is None:
-                    os.kill(rank.pid, signal.SIGKILL)
-            raise Failure(f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}") from None
+            self.stop()
+            wait(lambda: all(rank.poll() is not None for rank in left), 10, "a killed rank stays")
+            if "parameters," in self.output():  # printed when all ranks have met
+                text = f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}"
+                raise Failure(text) from None
+            return ENDED_BY_LAUNCHER, 0.0
         took = time.monotonic() - killed if left else 0.0
         if any(int(name.removeprefix(".saving-")) not in committed for name, _ in before):
             return "inside a checkpoint write", took
