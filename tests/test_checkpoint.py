@@ -245,6 +245,7 @@ FORGERIES = {
         lambda body: body["files"][MOMENTS_FILE].update(bytes=-1),
         "manifest.json cannot be read",
     ),
+    "no pieces": (lambda body: body["files"][MOMENTS_FILE].pop("pieces"), "holds other pieces"),
     "no counters": (lambda body: body.update(engine=[]), "manifest.json cannot be read"),
     "no state": (lambda body: body.update(state=[]), "manifest.json holds no state"),
     "another layout": (lambda body: body.update(schema=9), "has layout 9"),
@@ -382,6 +383,8 @@ def test_weights_come_from_a_run_or_from_one_checkpoint_and_are_verified(tmp_pat
     assert float(weights["w"][0, 0]) == 10.0 and meta["step"] == 10
     with pytest.raises(ValueError, match="no checkpoint in it"):
         load_weights(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / "step-00000020" / MOMENTS_FILE).unlink()
+    assert float(load_weights(tmp_path)[0]["w"][0, 0]) == 20.0  # which needs no moments
     file = tmp_path / "checkpoints" / "step-00000010" / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ValueError, match="another SHA-256"):

@@ -59,7 +59,7 @@ def seal(
 
 
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
-    """The manifest of a checkpoint folder; with `weights_only` that of an earlier layout too, its other files left out.
+    """The manifest of a checkpoint folder; with `weights_only`, of either layout, the other files left out.
 
     Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
     """
@@ -72,16 +72,17 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
         manifest = json.loads(data)
         if _sealed({key: value for key, value in manifest.items() if key != "sha256"}) != data:
             raise Damaged(f"{path.name}/{MANIFEST} is damaged")
-        schema, files = manifest["schema"], manifest["files"]
-        if schema == FIRST_SCHEMA:
-            if not weights_only:
-                raise Outdated(
-                    f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
-                    f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
-                )
-            manifest["files"] = files = {name: entry for name, entry in files.items() if name == WEIGHTS}
-        elif schema != SCHEMA:
+        schema = manifest["schema"]
+        if schema == FIRST_SCHEMA and not weights_only:
+            raise Outdated(
+                f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
+                f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
+            )
+        if schema not in (FIRST_SCHEMA, SCHEMA):
             raise Damaged(f"{path.name}/{MANIFEST} has layout {schema}, this program reads {SCHEMA}")
+        if weights_only:
+            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if n == WEIGHTS}
+        files = manifest["files"]
         for name in files:
             if not FILE_NAME.fullmatch(name):
                 raise Damaged(f"{path.name}/{MANIFEST} names {name!r}, which is no file of a checkpoint")

@@ -151,6 +151,7 @@ class Checkpoints:
             os.rename(final, self.folder / f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync_folder(self.folder)
+        sync_folder(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_durably(self.folder / f"{SAVING}pointer", canonical({"step": step}))
         os.replace(self.folder / f"{SAVING}pointer", self.folder / "pointer.json")
         sync_folder(self.folder)
@@ -262,7 +263,7 @@ class Checkpoints:
             for name, entry in share:
                 if name != WEIGHTS:
                     check_moments(path, name, entry)
-            if self.world.is_main and "engine" in manifest:
+            if self.world.is_main and not weights_only:
                 check_pieces(path, manifest)
         except Outdated as error:
             outdated = str(error)
@@ -286,7 +287,7 @@ class Checkpoints:
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    Every rank reads for itself; an earlier layout's weights are read too. Raises ValueError naming `source` when it
+    Every rank reads for itself, the weights' file alone; an earlier layout's too. Raises ValueError naming `source` when it
     holds no whole checkpoint.
     """
     path = Path(source)

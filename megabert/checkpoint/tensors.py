@@ -51,7 +51,7 @@ def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Raises Damaged unless a moments file of `path` holds the pieces that its entry in the manifest lists, in fp32."""
     listed = {
         _key(kind, parameter, offset): ("F32", [length])
-        for parameter, pieces in entry["pieces"].items()
+        for parameter, pieces in entry.get("pieces", {}).items()
         for offset, length in pieces
         for kind in MOMENTS
     }
