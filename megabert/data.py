@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -206,6 +207,12 @@ def _start_worker(parent: int, _: int) -> None:
     keep_freed_memory()
 
 
+def _kill(workers: list[Any]) -> None:
+    """End loader workers: they hold nothing."""
+    for worker in workers:
+        worker.kill()
+
+
 def _as_it_is(item: Any) -> Any:
     return item
 
@@ -263,6 +270,8 @@ class Loader:
             self._items = iter(loader)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._workers = [p for p in multiprocessing.active_children() if p not in others]
+        # Also when nobody closes it: Python waits for its children before it exits, and these do not listen to TERM.
+        self._end_workers = weakref.finalize(self, _kill, self._workers)
 
     @staticmethod
     def from_config(
@@ -308,9 +317,7 @@ class Loader:
     def close(self) -> None:
         """End the worker processes; no update comes after it."""
         self._items = None
-        for worker in self._workers:
-            worker.kill()  # they hold nothing, and do not listen to TERM
-        self._workers = []
+        self._end_workers()
 
 
 def eval_batches(

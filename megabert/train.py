@@ -131,7 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    world, run, watchdog = None, None, None
+    world, run, watchdog, good = None, None, None, False
     try:
         world = distributed.discover()
         data = [f"data.path={args.data}"] if args.data else []
@@ -154,11 +154,13 @@ def main(argv: list[str] | None = None) -> int:
         watchdog.start()
         run = build(args, config, world, stop, watchdog)
         if world.agree_any(stop.requested):
-            return REQUEUE  # before the first update: nothing is lost
-        if args.replay is not None:
+            code = REQUEUE  # before the first update: nothing is lost
+        elif args.replay is not None:
             replay(run, args.replay)
-            return OK
-        code = train(run)
+            code = OK
+        else:
+            code = train(run)
+        good = True
         if code == OK and world.is_main and config.log.tensorboard and run.last_eval:
             run.sinks[-1].hparams(run.last_eval)
         return code
@@ -178,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
     finally:
         if watchdog is not None:
-            watchdog.stop()
+            watchdog.stop(good)
         if run is not None:
             run.close()
         distributed.shutdown()

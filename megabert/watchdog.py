@@ -35,6 +35,9 @@ from megabert import signs
 from megabert.distributed import World
 
 LOST_RANK = 4  # exit code
+START_SECONDS = (
+    600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
+)
 TICK = 1.0  # seconds between two signs of life
 SILENT_SECONDS = 5.0  # without a sign: as good as stopped, once the time-out has passed
 LOST_SECONDS = 12.0  # without a sign from another host: lost at once
@@ -84,7 +87,7 @@ class Watchdog:
         self._idle = self._mute = self._pending = (
             0.0  # seconds: no progress, no store, a proposal not yet taken
         )
-        self._failed = self._unreachable = False
+        self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._lives: dict[int, dict[str, Any]] = {}
         self._proposal: Verdict | None = None
@@ -114,8 +117,9 @@ class Watchdog:
         self._finished += 1
         self._step = self._step if step is None else step
 
-    def stop(self) -> None:
-        """This rank leaves in good order, and the others will not miss it."""
+    def stop(self, good: bool) -> None:
+        """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
+        self._good = good
         self._leaving.set()
         self._left.wait(2 * TICK)
 
@@ -150,7 +154,7 @@ class Watchdog:
             "step": self._step,
             "doing": doing,
             "waiting": waiting,
-            "left": self._leaving.is_set(),
+            "left": self._leaving.is_set() and self._good,
         }
         self._store.set(self._key(self.world.rank), json.dumps(sign))
 
@@ -170,11 +174,17 @@ class Watchdog:
     def _key(self, rank: int) -> str:
         return f"{self._prefix}-{rank}"
 
+    @property
+    def _limit(self) -> float:
+        """Seconds without progress that are too many."""
+        if not self.timeout:
+            return float("inf")
+        return self.timeout if self._finished else max(self.timeout, START_SECONDS)
+
     def _watched(self) -> list[Peer]:
         """The next rank; all of them when something seems wrong, so that their silence is known at the time-out."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
-        early = self.timeout - SILENT_SECONDS - 2 * TICK
-        if self._failed or (self.timeout and self._idle >= early):
+        if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
             return others
         return [peer for peer in others if peer.rank == (self.world.rank + 1) % self.world.size]
 
@@ -213,7 +223,7 @@ class Watchdog:
     def _find(self) -> Verdict | None:
         """What is wrong, if anything is."""
         watched = [peer for peer in self._watched() if not peer.left]
-        overdue = bool(self.timeout) and self._idle >= self.timeout
+        overdue = self._idle >= self._limit
         near = self._peers[self.world.rank].home
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
@@ -235,7 +245,7 @@ class Watchdog:
         own.step, own.doing, own.waiting = self._step, doing, waiting
         everybody = sorted([own, *watched], key=lambda peer: peer.rank)
         busy = [p for p in everybody if not p.waiting]
-        text = f"hangs: nothing finished in {self.timeout:.0f} s"
+        text = f"hangs: nothing finished in {self._limit:.0f} s"
         if not busy:
             return self._verdict_on(everybody, f"{text}, and every rank waits for the others", hang=True)
         return self._verdict_on(busy, text, hang=True, force=False)

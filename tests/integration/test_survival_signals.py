@@ -1,0 +1,147 @@
+"""A run that is asked to stop has saved everything when it ends, whatever it was doing."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+
+import pytest
+
+from tests.integration.conftest import metrics
+from tests.integration.job import Job
+
+pytestmark = pytest.mark.dist
+# each says where it is once, and stays there for two seconds on rank 1 while rank 0 waits for it
+WAITING_FOR_DATA = """
+import time
+from megabert.data import Loader
+def slow(self, take=Loader.__next__):
+    if self.step == 7:
+        print("waiting for data", flush=True)
+        time.sleep(2)
+    return take(self)
+Loader.__next__ = slow
+"""
+SAVING = """
+import time
+from megabert.checkpoint import Checkpoints
+def slow(self, engine, state, save=Checkpoints.save):
+    print("saving", flush=True)
+    time.sleep(2)
+    return save(self, engine, state)
+Checkpoints.save = slow
+"""
+EVALUATING = """
+import time
+from megabert import train
+def slow(run, validate=train.validate):
+    print("evaluating", flush=True)
+    time.sleep(2)
+    return validate(run)
+train.validate = slow
+"""
+
+
+def saved_step(run) -> int:
+    return json.loads((run / "checkpoints/pointer.json").read_text())["step"]
+
+
+def losses(run) -> dict[int, float]:
+    return {m["step"]: m["train/loss"] for m in metrics(run) if "train/loss" in m}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset, tmp_path_factory):
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    job = Job(dataset, run, "--stop-after", 60)
+    assert job.codes() == [0, 0], job.output
+    return {m["step"]: (m["train/loss"], m["data/row_digest"]) for m in metrics(run) if "train/loss" in m}
+
+
+@pytest.mark.parametrize(
+    ("place", "driver", "number"),
+    [
+        ("waiting for data", WAITING_FOR_DATA, signal.SIGUSR2),
+        pytest.param("saving", SAVING, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("evaluating", EVALUATING, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_one_rank_saves_on_all_and_the_curve_goes_on(
+    place, driver, number, dataset, tmp_path, uninterrupted
+):
+    run = tmp_path / "run"
+    job = Job(dataset, run, driver=driver)
+    job.wait_for(place)
+    job.signal(number, 1)
+    assert job.codes(30) == [85, 85], job.output
+    step = saved_step(run)
+    assert step == (8 if place == "waiting for data" else step) and "Traceback" not in job.output
+    job = Job(dataset, run, "--stop-after", step + 2)
+    assert job.codes() == [0, 0] and f"at step {step}," in job.output, job.output
+    found = {m["step"]: (m["train/loss"], m["data/row_digest"]) for m in metrics(run) if "train/loss" in m}
+    assert found == {s: uninterrupted[s] for s in range(1, step + 3)}
+
+
+def test_before_training_a_signal_ends_the_process_at_once_with_nothing_written(dataset, tmp_path):
+    job = Job(
+        dataset,
+        tmp_path / "run",
+        ranks=1,
+        driver="import time\nprint('starting', flush=True)\ntime.sleep(60)\n",
+    )
+    job.wait_for("starting")
+    job.signal(signal.SIGTERM)
+    assert job.codes(5) == [85]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_ends_at_once(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", ranks=1, driver=SAVING.replace("sleep(2)", "sleep(60)"))
+    job.wait_for("step       3/")
+    job.signal(signal.SIGUSR1)
+    job.wait_for("saving")
+    time.sleep(1.5)
+    job.signal(signal.SIGTERM)
+    assert job.codes(5) == [128 + signal.SIGTERM]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--max-time", "SLURM_JOB_END_TIME"])
+def test_the_end_of_the_time_allowed_is_not_reached(how, dataset, tmp_path):
+    started = time.time()
+    extra, env = (("--max-time", "25s"), {}) if how == "--max-time" else ((), {how: str(int(started) + 25)})
+    job = Job(dataset, tmp_path / "run", *extra, **env)
+    assert job.codes(60) == [85, 85], job.output
+    assert 12 < time.time() - started < 25
+    assert saved_step(tmp_path / "run") == max(losses(tmp_path / "run"))
+
+
+@pytest.mark.soak
+def test_signals_at_50_random_instants(dataset, tmp_path, uninterrupted):
+    """From the first moment on, to one rank or both: saved, or cleanly finished, each time; the curve shows no seam."""
+    draw, run, outcomes = random.Random(5), tmp_path / "run", []
+    for _ in range(50):
+        job = Job(dataset, run, "checkpoint.interval=2", "--stop-after", 60)
+        time.sleep(draw.uniform(0.0, 14.0))
+        ranks = draw.choice([(0, 1), (0, 1), (0, 1), (0,), (1,)])
+        for rank in ranks:
+            if job.processes[rank].poll() is None:
+                job.signal(draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), rank)
+        codes = job.codes(60)
+        step = saved_step(run) if (run / "checkpoints/pointer.json").exists() else 0
+        outcomes.append((codes, step))
+        print(codes, step, flush=True)
+        assert "Traceback" not in job.output, job.output
+        early = "rank(s) on cpu" not in job.output  # one rank left before the ranks knew each other
+        assert codes in ([85, 85], [0, 0]) or (early and 85 in codes), job.output
+        found = (
+            {m["step"]: (m["train/loss"], m["data/row_digest"]) for m in metrics(run) if "train/loss" in m}
+            if step
+            else {}
+        )
+        assert found == {s: uninterrupted[s] for s in range(1, step + 1)}
+        if step == 60:
+            run = tmp_path / f"run{len(outcomes)}"
+    assert len(outcomes) == 50
