@@ -10,10 +10,10 @@ take 10-50 ms and checkpoints follow each other closely, so that a kill has all 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -39,35 +39,48 @@ CASES = (  # the last number is each one's share of the kills
 BY_COMMAND = 2  # lives of each case that the real command starts, without the server
 
 
-def kills(data: Path, folder: Path, number: int, seed: int) -> dict[str, Any]:
-    """`number` kills over all cases; raises survival_life.Failure at the first run that does not survive."""
-    server, found, started = Server(), {}, time.monotonic()
+def kills(
+    data: Path, folder: Path, number: int, seed: int, known: dict[str, Any], at_most: int = len(CASES)
+) -> dict[str, Any]:
+    """`number` kills over all cases; gives the results by case, those of `known` as they are, `at_most` new ones.
+
+    Raises survival_life.Failure at the first run that does not survive.
+    """
+    server, found = Server(), dict(known)
     whole = sum(share for _, share in CASES)
-    total: Counter[str] = Counter()
-    fell: Counter[str] = Counter()
+    new = [index for index, (case, _) in enumerate(CASES) if case.name not in known][:at_most]
     try:
-        for index, (case, _) in enumerate(CASES):
-            rest = number * sum(s for _, s in CASES[: index + 1]) // whole - total["kills"]
-            case = replace(case, steps=max(60, 6 * rest))
+        for index in new:
+            case, share = CASES[index]
+            count = -(-number * share // whole)
+            case = replace(case, steps=max(80, 8 * count))
             by_command = range(3, 3 + BY_COMMAND)
-            found[case.name] = result = survive(
-                case, data, folder / str(index), server, rest, seed + index, by_command
-            )
-            total["kills"] += result["kills"]
-            fell.update(result["fell"])
-            total["with one rank's write delayed by 0.5-6 s"] += result["aimed_at"].get("slow", 0)
-            total["lives started by the real command"] += result["lives_started_by_the_real_command"]
+            result = survive(case, data, folder / str(index), server, count, seed + index, by_command)
+            found[case.name] = result
             print(f"{case.name}: {result['kills']} kills, {result['fell']}", flush=True)
     finally:
         server.close()
+    return found
+
+
+def sums(cases: dict[str, Any]) -> dict[str, Any]:
+    """Totals over cases, every one of which ended as the run that was not killed."""
+    fell: Counter[str] = Counter()
+    for case in cases.values():
+        fell.update(case["fell"])
+    total = sum(case["kills"] for case in cases.values())
     return {
-        **total,
+        "kills": total,
+        "resumed_unaided": total,
         "fell": dict(fell),
-        "runs_resumed_unaided": total["kills"],
-        "runs_that_differ": 0,
+        "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
+        "lives started by the real command": sum(
+            c["lives_started_by_the_real_command"] for c in cases.values()
+        ),
         "rows_lost_or_repeated": 0,
-        "seconds": round(time.monotonic() - started, 1),
-        "cases": found,
+        "runs_that_differ": 0,
+        "seconds": round(sum(c["uninterrupted_seconds"] + c["killed_seconds"] for c in cases.values()), 1),
+        "cases": cases,
     }
 
 
@@ -80,9 +93,13 @@ def main() -> None:
         "--data", type=Path, help="dataset folder; default: Python's documentation, built now"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--json", help="write the result here; what it holds already is not measured again")
+    parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
     args = parser.parse_args()
     result: dict[str, Any] = {"seed": args.seed}
+    if args.json and Path(args.json).exists():
+        result |= json.loads(Path(args.json).read_text())
+        assert result.pop("about") and result["seed"] == args.seed, f"{args.json} is of another seed"
     with tempfile.TemporaryDirectory() as scratch:
         folder, data = Path(scratch), args.data
         if data is None:
@@ -91,8 +108,10 @@ def main() -> None:
             command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--held-out", "0.02"]
             subprocess.run([*command, "--quiet"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         if args.kills:
-            result["kills"] = kills(data, folder / "kills", args.kills, args.seed)
-        if args.soak:
+            known = result.get("kills", {}).get("cases", {})
+            cases = kills(data, folder / "kills", args.kills, args.seed, known, args.at_most)
+            result["kills"] = sums(cases)
+        if args.soak and "soak" not in result:
             result["soak"] = soak(data, folder / "soak", args.soak, args.restarts, args.seed)
     if args.json:
         hardware.write_json(args.json, result)

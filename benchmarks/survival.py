@@ -20,6 +20,7 @@ from survival_compare import differences
 from survival_life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
 
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # what is aimed at, in turn
+START_SECONDS = 0.5  # a start takes about so long
 SLOW = (0.5, 6.0)  # seconds that one rank's write is delayed
 
 
@@ -56,7 +57,7 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
     """Return at the instant to kill at; `share`: updates a life may make. Or at once when the life ends before."""
     case = life.case
     if aim == "start":
-        time.sleep(rng.uniform(0.0, 1.0))
+        time.sleep(rng.uniform(0.0, START_SECONDS))
         return
     newest = max(steps_of(life.run), default=0)
     reach = min(newest + rng.randint(2, 2 + int(2 * share)), case.steps - 1)
