@@ -21,8 +21,8 @@ import survival
 from survival_compare import differences
 from survival_life import Case, Life, Server
 
-ONE = Case("one", 1, 70, 5, ("checkpoint.asynchronous=false",))
-TWO = Case("two", 2, 90, 5, ("zero.stage=2",))
+ONE = Case("one", 1, 80, 5, ("checkpoint.asynchronous=false",))
+TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
 
 
 @pytest.mark.dist
@@ -30,8 +30,8 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     server = Server()
     try:
         results = [
-            survival.survive(ONE, dataset, tmp_path / "one", server, kills=8, seed=1),
-            survival.survive(TWO, dataset, tmp_path / "two", server, kills=12, seed=2, by_command=(5,)),
+            survival.survive(ONE, dataset, tmp_path / "one", server, kills=12, seed=1),
+            survival.survive(TWO, dataset, tmp_path / "two", server, kills=8, seed=2, by_command=(5,)),
         ]
     finally:
         server.close()

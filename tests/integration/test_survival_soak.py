@@ -22,7 +22,7 @@ LIMIT = 0.01
 def test_five_thousand_updates_and_thirty_restarts_grow_nothing(dataset, tmp_path):
     result = soak(dataset, tmp_path / "soak", updates=5000, restarts=30, seed=1)
     print(json.dumps(result, indent=1))
-    for run in ("uninterrupted", "restarted"):
+    for run in ("first_life", "restarted"):
         assert all(value < LIMIT for value in result[run]["growth"].values()), result[run]
     assert sum(result["restarts"].values()) == 30
     assert result["shared_memory_files_left"] == 0 and result["checkpoints_left"] == 3
