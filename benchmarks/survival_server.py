@@ -22,17 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # and no pool of threads that a fork would lose
-
-import torch
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 from megabert import train
-from megabert.distributed import World
-from megabert.engine import _import_deepspeed
 
-IMPORTED_LATER = (
-    "torch._dynamo",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-)  # by an optimizer's first use
+# What a run imports later, by itself or by the first use of an optimizer.
+IMPORTED_LATER = ("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+IMPORTED_LATER += ("torch.utils.tensorboard", "safetensors.torch")
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -65,7 +61,6 @@ def become_a_rank(request: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    _import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
     for name in IMPORTED_LATER:
         importlib.import_module(name)
     gc.collect()

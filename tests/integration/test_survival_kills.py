@@ -46,6 +46,7 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.dist
 def test_two_hundred_kills_leave_no_trace(dataset, tmp_path):
     result = bench_survival.sums(bench_survival.kills(dataset, tmp_path, 200, seed=1, known={}))

@@ -18,6 +18,7 @@ LIMIT = 0.01
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.dist
 def test_five_thousand_updates_and_thirty_restarts_grow_nothing(dataset, tmp_path):
     result = soak(dataset, tmp_path / "soak", updates=5000, restarts=30, seed=1)
