@@ -113,7 +113,6 @@ class Life:
         self.log = run.with_name(f"{run.name}.log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         self._stale = set(self._saving())
-        self.started = time.monotonic()
         argv, port = case.argv(data, run), free_port()
         self.ranks: list[Process] = []
         for rank in range(case.world):
@@ -190,9 +189,7 @@ class Life:
         try:
             wait(lambda: all(rank.poll() is not None for rank in self.ranks), LIFE_ENDS_WITHIN, "hangs")
         except TimeoutError as error:
-            for rank in self.ranks:
-                if rank.poll() is None:
-                    os.kill(rank.pid, signal.SIGKILL)
+            self.stop()
             raise Failure(f"{self.case.name}: {error}\n{self.output()[-3000:]}") from None
         codes = [rank.poll() for rank in self.ranks]
         if any(codes):
