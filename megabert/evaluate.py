@@ -25,11 +25,13 @@ EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every r
 
 
 def held_out(data: str, config: Config) -> Dataset:
-    """The held-out split of a dataset folder. Raises ValueError when it has none."""
-    dataset = Dataset(data)
+    """The held-out split of a dataset folder, damaged rows left out where `data.on_damage` says so. Raises ValueError
+    when it has none."""
+    tolerant = config.data.on_damage == "skip"
+    dataset = Dataset(data, tolerant)
     if dataset.manifest.held_out is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(Path(data) / dataset.manifest.held_out["path"])
+    return Dataset(Path(data) / dataset.manifest.held_out["path"], tolerant)
 
 
 def fixed_batches(

@@ -132,9 +132,10 @@ def test_a_run_that_only_meets_non_finite_updates_stops_and_names_the_rows(datas
     done = train(dataset, run, *extra)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("the update is skipped on every rank") == 3
-    assert "3 non-finite updates in a row" in done.stderr and "Traceback" not in done.stderr
-    report = json.loads((run / "bad_rows.json").read_text())
-    assert len(set(report["row_ids"])) == 32
+    assert "3 updates in a row were not applied" in done.stderr and "Traceback" not in done.stderr
+    reports = [json.loads(line) for line in (run / "trouble.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in reports] == [r["cursor"] + 1 for r in reports] and len(reports) == 3
+    assert all(r["kind"] == "non-finite" and len(set(r["row_ids"])) == 32 for r in reports)
 
 
 def damaged(dataset, tmp_path, change):
