@@ -113,7 +113,7 @@ def main() -> None:
             cases = kills(data, folder / "kills", args.kills, args.seed, known, args.at_most)
             result["kills"] = sums(cases)
         if args.soak and "soak" not in result:
-            result["soak"] = soak(data, folder / "soak", args.soak, args.restarts, args.seed)
+            result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
     if args.json:
         hardware.write_json(args.json, result)
     print({name: part for name, part in result.items() if name != "kills"})

@@ -7,6 +7,7 @@ early lives to its late ones, each after its warm-up.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -20,12 +21,14 @@ from survival_compare import logged
 from survival_life import Case, Failure, Life, Server, in_sessions, steps_of, wait
 
 EVERY = 0.2  # seconds between two looks
+WARM_UP = 0.2  # of the first life
+BATCH = 8  # rows an update, as survival_life.TINY says
 REQUEUE = 85  # exit code of a run that was asked to stop
 Sample = dict[str, float]
 
 
 def look_at(pids: list[int]) -> Sample:
-    """Sums over these processes: resident bytes, shared bytes among them, open descriptors, threads."""
+    """Sums over these processes: resident bytes, private and shared ones among them, open descriptors, threads."""
     found: dict[str, float] = defaultdict(float)
     for pid in pids:
         try:
@@ -38,6 +41,7 @@ def look_at(pids: list[int]) -> Sample:
             continue
         found["processes"] += 1
         found["resident_bytes"] += int(fields["VmRSS"].split()[0]) * 1024
+        found["private_bytes"] += int(fields["RssAnon"].split()[0]) * 1024
         found["shared_bytes"] += int(fields["RssShmem"].split()[0]) * 1024
         found["descriptors"] += descriptors
         found["threads"] += int(fields["Threads"])
@@ -71,7 +75,8 @@ def growth(before: Sample, after: Sample) -> dict[str, float]:
 def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:
     """The run; gives its growth and what it held. Raises Failure when it does not survive.
 
-    Two fifths of the updates belong to the first life, the others are shared by the lives after it.
+    Two fifths of the updates belong to the first life, the others are shared by the lives after it. `data` is so small
+    that it is read whole in the warm-up: a shard, or its short last block, is mapped when it is first needed.
     """
     folder.mkdir(parents=True)
     overrides = (
@@ -84,6 +89,8 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     case = Case("soak", 2, updates, 50, overrides)
     server, started, rng = Server(), time.monotonic(), random.Random(seed)
     run, alone = folder / "run", updates * 2 // 5
+    rows = json.loads((data / "manifest.json").read_text())["rows"]
+    assert rows <= BATCH * alone * WARM_UP, f"{data}: its {rows} rows take longer than the warm-up"
     lives: list[Sample] = []
     ends: dict[str, int] = defaultdict(int)
     sessions: set[int] = set()
@@ -100,7 +107,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
             if not number:
                 parts = [
                     typical([sample for step, sample in samples if low * alone < step <= high * alone])
-                    for low, high in ((0.1, 0.3), (0.8, 1.0))
+                    for low, high in ((WARM_UP, 2 * WARM_UP), (1 - WARM_UP, 1.0))
                 ]
             else:
                 lives.append(typical([sample for step, sample in samples if step >= first + 30]))

@@ -21,7 +21,7 @@ LIMIT = 0.01
 @pytest.mark.timeout(7200)
 @pytest.mark.dist
 def test_five_thousand_updates_and_thirty_restarts_grow_nothing(dataset, tmp_path):
-    result = soak(dataset, tmp_path / "soak", updates=5000, restarts=30, seed=1)
+    result = soak(dataset / "held_out", tmp_path / "soak", updates=5000, restarts=30, seed=1)
     print(json.dumps(result, indent=1))
     for run in ("first_life", "restarted"):
         assert all(value < LIMIT for value in result[run]["growth"].values()), result[run]
