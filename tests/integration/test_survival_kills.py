@@ -21,7 +21,7 @@ import survival
 from survival_compare import differences
 from survival_life import Case, Life, Server
 
-ONE = Case("one", 1, 80, 5, ("checkpoint.asynchronous=false",))
+ONE = Case("one", 1, 120, 5, ("checkpoint.asynchronous=false",))
 TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
 
 
@@ -30,8 +30,8 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     server = Server()
     try:
         results = [
-            survival.survive(ONE, dataset, tmp_path / "one", server, kills=12, seed=1),
-            survival.survive(TWO, dataset, tmp_path / "two", server, kills=8, seed=2, by_command=(5,)),
+            survival.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1, by_command=(5,)),
+            survival.survive(TWO, dataset, tmp_path / "two", server, kills=6, seed=2),
         ]
     finally:
         server.close()
@@ -41,7 +41,7 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     print(json.dumps(results, indent=1))
     assert fell.total() == sum(result["kills"] for result in results) == 20
     assert fell["inside a checkpoint write"] >= 5 and fell["in training"] >= 2
-    assert results[1]["killed"]["one rank"] >= 2 and results[1]["lives_started_by_the_real_command"] == 1
+    assert results[1]["killed"]["one rank"] >= 1 and results[0]["lives_started_by_the_real_command"] == 1
     assert all(max(result["resumed_at"]) >= 10 for result in results)
 
 
