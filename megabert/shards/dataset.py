@@ -78,7 +78,8 @@ class Dataset:
             raise ValueError(self.problems[0])
         self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
-        self._maps: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
+        # section -> its map, None where nothing of it is in the file, and the views over that
+        self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
@@ -95,11 +96,14 @@ class Dataset:
     def _views(self, section: int) -> dict[str, np.ndarray]:
         """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
 
-        Blocks that are not whole in the file, because it is cut or missing, are not in the views.
+        Blocks that are not whole in the file, because it is cut or missing, are not in the views. A file that was cut
+        since it was mapped is mapped anew: a read beyond its end would end the process without a word.
         """
         if section in self._maps:
-            self._maps.move_to_end(section)
-            return self._maps[section]
+            data, views = self._maps[section]
+            if data is None or data.size() >= len(data):
+                self._maps.move_to_end(section)
+                return views
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
         layout, blocks, start = self._full, shard.rows // self._full.rows, 0
@@ -113,8 +117,8 @@ class Dataset:
                 data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
             views = layout.views(data, start, blocks)
         else:
-            views = layout.views(bytes(layout.bytes), 0, 0)
-        self._maps[section] = views
+            data, views = None, layout.views(bytes(layout.bytes), 0, 0)
+        self._maps[section] = data, views
         if len(self._maps) > OPEN_SHARDS:
             self._maps.popitem(last=False)
         return views

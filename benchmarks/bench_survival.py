@@ -1,0 +1,123 @@
+"""What training survives, measured: kills at random instants, and a long run with many restarts.
+
+    python benchmarks/bench_survival.py --kills 200 --json FILE         every run ends as the one that was never killed
+    python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     nothing grows
+
+Every case is one model of one layer on the CPU, with 1 or 2 ranks, its optimizer partitioned in another way; updates
+take 10-50 ms and checkpoints follow each other closely, so that a kill has all the chances a long run gives it in weeks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hardware
+from survival import survive
+from survival_life import ROOT, Case, Server
+from survival_soak import soak
+
+FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
+CASES = (  # the last number is each one's share of the kills
+    (Case("1 rank, saving in the background", 1, 200, 5), 20),
+    (Case("1 rank, fp32, saving at once", 1, 200, 5, (FP32, SYNCHRONOUS)), 20),
+    (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32), writers=1), 25),
+    (Case("2 ranks, ZeRO-1, loader workers", 2, 200, 5, ("zero.stage=1", "data.workers=1")), 35),
+    (Case("2 ranks, ZeRO-1, LAMB", 2, 200, 5, ("zero.stage=1", "optimizer.name=lamb")), 20),
+    (Case("2 ranks, ZeRO-2, saving at once", 2, 200, 5, ("zero.stage=2", SYNCHRONOUS)), 20),
+    (Case("2 ranks, ZeRO-3", 2, 200, 5, ("zero.stage=3",)), 25),
+    (Case("1 rank, LAMB, loader workers", 1, 200, 5, ("optimizer.name=lamb", "data.workers=1")), 35),
+)
+BY_COMMAND = 2  # lives of each case that the real command starts, without the server
+
+
+def kills(
+    data: Path, folder: Path, number: int, seed: int, known: dict[str, Any], at_most: int = len(CASES)
+) -> dict[str, Any]:
+    """`number` kills over all cases; gives the results by case, those of `known` as they are, `at_most` new ones.
+
+    Raises survival_life.Failure at the first run that does not survive.
+    """
+    server, found = Server(), dict(known)
+    whole = sum(share for _, share in CASES)
+    new = [index for index, (case, _) in enumerate(CASES) if case.name not in known][:at_most]
+    try:
+        for index in new:
+            case, share = CASES[index]
+            count = -(-number * share // whole)
+            case = replace(case, steps=max(80, 8 * count))
+            by_command = range(3, 3 + BY_COMMAND)
+            result = survive(case, data, folder / str(index), server, count, seed + index, by_command)
+            found[case.name] = result
+            print(f"{case.name}: {result['kills']} kills, {result['fell']}", flush=True)
+    finally:
+        server.close()
+    return found
+
+
+def sums(cases: dict[str, Any]) -> dict[str, Any]:
+    """Totals over cases, every one of which ended as the run that was not killed."""
+    fell: Counter[str] = Counter()
+    for case in cases.values():
+        fell.update(case["fell"])
+    total = sum(case["kills"] for case in cases.values())
+    return {
+        "kills": total,
+        "resumed_unaided": total,
+        "fell": dict(fell),
+        "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
+        "lives started by the real command": sum(
+            c["lives_started_by_the_real_command"] for c in cases.values()
+        ),
+        "rows_lost_or_repeated": 0,
+        "runs_that_differ": 0,
+        "seconds": round(sum(c["uninterrupted_seconds"] + c["killed_seconds"] for c in cases.values()), 1),
+        "cases": cases,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
+    parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
+    parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
+    parser.add_argument(
+        "--data", type=Path, help="dataset folder; default: Python's documentation, built now"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", help="write the result here; what it holds already is not measured again")
+    parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"seed": args.seed}
+    if args.json and Path(args.json).exists():
+        result |= json.loads(Path(args.json).read_text())
+        assert result.pop("about") and result["seed"] == args.seed, f"{args.json} is of another seed"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, data = Path(scratch), args.data
+        if data is None:
+            data = folder / "data"
+            build = ("--input", "pydoc", "--output", data, "--seq-len", 64, "--vocab-size", 2000)
+            command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--held-out", "0.02"]
+            subprocess.run([*command, "--quiet"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        if args.kills:
+            known = result.get("kills", {}).get("cases", {})
+            cases = kills(data, folder / "kills", args.kills, args.seed, known, args.at_most)
+            result["kills"] = sums(cases)
+        if args.soak and "soak" not in result:
+            result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
+    if args.json:
+        hardware.write_json(args.json, result)
+    print({name: part for name, part in result.items() if name != "kills"})
+
+
+if __name__ == "__main__":
+    main()

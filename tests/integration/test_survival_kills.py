@@ -1,0 +1,124 @@
+"""Twenty kills in every test run, two hundred under `make soak`: each run ends as the one that was never killed.
+
+The harness is `benchmarks/survival.py`. What it compares is every logged figure but times, bit for bit, the digest of the
+rows among them, and the hash of every file of the final checkpoint. That it would see a difference is tested here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_survival
+import survival
+from survival_compare import differences
+from survival_life import Case, Life, Server
+
+ONE = Case("one", 1, 120, 5, ("checkpoint.asynchronous=false",))
+TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
+
+
+@pytest.mark.dist
+def test_twenty_kills_leave_no_trace(dataset, tmp_path):
+    server = Server()
+    try:
+        results = [
+            survival.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1, by_command=(5,)),
+            survival.survive(TWO, dataset, tmp_path / "two", server, kills=6, seed=2),
+        ]
+    finally:
+        server.close()
+    fell: Counter[str] = Counter()
+    for result in results:
+        fell.update(result["fell"])
+    print(json.dumps(results, indent=1))
+    assert fell.total() == sum(result["kills"] for result in results) == 20
+    assert fell["inside a checkpoint write"] >= 5 and fell["in training"] >= 2
+    assert results[1]["killed"]["one rank"] >= 1 and results[0]["lives_started_by_the_real_command"] == 1
+    assert all(max(result["resumed_at"]) >= 10 for result in results)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.dist
+def test_two_hundred_kills_leave_no_trace(dataset, tmp_path):
+    result = bench_survival.sums(bench_survival.kills(dataset, tmp_path, 200, seed=1, known={}))
+    print(json.dumps(result, indent=1))
+    assert result["kills"] >= 200 and result["fell"]["inside a checkpoint write"] >= 50
+    assert result["with one rank's write delayed by 0.5-6 s"] >= 10
+
+
+def finished_run(folder: Path) -> Path:
+    """What is left of a run of three updates."""
+    step = folder / "checkpoints" / "step-00000003"
+    step.mkdir(parents=True)
+    lines = [
+        {"step": n, "train/loss": 1 / n, "data/row_digest": f"{n:016x}", "perf/mfu": n} for n in (1, 2, 3)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (step / "weights.safetensors").write_bytes(b"weights")
+    seal(step)
+    return folder
+
+
+def seal(step: Path) -> None:
+    data = (step / "weights.safetensors").read_bytes()
+    entry = {"weights.safetensors": {"sha256": hashlib.sha256(data).hexdigest()}}
+    (step / "manifest.json").write_text(json.dumps({"files": entry}))
+
+
+def replace_in_metrics(run: Path, old: str, new: str) -> None:
+    path = run / "metrics.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def other_weights(run: Path) -> None:
+    step = run / "checkpoints" / "step-00000003"
+    (step / "weights.safetensors").write_bytes(b"Weights")
+    seal(step)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda run: replace_in_metrics(run, "0.3333333333333333", "0.33333333333333337"), "train/loss is"),
+        (lambda run: replace_in_metrics(run, f"{2:016x}", f"{3:016x}"), "step 2: data/row_digest is"),
+        (lambda run: replace_in_metrics(run, '{"step": 2', '{"step": 1'), "not 1..3 once each: [1, 1, 3]"),
+        (lambda run: replace_in_metrics(run, '"train/loss": 0.5, ', ""), "not 1..3 once each: [1, 3]"),
+        (other_weights, "the final checkpoint's weights.safetensors differs"),
+        (lambda run: (run / "checkpoints/.saving-00000003").mkdir(), "left in the killed run's folder"),
+    ],
+    ids=["one ulp of a loss", "a row", "an update twice", "an update lost", "a weight", "a leftover"],
+)
+def test_any_difference_is_seen(tmp_path, spoil, told):
+    one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
+    replace_in_metrics(two, '"perf/mfu": 2', '"perf/mfu": 7')  # times may differ
+    assert differences(one, two, 3) == []
+    spoil(two)
+    assert any(told in line for line in differences(one, two, 3))
+
+
+def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
+    life = object.__new__(Life)
+    life.case = ONE
+    for text, newest in (
+        ("resuming from run/checkpoints/step-00000005 at step 5, 3 s trained", 10),
+        ("step       1/70  loss 8.2", 10),
+        ("warning: step-00000010/weights.safetensors is missing: going back to step-00000005", 5),
+    ):
+        life.output = lambda text=text: text
+        with pytest.raises(survival.Failure):
+            survival.check_resume(life, newest, survival.Outcome())
+    life.output = lambda: "resuming from run/checkpoints/step-00000005 at step 5, 3 s trained"
+    outcome = survival.Outcome()
+    survival.check_resume(life, 5, outcome)
+    assert outcome.resumed_at == [5]
