@@ -80,16 +80,16 @@ def states(parameters: int, precision: str, stage: int, world: int) -> dict[str,
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
     of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
-    configured here keeps gradients in fp32: beside the 16-bit ones at stage 1, twice at stage 2 (sums and a flat copy).
-    Stage 0 in fp32 has no masters beside its weights. fp16 is taken as bf16.
+    configured here keeps gradients in fp32: beside the 16-bit ones at stage 1, twice for a moment from stage 2 on (sums and
+    their flat copy). Stage 0 in fp32 has no masters beside its weights. fp16 is taken as bf16.
     """
     mixed = precision != "fp32"
     share = parameters / world
     gradients = {
         0: 4 * parameters,
         1: (6 if mixed else 4) * parameters,
-        2: (8 if mixed and world > 1 else 4) * share,
-        3: 4 * share,
+        2: 8 * share,
+        3: 8 * share,
     }
     return {
         "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
