@@ -35,7 +35,7 @@ class Lexicon:
             self._grow()
         found = np.full(len(hashes), -1, np.int64)
         waiting = np.arange(len(hashes))
-        place = self._first(hashes)
+        place = _first(self._keys, hashes)
         fresh = []
         while len(waiting):
             keys, wanted = self._keys[place], hashes[waiting]
@@ -59,17 +59,37 @@ class Lexicon:
         self.size += len(new)
         return found, new
 
-    def _first(self, hashes: np.ndarray) -> np.ndarray:
-        return (hashes >> np.uint64(20) & np.uint64(len(self._keys) - 1)).astype(np.int64)
-
     def _grow(self) -> None:
-        keys, values = self._keys, self._values
-        self._keys, self._values = (np.zeros(2 * len(old), old.dtype) for old in (keys, values))
-        full = np.flatnonzero(keys)
-        waiting, place = full, self._first(keys[full])
-        while len(waiting):
-            free = self._keys[place] == 0
-            self._keys[place[free]] = keys[waiting[free]]
-            won = free & (self._keys[place] == keys[waiting])
-            self._values[place[won]] = values[waiting[won]]
-            waiting, place = waiting[~won], (place[~won] + 1) & (len(self._keys) - 1)
+        full = np.flatnonzero(self._keys)
+        hashes, values = self._keys[full], self._values[full]
+        self._keys, self._values = (np.zeros(2 * len(old), old.dtype) for old in (self._keys, self._values))
+        insert(self._keys, self._values, hashes, values)
+
+
+def insert(keys: np.ndarray, values: np.ndarray, hashes: np.ndarray, numbers: np.ndarray) -> None:
+    """Put nonzero hashes that are not there yet, with their numbers, into the table of `keys` and `values`."""
+    waiting, place = np.arange(len(hashes)), _first(keys, hashes)
+    while len(waiting):
+        free = keys[place] == 0
+        keys[place[free]] = hashes[waiting[free]]  # of several that want a place the last one gets it
+        won = free & (keys[place] == hashes[waiting])
+        values[place[won]] = numbers[waiting[won]]
+        waiting, place = waiting[~won], (place[~won] + 1) & (len(keys) - 1)
+
+
+def find(keys: np.ndarray, values: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """int64 [n]: the numbers of nonzero hashes, -1 of those that are not in the table."""
+    found = np.full(len(hashes), -1, np.int64)
+    waiting, place = np.arange(len(hashes)), _first(keys, hashes)
+    while len(waiting):
+        here = keys[place]
+        hit = here == hashes[waiting]
+        found[waiting[hit]] = values[place[hit]]
+        on = (here != 0) & ~hit
+        waiting, place = waiting[on], (place[on] + 1) & (len(keys) - 1)
+    return found
+
+
+def _first(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """Where to look first: `keys` is as long as a power of two."""
+    return (hashes >> np.uint64(20) & np.uint64(len(keys) - 1)).astype(np.int64)

@@ -170,12 +170,10 @@ class WordEncoder:
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
-        for rows, tokens in self._exchange.news() if self._exchange else ():
-            self._adopt(rows, tokens)
         numbers[full], new = self._lexicon.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
+            self._take_in(hashes[new], distinct.take(pa.array(new)))
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -184,33 +182,34 @@ class WordEncoder:
             here = here[here >= 0]
         return here, edges
 
-    def _adopt(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Take over what another worker learned, as far as it is new here."""
-        keys, first = np.unique(
-            rows["key"], return_index=True
-        )  # after a reset it may have learned a word again
-        _, new = self._lexicon.numbers(keys)
-        new = first[new]
-        lengths = rows["length"][new].astype(np.int64)
-        starts = (np.cumsum(rows["length"], dtype=np.int64) - rows["length"])[new]
-        source = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-        self._append(rows[new], tokens[source])
-
-    def _append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Add the words that the lexicon numbered last; fills in their starts."""
+    def _take_in(self, keys: np.ndarray, words: pa.StringArray) -> None:
+        """Put words met for the first time, the last that the lexicon numbered, into the tables."""
+        rows, known = np.zeros(len(keys), WORD), np.zeros(len(keys), bool)
+        for where, records, tokens in self._exchange.find(keys) if self._exchange else ():
+            rows[where], known[where] = records, True
+            rows["start"][where] = self._place(tokens, records["length"])
+        new = np.flatnonzero(~known)
+        if len(new):
+            learned, tokens = self._learn(words.take(pa.array(new)).to_pylist())
+            learned["key"], learned["start"] = keys[new], self._place(tokens, learned["length"])
+            rows[new] = learned
+            if self._exchange:
+                self._exchange.publish(learned, tokens)
         last = self._lexicon.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        self._table[last - len(rows) : last] = rows
+
+    def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Append the tokens of words of these lengths. Returns where each word starts."""
         while self._used + len(tokens) > len(self._flat):
             self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
-        table = self._table[last - len(rows) : last]
-        table[:] = rows
-        table["start"] = self._used + np.cumsum(rows["length"]) - rows["length"]
         self._flat[self._used : self._used + len(tokens)] = tokens
         self._used += len(tokens)
+        return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
-    def _learn(self, keys: np.ndarray, new: list[str]) -> None:
-        """Encode words met for the first time, the last that the lexicon numbered, and append them to the tables."""
+    def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode words: WORD [w] but for key and start, and their tokens."""
         clean_word, form = clean.clean_word, self.form
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
         plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
@@ -221,13 +220,10 @@ class WordEncoder:
             plain[i] = "".join(pieces)
         ends = sentences.ends(plain)
         rows = np.zeros(len(new), WORD)
-        rows["key"], rows["length"] = keys, np.fromiter(map(len, encoded), np.int32, len(new))
+        rows["length"] = np.fromiter(map(len, encoded), np.int32, len(new))
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = filters.describe(plain, ends)
-        tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
-        self._append(rows, tokens)
-        if self._exchange:
-            self._exchange.publish(rows, tokens)
+        return rows, np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
 
     def finish(self) -> Batch:
         """All documents added since the last call, in order."""
