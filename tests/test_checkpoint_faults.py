@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import resource
@@ -43,40 +44,38 @@ def stored(folder: Path) -> float:
 # -- kills -------------------------------------------------------------------------------------------------------
 
 
-def in_child(function: Any) -> int:
-    """Exit status of `function` run in a forked process; negative for the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# Forked by a server without threads: a fork of the test's own process might hang in one of torch's locks.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def save_and_die(folder: Path, call: int, step: int, asynchronous: bool) -> None:
+    """Save `step`, with weights of 20, in this process, which dies by SIGKILL at its call-th file-system call."""
+    left = [call]
+
+    def deadly(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for module, name in CALLS:
+        setattr(module, name, deadly(getattr(module, name)))
+    checkpoints = Checkpoints(folder, ALONE, settings(1, asynchronous))
+    checkpoints.save(FakeEngine(20), state(step, tiny.config()))  # type: ignore[arg-type]
+    checkpoints.finish()
 
 
 def save_killed_at(folder: Path, call: int, step: int, asynchronous: bool) -> bool:
-    """Save `step`, with weights of 20, in a child that dies by SIGKILL at its call-th file-system call; False when it survived."""
-
-    def save() -> None:
-        left = [call]
-
-        def deadly(function: Any) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        for module, name in CALLS:
-            setattr(module, name, deadly(getattr(module, name)))
-        checkpoints = Checkpoints(folder, ALONE, settings(1, asynchronous))
-        checkpoints.save(FakeEngine(20), state(step, tiny.config()))  # type: ignore[arg-type]
-        checkpoints.finish()
-
-    return in_child(save) == -signal.SIGKILL
+    """Whether `save_and_die` in a process of its own died; False when it had no so many calls."""
+    child = CONTEXT.Process(target=save_and_die, args=(folder, call, step, asynchronous))
+    child.start()
+    child.join(60)
+    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    return child.exitcode == -signal.SIGKILL
 
 
 @BOTH
@@ -107,33 +106,29 @@ def committed(run) -> int:
     return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
 
 
+def save_for_ever(run: Path) -> None:
+    checkpoints = Checkpoints(run, ALONE, settings(2, asynchronous=True))
+    step = committed(run)
+    while True:
+        step += 1
+        checkpoints.save(FakeEngine(step, size=400_000), state(step, tiny.config()))  # type: ignore[arg-type]
+
+
 def test_kills_at_random_instants_of_saves_without_end(tmp_path):
     """25 kills, each up to 0.2 s after a commit: what is there is whole, its step and its weights belong together, and it
     never goes back."""
-
-    def save_for_ever() -> None:
-        checkpoints = Checkpoints(tmp_path, ALONE, settings(2, asynchronous=True))
-        newest = checkpoints.latest()
-        step = int(newest.name[5:]) if newest else 0
-        while True:
-            step += 1
-            checkpoints.save(FakeEngine(step, size=400_000), state(step, tiny.config()))  # type: ignore[arg-type]
-
     draw, step, partial = random.Random(5), 0, 0
     for _ in range(25):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_for_ever()
-            finally:
-                os._exit(1)
-        deadline = time.monotonic() + 30
+        child = CONTEXT.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
+        child.start()
+        deadline = time.monotonic() + 60
         while committed(tmp_path) <= step:
-            assert time.monotonic() < deadline, "nothing is saved"
+            assert time.monotonic() < deadline and child.is_alive(), "nothing is saved"
             time.sleep(0.005)
         time.sleep(draw.uniform(0, 0.2))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
         partial += bool(list((tmp_path / "checkpoints").glob(".saving-*")))
         newest = Checkpoints(tmp_path, ALONE).latest()
         assert newest is not None
