@@ -43,7 +43,7 @@ SPACES = [
 MARKS = [
     "(\u00a0\u0334\u00a0)",
     "M\u0325r",
-    "e\u0301 a\u0323\u0302",
+    "e\u0301 a\u0323",
     "q\u0302\u0323",
     "\uff21\u0301",
     "x\ufe0f",
@@ -83,7 +83,7 @@ def test_ids_of_a_sentencepiece_model_are_ours(name: str, tmp_path: Path) -> Non
     texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.real_texts(100_000)[:400]]
     texts += SYMBOLS if name == "symbols" else []
     if name != "identity":  # whose marks the library leaves alone as ours does
-        texts += [text for text in wordpiece.odd_texts(500)]
+        texts += wordpiece.odd_texts(500)
     assert not differing(tokenizer, peer, texts)
     assert len(peer) == tokenizer.vocab_size
     assert peer.convert_ids_to_tokens(list(range(tokenizer.vocab_size))) == [
@@ -149,7 +149,7 @@ def test_what_the_format_cannot_say_is_refused_by_name(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     tokenizer = load_sentencepiece(tmp_path, **changes)
-    with pytest.raises(ValueError, match="tokenizer.json") as caught:
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
         hf_tokenizer.build(tokenizer)
     assert said in str(caught.value) and str(tokenizer.path) in str(caught.value)
 
