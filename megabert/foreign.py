@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
     try:
         if path.suffix == ".bin":
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings(action="ignore"):  # about the pickle's age; an error says what counts
+                found = torch.load(path, map_location="cpu", weights_only=True)
         else:
             found = load_file(path)
     except pickle.UnpicklingError as error:
