@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,18 +105,14 @@ def interactive(run: str, tokenizer: str, filler: Filler, top: int) -> None:
             return
         if not line:
             return
-        if checkpoint.newest_step(run) not in (None, filler.found.step) and not is_checkpoint(run):
-            filler = Filler(pretrained.load(run, tokenizer))
-            say(f"step {filler.found.step:,}")
         try:
+            if checkpoint.newest_step(run) not in (None, filler.found.step):
+                filler = Filler(pretrained.load(run, tokenizer))
+                say(f"step {filler.found.step:,}")
             text, _, pair = line.partition(BETWEEN)
             print(table(filler.fill(text, pair, top)), flush=True)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def is_checkpoint(run: str) -> bool:
-    return Path(run, "manifest.json").is_file()
 
 
 def say(text: str) -> None:

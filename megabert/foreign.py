@@ -51,7 +51,9 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
     try:
         if path.suffix == ".bin":
-            with warnings.catch_warnings(action="ignore"):  # about the pickle's age; an error says what counts
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # about the pickle's age; an error says what counts
                 found = torch.load(path, map_location="cpu", weights_only=True)
         else:
             found = load_file(path)
