@@ -30,17 +30,19 @@ class Filled:
 
 
 class Filler:
-    """A model and its tokenizer, ready to fill in."""
+    """A model and its tokenizer, ready to fill in; on the CPU, so that a run's GPU stays its own."""
 
     def __init__(self, found: Pretrained) -> None:
         self.found = found
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = found.model(self.device)
+        self.model = found.model(torch.device("cpu"))
         self.encoder: Any = hf_tokenizer.build(found.tokenizer)
 
     @torch.no_grad()
     def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
         """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask or for too long a text."""
+        text, pair = text.strip(), pair.strip()
+        if any("\ud800" <= character <= "\udfff" for character in text + pair):
+            raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
         encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
         ids, most = torch.tensor([encoded.ids], dtype=torch.int32), self.found.config.model.max_positions
         length = ids.shape[1]
@@ -58,9 +60,7 @@ class Filler:
             "lengths": torch.tensor([[length]], dtype=torch.int32),
         }
         keep = torch.cat([masks, masks.new_zeros(1)])  # the masks, then [CLS]
-        hidden = self.model.encode(
-            **{name: tensor.to(self.device) for name, tensor in inputs.items()}, keep=keep.to(self.device)
-        )
+        hidden = self.model.encode(**inputs, keep=keep)
         best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
         words = [
             [(self._word(i), p) for i, p in zip(ids, probabilities, strict=True)]

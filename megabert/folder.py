@@ -28,13 +28,24 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         for path in sorted(temporary.rglob("*"), reverse=True):
             _sync(path)
         _sync(temporary)
-        if target.exists():
-            os.rename(target, replaced)
-        os.rename(temporary, target)
+        _put(temporary, target, replaced)
         _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put(temporary: Path, target: Path, replaced: Path) -> None:
+    """Rename `temporary` to `target`; what was there is `replaced` afterwards, or still there after an error."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    os.rename(target, replaced)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(replaced, target)
+        raise
 
 
 def _refuse(target: Path, mark: str, overwrite: bool) -> None:

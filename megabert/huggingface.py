@@ -175,9 +175,10 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     Raises ValueError naming the field whose value our model cannot have.
     """
     kinds = {theirs: ours for ours, theirs in TYPES.items()}
-    if tree.get("model_type") not in kinds:
+    kind = tree.get("model_type", "bert")  # the first releases do not say it
+    if kind not in kinds:
         raise ValueError(
-            f"{where}: model_type={tree.get('model_type')!r} is not a BERT; {' and '.join(kinds)} can be converted"
+            f"{where}: model_type={kind!r} is not a BERT; {' and '.join(kinds)} can be converted"
         )
     for field, (value, default) in _FIXED.items():
         if (found := tree.get(field, default)) != value:
@@ -191,7 +192,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}"
         )
     fields = {
-        "norm": kinds[tree["model_type"]],
+        "norm": kinds[kind],
         "hidden": hidden,
         "layers": _number(tree, "num_hidden_layers", where, int),
         "heads": _number(tree, "num_attention_heads", where, int),

@@ -70,6 +70,8 @@ def _corpus(found: Pretrained) -> dict[str, Any]:
 
 def _recipe(found: Pretrained) -> dict[str, Any]:
     cfg = found.config
+    if not found.step:
+        return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
     return {
         "updates": f"{found.step:,} of {schedule.total_steps:,}",

@@ -164,6 +164,7 @@ def test_what_is_piped_in_is_answered(tmp_path: Path, capsys, monkeypatch) -> No
     [
         (["the fox"], "the text has no [MASK]"),
         (["[MASK] " * 50], "the text has 52 tokens, the model takes at most 40"),
+        (["caf\udce9 [MASK]"], "the text is not valid UTF-8"),
         (["[MASK]", "--top", "0"], "--top 0"),
         (["[MASK]|||a", "--pair", "b"], "give one of them"),
         (["--pair", "[MASK]"], "--pair without a text"),

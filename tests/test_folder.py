@@ -40,6 +40,22 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     assert (target / "mark").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "old"
+    target.mkdir()
+    (target / "mark").write_text("old")
+
+    def lose_the_new_one() -> None:
+        with appearing(target, "mark", overwrite=True) as folder:
+            (folder / "mark").write_text("new")
+            folder.rename(tmp_path / "elsewhere")
+
+    with pytest.raises(FileNotFoundError):
+        lose_the_new_one()
+    assert (target / "mark").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "old"]
+
+
 def test_an_empty_folder_is_free_and_a_full_one_needs_overwrite(tmp_path: Path) -> None:
     target = tmp_path / "there"
     target.mkdir()

@@ -138,6 +138,17 @@ def test_a_config_comes_back(norm: Any, nsp: bool) -> None:
     assert back == cfg.model_copy(update={"nsp": True})
 
 
+def test_the_first_releases_configs_are_a_bert_s() -> None:
+    """Google's own small models, as published in 2020: no model_type and nothing that has a default since."""
+    tree = {
+        "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 128,
+        "initializer_range": 0.02, "intermediate_size": 512, "max_position_embeddings": 512, "num_attention_heads": 2,
+        "num_hidden_layers": 2, "type_vocab_size": 2, "vocab_size": 30522,
+    }  # fmt: skip
+    want = ModelConfig(layers=2, hidden=128, heads=2, intermediate=512, vocab_size=30522)
+    assert huggingface.from_huggingface_config(tree, "config.json") == want
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
