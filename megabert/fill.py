@@ -72,10 +72,10 @@ class Filler:
         return Filled(words, follows)
 
     def _word(self, i: int) -> str:
-        """A piece as it is shown: one that goes on with the word before it begins with ##."""
-        piece, starts = self.found.tokenizer.pieces[i], self.found.tokenizer.word_start[i]
-        special = i in self.found.tokenizer.special_ids.values()
-        shown = piece if special else piece.removeprefix(" ") if starts else f"##{piece}"
+        """A piece as it is shown: letters that go on with the word before them begin with ##."""
+        tokenizer = self.found.tokenizer
+        shown, whole = tokenizer.pieces[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
+        shown = shown.removeprefix(" ") if whole else f"##{shown}" if shown[:1].isalnum() else shown
         return shown if shown.isprintable() and shown else ascii(shown)
 
 

@@ -14,6 +14,7 @@ them the `tokenizers` library's:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from typing import Any
@@ -64,6 +65,11 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     `max_length` is the model's number of positions. Raises as `build` does.
     """
     sentencepiece = tokenizer.kind == "sentencepiece"
+    original = tokenizer.path.read_bytes()
+    if hashlib.sha256(original).hexdigest() != tokenizer.sha256:
+        raise ValueError(f"{tokenizer.path}: was changed while it was read")
+    if not sentencepiece:
+        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a piece
     config: dict[str, Any] = NAMES | {
         "tokenizer_class": "PreTrainedTokenizerFast" if sentencepiece else "BertTokenizer",
         "model_max_length": max_length,
@@ -82,7 +88,7 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         "tokenizer.json": (build(tokenizer).to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": as_json(config),
         "special_tokens_map.json": as_json(tokens),
-        "tokenizer.model" if sentencepiece else "vocab.txt": tokenizer.path.read_bytes(),
+        "tokenizer.model" if sentencepiece else "vocab.txt": original,
     }
 
 

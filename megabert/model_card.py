@@ -73,12 +73,15 @@ def _recipe(found: Pretrained) -> dict[str, Any]:
     if not found.step:
         return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
+    length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
+    if schedule.name == "budget":
+        length, warmup = "", f"{schedule.budget_warmup:.0%} of {schedule.budget_minutes:g} minutes"
     return {
-        "updates": f"{found.step:,} of {schedule.total_steps:,}",
+        "updates": f"{found.step:,}{length}",
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",
-        "schedule": f"{schedule.name}, {schedule.warmup_steps:,} updates of warm-up",
+        "schedule": f"{schedule.name}, warm-up {warmup}",
         "masking": f"{masking.rate:.0%} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random",
         "dropout": f"{cfg.model.dropout:g}, attention {cfg.model.attention_dropout:g}",
         "precision": cfg.precision,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megabert import export, huggingface, pretrained
+from megabert import config, export, huggingface, model_card, pretrained
 from megabert.checkpoint import load_weights
 from megabert.config import ModelConfig
 from tests import runs
@@ -148,6 +149,21 @@ def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
     ):
         assert row in card, row
     assert "1.5" not in card and str(tmp_path) not in card
+
+
+def test_the_card_gives_the_recipe(tmp_path: Path) -> None:
+    found = pretrained.load(runs.make(tmp_path / "run"))
+
+    def card(**schedule: Any) -> str:
+        cfg = config.from_dict(found.config.model_dump() | {"schedule": schedule, "init_from": "/a/b/first"})
+        trained = dataclasses.replace(found, config=cfg, state=found.state | {"step": 1200})
+        return model_card.render(trained, "m", "BertForPreTraining")
+
+    text = card(total_steps=3000, warmup_steps=300)
+    assert "| updates | 1,200 of 3,000 |" in text and "| schedule | linear, warm-up 300 updates |" in text
+    assert "Training began from the weights of `first`." in text and "/a/b" not in text
+    text = card(name="budget", budget_minutes=30.0)
+    assert "| updates | 1,200 |" in text and "| schedule | budget, warm-up 6% of 30 minutes |" in text
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -101,6 +101,22 @@ def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
     assert len(peer) == tokenizer.vocab_size
 
 
+def test_line_ends_of_a_vocab_txt_do_not_matter(tmp_path: Path) -> None:
+    path = wordpiece.write(tmp_path / "vocab.txt")
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    tokenizer = Tokenizer.load(path)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    assert not differing(tokenizer, peer, runs.TEXT[:3])
+    assert b"\r" not in (tmp_path / "hf" / "vocab.txt").read_bytes()
+
+
+def test_a_file_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:
+    tokenizer = runs.tokenizer(tmp_path, "cased")
+    tokenizer.path.write_bytes(tokenizer.path.read_bytes() + b"more\n")
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        hf_tokenizer.files(tokenizer, 64)
+
+
 @pytest.mark.parametrize("kind", runs.KINDS)
 def test_special_pieces_stand_where_bert_has_them(kind: str, tmp_path: Path) -> None:
     tokenizer = runs.tokenizer(tmp_path / "run", kind)
