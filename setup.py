@@ -31,6 +31,7 @@ REQUIRES = [
     "deepspeed>=0.18",  # ZeRO
     "webdataset>=1.0",  # the shard format; shards are read by its stock reader too
     "sentencepiece>=0.2.3",  # tokenizer; 0.2.1 crashes on a malformed model file
+    "protobuf>=7.36",  # reads the SentencePiece model that an exported tokenizer.json is made from
     "tokenizers>=0.21",  # BERT's WordPiece, for a published vocab.txt
     "mpi4py>=4.0",  # data_prep over many nodes; needs an MPI library only when used
     "tensorboard>=2.16",  # scalars, config text and hparams of a run

@@ -160,7 +160,7 @@ def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
     import hf_plain_loop
     import torch
 
-    from megabert.convert import from_huggingface
+    from megabert.huggingface import from_huggingface
     from megabert.tokenizer import Tokenizer
 
     torch.set_num_threads(args.threads)

@@ -12,7 +12,7 @@ from transformers import BertForPreTraining as HuggingFace
 
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
-from megabert.convert import from_huggingface
+from megabert.huggingface import from_huggingface
 from megabert.model import BertForPreTraining, Output, parameter_count
 
 VOCAB = 1000  # padded to 1,024

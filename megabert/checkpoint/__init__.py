@@ -17,6 +17,6 @@ other wrote, each rank its own slices. There is no random-number state: `megaber
 
 from megabert.checkpoint.compatibility import check_compatible
 from megabert.checkpoint.manifest import Damaged
-from megabert.checkpoint.store import Checkpoints, load_weights
+from megabert.checkpoint.store import Checkpoints, load_weights, newest_step, write_start
 
-__all__ = ["Checkpoints", "Damaged", "check_compatible", "load_weights"]
+__all__ = ["Checkpoints", "Damaged", "check_compatible", "load_weights", "newest_step", "write_start"]

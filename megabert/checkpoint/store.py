@@ -304,6 +304,26 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     return read_weights(path), manifest["state"]
 
 
+def newest_step(run_dir: str | Path) -> int | None:
+    """The step of the newest committed checkpoint of a run folder, which may be one that is being written to; or None."""
+    return _pointer(Path(run_dir) / "checkpoints")
+
+
+def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Make whole fp32 `weights` the checkpoint of step 0 of a run folder that nobody else writes; its folder.
+
+    It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
+    """
+    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
+    checkpoints = Checkpoints(run_dir, alone, CheckpointConfig())
+    folder = checkpoints.folder / f"{SAVING}{0:08d}"
+    folder.mkdir(parents=True)
+    files = {WEIGHTS: write_weights(folder, weights)}
+    manifest = seal(files, dict(state) | {"step": 0, "world_size": 1}, {"optimizer_steps": 0})
+    checkpoints.commit(folder, 0, manifest)
+    return checkpoints.folder / f"step-{0:08d}"
+
+
 def _pointer(folder: Path) -> int | None:
     """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide."""
     try:

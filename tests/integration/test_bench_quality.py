@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megabert import config
-from megabert.convert import from_huggingface
 from megabert.evaluate import batch_sums, fixed_batches
+from megabert.huggingface import from_huggingface
 from megabert.model import BertForPreTraining
 from megabert.shards import Dataset
 from megabert.tokenizer import Tokenizer

@@ -1,0 +1,71 @@
+"""Export a run, or one of its checkpoints, as a Hugging Face folder that loads without any code of ours.
+
+python -m megabert.export --run DIR --output HF_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from megabert import hf_tokenizer, huggingface, model_card, pretrained
+from megabert.folder import appearing
+from megabert.pretrained import Pretrained
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+COPIES = (
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+)  # tied: the embedding and its bias
+
+
+def export(
+    run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False
+) -> Pretrained:
+    """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one checkpoint).
+
+    Raises ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
+    """
+    found = pretrained.load(run, tokenizer)
+    model = found.config.model
+    config = huggingface.to_huggingface_config(model)
+    weights = huggingface.to_huggingface(found.weights, model)
+    files = hf_tokenizer.files(found.tokenizer, model.max_positions)
+    files[CONFIG] = hf_tokenizer.as_json(config)
+    name = Path(output).resolve().name
+    files["README.md"] = model_card.render(found, name, config["architectures"][0]).encode()
+    with appearing(output, CONFIG, overwrite) as folder:
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in COPIES}
+        save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / WEIGHTS).chmod(0o644)  # the library makes it readable by its owner alone
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megabert.export", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--run", required=True, help="run folder of megabert/train.py, or one checkpoint in it")
+    add("--output", required=True, help="folder to write; must not exist or be empty")
+    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add("--overwrite", action="store_true", help="replace a folder that was exported before")
+    args = parser.parse_args(argv)
+    try:
+        found = export(args.run, args.output, args.tokenizer, args.overwrite)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    model = found.config.model
+    architecture = huggingface.to_huggingface_config(model)["architectures"][0]
+    print(f"{args.output}: {architecture} of step {found.step:,}, {model.vocab_size:,} pieces")
+    if not model.nsp:
+        print("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

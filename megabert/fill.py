@@ -1,0 +1,157 @@
+"""Words for the [MASK]s of a sentence, from a run's newest checkpoint, also while it is still training.
+
+python -m megabert.fill --run DIR "The capital of France is [MASK]."
+python -m megabert.fill --run DIR                    asks for sentences; two texts with ||| between them are a pair
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megabert import checkpoint, hf_tokenizer, pretrained
+from megabert.pretrained import Pretrained
+
+MASK = "[MASK]"
+BETWEEN = "|||"
+PROMPT = "text with [MASK] (an empty line ends) > "
+
+
+@dataclass(frozen=True)
+class Filled:
+    """`words[m]` are the best (word, probability) of mask m; `follows` is how likely B follows A, None without a pair."""
+
+    words: list[list[tuple[str, float]]]
+    follows: float | None
+
+
+class Filler:
+    """A model and its tokenizer, ready to fill in; on the CPU, so that a run's GPU stays its own."""
+
+    def __init__(self, found: Pretrained) -> None:
+        self.found = found
+        self.model = found.model(torch.device("cpu"))
+        self.encoder: Any = hf_tokenizer.build(found.tokenizer)
+
+    @torch.no_grad()
+    def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
+        """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask or for too long a text."""
+        text, pair = text.strip(), pair.strip()
+        if any("\ud800" <= character <= "\udfff" for character in text + pair):
+            raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
+        encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
+        ids, most = torch.tensor([encoded.ids], dtype=torch.int32), self.found.config.model.max_positions
+        length = ids.shape[1]
+        masks = (ids[0] == self.found.tokenizer.mask_id).nonzero().flatten()
+        if not len(masks):
+            raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
+        if length > most:
+            raise ValueError(f"the text has {length} tokens, the model takes at most {most}; shorten it")
+        inputs = {
+            "input_ids": ids,
+            "segment_ids": torch.tensor([encoded.type_ids], dtype=torch.int32),
+            "position_ids": torch.arange(length, dtype=torch.int32)[None],
+            "key_start": torch.zeros(1, length, dtype=torch.int32),
+            "key_end": torch.full((1, length), length, dtype=torch.int32),
+            "lengths": torch.tensor([[length]], dtype=torch.int32),
+        }
+        keep = torch.cat([masks, masks.new_zeros(1)])  # the masks, then [CLS]
+        hidden = self.model.encode(**inputs, keep=keep)
+        best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
+        words = [
+            [(self._word(i), p) for i, p in zip(ids, probabilities, strict=True)]
+            for ids, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        follows = None
+        if pair and self.found.config.model.nsp:
+            follows = float(self.model.nsp_logits(hidden[-1:]).softmax(-1)[0, 0])
+        return Filled(words, follows)
+
+    def _word(self, i: int) -> str:
+        """A piece as it is shown: letters that go on with the word before them begin with ##."""
+        tokenizer = self.found.tokenizer
+        shown, whole = tokenizer.pieces[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
+        shown = shown.removeprefix(" ") if whole else f"##{shown}" if shown[:1].isalnum() else shown
+        return shown if shown.isprintable() and shown else ascii(shown)
+
+
+def table(filled: Filled) -> str:
+    """Ranks down, masks across, columns aligned."""
+    columns = [[(word, f"{p:.1%}") for word, p in words] for words in filled.words]
+    widths = [max(len(word) for word, _ in column) for column in columns]
+    lines = []
+    if len(columns) > 1:
+        heads = (f"{MASK} {m}".ljust(w + 8) for m, w in enumerate(widths, 1))
+        lines.append("    " + "  ".join(heads).rstrip())
+    for rank in range(len(columns[0])):
+        cells = (f"{c[rank][0].ljust(w)}  {c[rank][1]:>6}" for c, w in zip(columns, widths, strict=True))
+        lines.append(f"{rank + 1:>2}  " + "  ".join(cells))
+    if filled.follows is not None:
+        lines.append(f"the second text follows the first: {filled.follows:.1%}")
+    return "\n".join(lines)
+
+
+def interactive(run: str, tokenizer: str, filler: Filler, top: int) -> None:
+    """Ask, fill, and take the newest checkpoint before each answer, until an empty line or the end of the input."""
+    say(f"{run}, step {filler.found.step:,}")
+    while True:
+        try:
+            line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line:
+            return
+        try:
+            if checkpoint.newest_step(run) not in (None, filler.found.step):
+                filler = Filler(pretrained.load(run, tokenizer))
+                say(f"step {filler.found.step:,}")
+            text, _, pair = line.partition(BETWEEN)
+            print(table(filler.fill(text, pair, top)), flush=True)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    print(f"-- {text}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megabert.fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--run", required=True, help="run folder, or one checkpoint in it")
+    add("--pair", default="", metavar="TEXT", help="a second text, which may have masks too")
+    add("--top", type=int, default=5, metavar="K", help="words a mask")
+    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add("text", nargs="?", default="", help=f"text with {MASK}; without it, asks for texts")
+    args = parser.parse_args(argv)
+    try:
+        if args.top < 1:
+            raise ValueError(f"--top {args.top}: must be 1 or more")
+        text, _, pair = args.text.partition(BETWEEN)
+        if pair and args.pair:
+            raise ValueError(f"--pair and {BETWEEN} in the text: give one of them")
+        if args.pair and not text:
+            raise ValueError("--pair without a text: give the first text too")
+        if text and MASK not in args.text + args.pair:
+            raise ValueError(
+                f"the text has no {MASK}; put one where a word is wanted"
+            )  # before the model is read
+        filler = Filler(pretrained.load(args.run, args.tokenizer))
+        if not text:
+            interactive(args.run, args.tokenizer, filler, args.top)
+        else:
+            print(table(filler.fill(text, pair or args.pair, args.top)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""A folder appears whole or not at all: it is written beside its place and renamed into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `target` when the block ends without an error.
+
+    Raises ValueError when `target` exists and holds anything, or, with `overwrite`, anything but a folder that has the
+    file `mark`: what this command wrote before.
+    """
+    target = Path(target)
+    _refuse(target, mark, overwrite)
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
+    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(temporary)
+        _put(temporary, target, replaced)
+        _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put(temporary: Path, target: Path, replaced: Path) -> None:
+    """Rename `temporary` to `target`; what was there is `replaced` afterwards, or still there after an error."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    os.rename(target, replaced)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(replaced, target)
+        raise
+
+
+def _refuse(target: Path, mark: str, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise ValueError(f"{target}: is no folder; name another place")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{target}: is not empty; name another folder")
+    if not (target / mark).is_file():
+        raise ValueError(
+            f"{target}: has no {mark}, so it is not what --overwrite would replace; name another folder"
+        )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,230 @@
+"""The weights are the same numbers under two sets of names: ours and Hugging Face's.
+
+Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
+parameters with the norms in front of the branches and none on the embeddings (RoBERTa-PreLayerNorm normalises the
+embeddings too, so it is another function). Ours stacks queries, keys and values, pads the vocabulary to a multiple of
+128 with zeros, and names a norm after the branch that ends in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert import config as configuration
+from megabert.config import ModelConfig
+
+TYPES = {"post": "bert", "pre": "megatron-bert"}
+CLASSES = {"post": "Bert", "pre": "MegatronBert"}
+_TOP = {
+    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.word.bias": "cls.predictions.bias",
+    "embeddings.position": "bert.embeddings.position_embeddings.weight",
+    "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
+    "mlm.weight": "cls.predictions.transform.dense.weight",
+    "mlm.bias": "cls.predictions.transform.dense.bias",
+    "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
+    "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
+}
+_NSP = {
+    "pooler.weight": "bert.pooler.dense.weight",
+    "pooler.bias": "bert.pooler.dense.bias",
+    "nsp.weight": "cls.seq_relationship.weight",
+    "nsp.bias": "cls.seq_relationship.bias",
+}
+_LAYER = {
+    "attention_output.weight": "attention.output.dense.weight",
+    "attention_output.bias": "attention.output.dense.bias",
+    "feed_forward.weight": "intermediate.dense.weight",
+    "feed_forward.bias": "intermediate.dense.bias",
+    "feed_forward_output.weight": "output.dense.weight",
+    "feed_forward_output.bias": "output.dense.bias",
+}
+_OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside the weights
+    "bert.embeddings.position_ids",
+    "bert.embeddings.token_type_ids",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+}
+_PADDED = ("embeddings.word.weight", "embeddings.word.bias")
+# Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
+_FIXED: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("gelu", "gelu"),
+    "position_embedding_type": ("absolute", "absolute"),
+    "type_vocab_size": (2, 2),
+    "is_decoder": (False, False),
+    "add_cross_attention": (False, False),
+    "tie_word_embeddings": (True, True),
+    "pad_token_id": (0, 0),
+}
+
+
+def _norms(cfg: ModelConfig) -> dict[str, str]:
+    """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
+    if cfg.norm == "post":
+        names = {"embeddings.norm": "bert.embeddings.LayerNorm"}
+        for i in range(cfg.layers):
+            names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.attention.output.LayerNorm"
+            names[f"layers.{i}.feed_forward_output.norm"] = f"bert.encoder.layer.{i}.output.LayerNorm"
+        return names
+    before = [f"bert.encoder.layer.{i}.attention.ln" for i in range(cfg.layers)] + ["bert.encoder.ln"]
+    names = {"embeddings.norm": before[0]}
+    for i in range(cfg.layers):
+        names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.ln"
+        names[f"layers.{i}.feed_forward_output.norm"] = before[i + 1]
+    return names
+
+
+def _names(cfg: ModelConfig) -> dict[str, str]:
+    names = dict(_TOP) | (_NSP if cfg.nsp else {})
+    for i in range(cfg.layers):
+        names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
+    for ours, theirs in _norms(cfg).items():
+        names |= {f"{ours}_{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+    return names
+
+
+def _qkv(layer: int, kind: str) -> tuple[str, list[str]]:
+    parts = [f"bert.encoder.layer.{layer}.attention.self.{part}.{kind}" for part in ("query", "key", "value")]
+    return f"layers.{layer}.qkv.{kind}", parts
+
+
+def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's).
+
+    Raises ValueError naming a tensor that is missing or left over.
+    """
+    left = dict(state)
+    result: dict[str, Tensor] = {}
+    for ours, theirs in _names(cfg).items():
+        tensor = _take(left, ours)
+        result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
+    for layer in range(cfg.layers):
+        for kind in ("weight", "bias"):
+            ours, parts = _qkv(layer, kind)
+            for part, piece in zip(parts, _take(left, ours).chunk(3), strict=True):
+                result[part] = piece.clone()
+    _refuse_left(left)
+    result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
+    result["cls.predictions.decoder.bias"] = result["cls.predictions.bias"]
+    return result
+
+
+def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face's (Megatron)BertForPreTraining's or ForMaskedLM's state dict as ours; for the latter cfg.nsp is False.
+
+    Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg says.
+    """
+    left = {k: v for k, v in state.items() if k not in _OPTIONAL}
+    if not cfg.nsp:
+        left = {k: v for k, v in left.items() if k not in _NSP.values()}
+    result: dict[str, Tensor] = {}
+    for ours, theirs in _names(cfg).items():
+        tensor = _take(left, theirs)
+        if ours in _PADDED:
+            if len(tensor) != cfg.vocab_size:
+                raise ValueError(f"{theirs}: {len(tensor)} entries, but model.vocab_size={cfg.vocab_size}")
+            padding = [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size]
+            tensor = F.pad(tensor, padding)
+        result[ours] = tensor
+    for layer in range(cfg.layers):
+        for kind in ("weight", "bias"):
+            ours, parts = _qkv(layer, kind)
+            result[ours] = torch.cat([_take(left, part) for part in parts])
+    _refuse_left(left)
+    return result
+
+
+def expected(cfg: ModelConfig) -> dict[str, str]:
+    """Every name of Hugging Face's that `from_huggingface` needs, and the name of ours that it goes into."""
+    names = {theirs: ours for ours, theirs in _names(cfg).items()}
+    for layer in range(cfg.layers):
+        for kind in ("weight", "bias"):
+            ours, parts = _qkv(layer, kind)
+            names |= dict.fromkeys(parts, ours)
+    return names
+
+
+def to_huggingface_config(cfg: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a model."""
+    name = "ForPreTraining" if cfg.nsp else "ForMaskedLM"
+    return {field: value for field, (value, _) in _FIXED.items()} | {
+        "architectures": [CLASSES[cfg.norm] + name],
+        "model_type": TYPES[cfg.norm],
+        "dtype": "float32",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "intermediate_size": cfg.ffn,
+        "max_position_embeddings": cfg.max_positions,
+        "hidden_dropout_prob": cfg.dropout,
+        "attention_probs_dropout_prob": cfg.attention_dropout,
+        "initializer_range": cfg.init_std,
+        "layer_norm_eps": cfg.layer_norm_eps,
+    }
+
+
+def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model of a Hugging Face `config.json`, with the NSP head; `where` is the file's name.
+
+    Raises ValueError naming the field whose value our model cannot have.
+    """
+    kinds = {theirs: ours for ours, theirs in TYPES.items()}
+    kind = tree.get("model_type", "bert")  # the first releases do not say it
+    if kind not in kinds:
+        raise ValueError(
+            f"{where}: model_type={kind!r} is not a BERT; {' and '.join(kinds)} can be converted"
+        )
+    for field, (value, default) in _FIXED.items():
+        if (found := tree.get(field, default)) != value:
+            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+    for field in ("pruned_heads", "quantization_config"):
+        if tree.get(field):
+            raise ValueError(f"{where}: {field} is not supported; save the model without it")
+    hidden = _number(tree, "hidden_size", where, int)
+    if tree.get("embedding_size", hidden) != hidden:
+        raise ValueError(
+            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}"
+        )
+    fields = {
+        "norm": kinds[kind],
+        "hidden": hidden,
+        "layers": _number(tree, "num_hidden_layers", where, int),
+        "heads": _number(tree, "num_attention_heads", where, int),
+        "intermediate": _number(tree, "intermediate_size", where, int),
+        "vocab_size": _number(tree, "vocab_size", where, int),
+        "max_positions": _number(tree, "max_position_embeddings", where, int),
+        "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
+        "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
+        "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),
+        "init_std": _number(tree, "initializer_range", where, float, 0.02),
+    }
+    try:
+        return configuration.from_dict({"model": fields}).model
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default: Any = None) -> Any:
+    value = tree.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"{where}: {field} must be a number, is {value!r:.40}")
+    return kind(value)
+
+
+def _take(state: dict[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise ValueError(f"weights: no tensor named {name}; check that the configuration fits the weights")
+    return state.pop(name)
+
+
+def _refuse_left(state: Mapping[str, Tensor]) -> None:
+    if state:
+        raise ValueError(
+            f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights"
+        )
