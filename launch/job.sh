@@ -70,8 +70,11 @@ run_or_restart() {
     0) return ;;
     2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
   esac
-  if scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -q ' JobState=CANCELLED '; then
-    echo "$(date -Is) $what ended with $ended: this job was cancelled" && exit "$ended"
+  # Before a time limit this shell was told by USR2. Otherwise a job that is completing while this shell still runs is one
+  # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
+  if [ "$stopping" != USR2 ] &&
+    scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE ' JobState=(CANCELLED|COMPLETING) '; then
+    echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
   fi
   { read -r count && IFS= read -r before; } <"$job/restarts" || true
   if [[ $count =~ ^($NUMBER)$ && $(progress) == "$before" ]]; then count=$((count + 1)); else count=0; fi

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
     peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
     if writes and world.is_main:
         (run_dir / "config.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n")
+        # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
+        shutil.copyfile(dataset.tokenizer_path, run_dir / dataset.tokenizer_path.name)
     run = Run(
         *(config, world, run_dir, dataset, tokenizer, engine, checkpoints, peak, provenance),
         *(stop, watchdog, writes),
