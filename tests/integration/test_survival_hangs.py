@@ -48,15 +48,14 @@ def end(job: Job, since: float, limit: float) -> list[int]:
 def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
     job = Job(dataset, tmp_path / "run", WATCHED, driver=ENDLESS)
     job.wait_for("step       3/")
-    assert end(job, time.monotonic(), TIMEOUT + 5 + SLACK) == [
-        4,
-        4,
-    ]
+    assert end(job, time.monotonic(), TIMEOUT + 5 + SLACK) == [4, 4]
     (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
     assert "rank 1 (host " in line and f"pid {job.processes[1].pid}) hangs: nothing finished in 6 s" in line
     assert "at step 3," in line and "driver-run.py" in line and "in spin" in line and "rank 0" not in line
     stacks = [(tmp_path / f"run/hang-{rank}.txt").read_text() for rank in range(2)]
-    assert "in spin" in stacks[1] and "all_reduce" in stacks[0]
+    assert "in spin" in stacks[1], stacks[1]
+    # Rank 0 waits in a collective, or looks for the reason why that failed, if rank 1 has ended itself a moment before.
+    assert "distributed_c10d" in stacks[0] or "in explain" in stacks[0], stacks[0]
 
 
 def test_a_stopped_rank_is_named_and_killed(dataset, tmp_path):
@@ -66,7 +65,7 @@ def test_a_stopped_rank_is_named_and_killed(dataset, tmp_path):
     assert end(job, time.monotonic(), TIMEOUT + 5 + SLACK) == [4, -signal.SIGKILL]
     (line,) = [text for text in job.output.splitlines() if text.startswith("error:")]
     assert f"pid {job.processes[1].pid}) is stopped or lost" in line and "rank 1 (host " in line
-    assert "all_reduce" in (tmp_path / "run/hang-0.txt").read_text()
+    assert "distributed_c10d" in (tmp_path / "run/hang-0.txt").read_text()  # a collective
 
 
 @pytest.mark.slow
