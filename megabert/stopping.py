@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -28,10 +29,27 @@ UNKNOWN_SAVE = (
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
+_taken_over = threading.Event()
+_early: threading.Thread | None = None
+
+
 def leave_when_signalled() -> None:
-    """Until a `Stop` takes over there is nothing to lose: a signal ends the process, to be started again."""
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: os._exit(REQUEUE))
+    """Until a `Stop` takes over there is nothing to lose: a signal ends the process, to be started again.
+
+    A thread waits for it, because the main thread may sit in a rendezvous, where no handler of Python's would run.
+    """
+    global _early
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _early = threading.Thread(target=_leave, name="leave", daemon=True)
+    _early.start()
+
+
+def _leave() -> None:
+    last = False
+    while not last:
+        last = _taken_over.is_set()  # then what is waiting already is looked at once more
+        if signal.sigtimedwait(SIGNALS, 0.1) is not None:
+            os._exit(REQUEUE)
 
 
 class Stop:
@@ -47,6 +65,10 @@ class Stop:
         self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
         for number in SIGNALS:
             signal.signal(number, self._request)
+        if _early is not None:
+            _taken_over.set()
+            _early.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _request(self, number: int, frame: Any) -> None:
         now = time.monotonic()

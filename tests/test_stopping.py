@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,3 +103,31 @@ time.sleep(5)
 def test_a_signal_before_the_run_or_after_the_first_one_ends_the_process(early, code):
     done = subprocess.run([sys.executable, "-c", SECOND.format(early=early)], timeout=30)
     assert done.returncode == code
+
+
+STUCK = """
+import socket, sys
+from datetime import timedelta
+from megabert.stopping import leave_when_signalled
+leave_when_signalled()
+import torch.distributed as dist
+print("waiting", flush=True)
+dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelta(minutes=5))
+"""
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
+    """The main thread sits in torch's own code, where Python runs no handler."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)
+        process.send_signal(number)
+        assert process.wait(5) == stopping.REQUEUE
+    finally:
+        process.kill()
+        process.wait()
