@@ -131,7 +131,7 @@ def test_signals_at_50_random_instants(dataset, tmp_path, uninterrupted):
                 job.signal(draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), rank)
         while all(process.poll() is None for process in job.processes):
             time.sleep(0.1)
-        time.sleep(10)  # what leaves together has left; a launcher ends the rest
+        time.sleep(6)  # what leaves together has left; a launcher ends the rest
         job_early = "rank(s) on cpu" not in job.output
         for process in job.processes:
             if job_early and process.poll() is None:
