@@ -45,7 +45,7 @@ from megabert.steps import (
     validate,
 )
 from megabert.stopping import REQUEUE, Stop, end_of_time
-from megabert.watchdog import Watchdog
+from megabert.watchdog import LOST_RANK, Watchdog
 
 OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
 
@@ -135,7 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    world, run, watchdog, good = None, None, None, False
+    world, run, watchdog, met, good = None, None, None, False, False
     try:
         world = distributed.discover()
         data = [f"data.path={args.data}"] if args.data else []
@@ -161,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         configuration.accumulation(config, world.size)
         watchdog = Watchdog(world, args.run, config.watchdog.timeout_seconds)
         watchdog.start()
+        met = True  # from here on no rank leaves alone when it is signalled
         run = build(args, config, world, stop, watchdog)
         if world.agree_any(stop.requested):
             code = REQUEUE  # before the first update: nothing is lost
@@ -183,9 +184,18 @@ def main(argv: list[str] | None = None) -> int:
         elif run is not None:
             print(f"rank {world.rank}: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
-    except RuntimeError:  # a collective fails when another rank is gone
-        if watchdog is not None and world is not None and world.size > 1:
-            watchdog.explain()
+    except RuntimeError as error:  # a collective fails when another rank is gone
+        if watchdog is None or world is None or world.size == 1:
+            raise
+        if not met:
+            reason = str(error).splitlines()[0]
+            print(
+                f"error: another rank left before rank {world.rank} met it: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return LOST_RANK
+        watchdog.explain()
         raise
     finally:
         if watchdog is not None:
