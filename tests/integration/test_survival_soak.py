@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def test_growth_is_seen(tmp_path):
     """10 open files and 64 MiB of memory in use, of which 32 MiB are shared."""
     before = look_at([os.getpid()])
     files = [(tmp_path / str(n)).open("w") for n in range(10)]
-    private = np.ones(32 << 20, np.uint8)
+    # Mapped, because malloc may hand out what this process has freed before.
+    private = np.frombuffer(mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    private[:] = 1
     with open("/dev/shm/megabert-test", "w+b") as file:
         os.unlink(file.name)
         file.truncate(32 << 20)
