@@ -82,7 +82,7 @@ class Ours:
 
     def step(self, update: Update) -> float:
         result = self.engine.train_update(update, LR)
-        return float(result.mlm_loss + result.nsp_loss)
+        return float(result.losses.sum())
 
     def executed_flops(self, update: Update) -> float:
         """All rows with their pads; the last layer after attention, and the heads, only where something is read."""

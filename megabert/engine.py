@@ -1,7 +1,8 @@
 """One update is one call: DeepSpeed runs it, and this is the only file that knows DeepSpeed.
 
 Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
-update. A non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device
+update. A module that trains here names its losses in `terms`, says in `counts(batch)` over how many items a batch sums
+each, and returns the k sums followed by k counts of right answers. A non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device
 inside an update except what DeepSpeed itself reads (the gradient norm, once).
 """
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert import optim, rng
+from megabert import metrics, optim, rng
 from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
 from megabert.partition import Piece, find_shards
@@ -56,15 +57,12 @@ class UpdateResult:
 
     `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
     scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
-    without either is a bad update. `host_loss` is the sum of both losses, read without waiting for the optimizer.
+    without either is a bad update. `host_loss` is the sum of the losses, read without waiting for the optimizer.
     """
 
-    mlm_loss: Tensor  # mean over the update's predictions
-    nsp_loss: Tensor  # mean over its sentence pairs
-    mlm_correct: Tensor
-    nsp_correct: Tensor
-    predictions: Tensor
-    nsp_pairs: Tensor
+    losses: Tensor  # [k], means over the update's items
+    correct: Tensor  # [k]
+    counts: Tensor  # [k]
     grad_norm: Tensor | float  # before clipping; inf when skipped
     skipped: bool
     overflow: bool
@@ -72,12 +70,8 @@ class UpdateResult:
     host_loss: HostCopy
 
     @property
-    def mlm_accuracy(self) -> Tensor:
-        return self.mlm_correct / self.predictions.clamp(min=1)
-
-    @property
-    def nsp_accuracy(self) -> Tensor:
-        return self.nsp_correct / self.nsp_pairs.clamp(min=1)
+    def accuracies(self) -> Tensor:
+        return self.correct / self.counts.clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,9 @@ class Engine:
             raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
         settings = to_deepspeed(config, world.size)
         settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
-        module = model if isinstance(model, nn.Module) else model()
+        module: Any = model if isinstance(model, nn.Module) else model()
+        self.terms: tuple[str, ...] = module.terms
+        self._counts: Callable[[Any], tuple[int, ...]] = module.counts
         clip = None
         if config.zero.stage == 0:
             if (
@@ -125,7 +121,7 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
-        self.module = module
+        self.module: nn.Module = module
         wrapper = self._deepspeed.optimizer
         scaler: Any = getattr(wrapper, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
@@ -162,23 +158,24 @@ class Engine:
         engine.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        counts = [sum(b.predictions for b in update.batches), sum(b.nsp_pairs for b in update.batches)]
+        counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
         totals = torch.tensor(counts, dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(totals)
         # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
         scale = self.world.size * self.accumulation / totals.clamp(min=1).float()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+        terms = len(counts)
+        sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
         loss_scale, loss_scale_floor = self._loss_scale()
         for number, batch in enumerate(update.batches, 1):
             output = engine(**batch.to(self.world.device).inputs())
-            sums += _stack(output).detach()
+            sums += metrics.doubles(output).detach()
             if number == self.accumulation:
                 if self.world.size > 1:
                     dist.all_reduce(sums)
-                host_loss = HostCopy((sums[:2] / totals.clamp(min=1)).sum())
+                host_loss = HostCopy((sums[:terms] / totals.clamp(min=1)).sum())
                 vetoed = veto is not None and veto(float(host_loss))
-            loss = output.mlm_loss_sum * scale[0] + output.nsp_loss_sum * scale[1]
+            loss = (torch.stack(output[:terms]) * scale).sum()
             # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
             loss = loss * (1 + (loss.detach() - loss.detach()))
             if vetoed:
@@ -193,27 +190,22 @@ class Engine:
         if self._scale_loss and not skipped:
             norm = norm / loss_scale
             self._update_scale(False)
-        means = sums[:2] / totals.clamp(min=1)
-        return UpdateResult(
-            *(means[0], means[1], sums[2], sums[3], totals[0], totals[1], norm),
-            *(skipped, overflow, vetoed, host_loss),
-        )
+        means = sums[:terms] / totals.clamp(min=1)
+        return UpdateResult(means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
 
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any]) -> Tensor:
-        """Sums over all ranks' batches, fp64 [6]: MLM loss, correct, predictions; NSP loss, correct, pairs.
+        """Sums over all ranks' batches, fp64 [3 k]: loss, right answers and items of each term.
 
         Dropout is off. Ranks may hold different numbers of batches; at stage 3, where a forward pass is a collective,
         each needs at least one (ValueError).
         """
         self._deepspeed.eval()
-        sums = torch.zeros(6, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(3 * len(self.terms), dtype=torch.float64, device=self.world.device)
         for batch, counted in self._in_step(batches):
             output = self._deepspeed(**batch.to(self.world.device).inputs())
             if counted:
-                losses = _stack(output)
-                counts = losses.new_tensor([batch.predictions, batch.nsp_pairs])
-                sums += torch.stack([losses[0], losses[2], counts[0], losses[1], losses[3], counts[1]])
+                sums += metrics.loss_table(output, self._counts(batch)).flatten()
         self._deepspeed.train()
         if self.world.size > 1:
             dist.all_reduce(sums)
@@ -371,8 +363,3 @@ def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
             raise ValueError(
                 f"the weights hold {name}, which this model does not have; compare the model section"
             )
-
-
-def _stack(output: Any) -> Tensor:
-    values = (output.mlm_loss_sum, output.nsp_loss_sum, output.mlm_correct, output.nsp_correct)
-    return torch.stack([value.double() for value in values])

@@ -17,6 +17,7 @@ import torch
 from megabert import checkpoint, config
 from megabert.config import Config
 from megabert.data import Batch, eval_batches
+from megabert.metrics import loss_table
 from megabert.model import BertForPreTraining
 from megabert.shards import Dataset
 from megabert.tokenizer import Tokenizer
@@ -51,16 +52,13 @@ def fixed_batches(
 
 
 @torch.no_grad()
-def batch_sums(model: torch.nn.Module, batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
+def batch_sums(model: BertForPreTraining, batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
     """Sums over `batches`, fp64 [6]: MLM loss, correct, predictions; NSP loss, correct, pairs. Leaves train/eval as it was."""
     was_training = model.training
     model.eval()
     sums = torch.zeros(6, dtype=torch.float64, device=device)
     for batch in batches:
-        out = model(**batch.to(device).inputs())
-        counts = [batch.predictions, batch.nsp_pairs]
-        row = [out.mlm_loss_sum, out.mlm_correct, counts[0], out.nsp_loss_sum, out.nsp_correct, counts[1]]
-        sums += torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in row])
+        sums += loss_table(model(**batch.to(device).inputs()), model.counts(batch)).flatten()
     model.train(was_training)
     return sums
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,18 +51,31 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     return 2 * m * k * n / best / 1e12
 
 
+def doubles(output: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A module's output, k loss sums and k counts of right answers, as fp64 [2 k]."""
+    return torch.stack([value.double() for value in output])
+
+
+def loss_table(output: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """fp64 [k, 3]: loss sum, right answers and items of each term, of a module's output for one batch."""
+    values = doubles(output)
+    return torch.stack([*values.view(2, -1), values.new_tensor(counts)], 1)
+
+
 def measured(result: UpdateResult) -> torch.Tensor:
-    """fp32 [5] on the device: MLM and NSP loss and accuracy, gradient norm."""
-    values = (result.mlm_loss, result.nsp_loss, result.mlm_accuracy, result.nsp_accuracy, result.grad_norm)
-    return torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in values])
+    """fp32 [2 k + 1] on the device: the loss and the accuracy of each of k terms, then the gradient norm."""
+    terms = torch.stack([result.losses, result.accuracies], 1).flatten()
+    norm = torch.as_tensor(result.grad_norm, dtype=torch.float32, device=terms.device)
+    return torch.cat([terms.float(), norm.view(1)])
 
 
-def figures(row: torch.Tensor, nsp: bool) -> dict[str, float]:
-    """`train/…` figures of one row of `measured`, or of a mean of rows."""
-    mlm, nsp_loss, mlm_accuracy, nsp_accuracy, norm = row.tolist()
-    values = {"train/loss": mlm + nsp_loss, "train/mlm_loss": mlm, "train/mlm_accuracy": mlm_accuracy}
-    if nsp:
-        values |= {"train/nsp_loss": nsp_loss, "train/nsp_accuracy": nsp_accuracy}
+def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
+    """`train/…` figures of one row of `measured`, or of a mean of rows; a term without a name is left out."""
+    *pairs, norm = row.tolist()
+    values = {"train/loss": sum(pairs[::2])}
+    for term, loss, accuracy in zip(terms, pairs[::2], pairs[1::2], strict=True):
+        if term:
+            values |= {f"train/{term}_loss": loss, f"train/{term}_accuracy": accuracy}
     return values | {"train/grad_norm": norm}
 
 
@@ -75,8 +89,8 @@ class Meter:
 
     _sums: torch.Tensor | None  # loss and accuracy sums of the updates that were not skipped
 
-    def __init__(self, world: World, model: ModelConfig, peak_tflops: float) -> None:
-        self._world, self._model, self._peak = world, model, peak_tflops
+    def __init__(self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float) -> None:
+        self._world, self._model, self._terms, self._peak = world, model, terms, peak_tflops
         self._reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
@@ -98,7 +112,7 @@ class Meter:
         flops = training_flops(self._model, tokens, squares, predictions, sequences)
         values: dict[str, float] = {}
         if self._sums is not None:
-            values = figures(self._sums / self._updates, self._model.nsp)
+            values = figures(self._sums / self._updates, self._terms)
         seconds = max(self._seconds, 1e-9)
         values |= {
             "perf/sequences_per_sec": sequences / seconds,

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ IGNORE = -100  # label of a slot without prediction
 
 
 class Output(NamedTuple):
+    """Loss sums, then as many counts of right answers, in the order of `BertForPreTraining.terms`."""
+
     mlm_loss_sum: Tensor  # fp32, over predictions
     nsp_loss_sum: Tensor  # fp32, over pairs with a label
     mlm_correct: Tensor  # int64
@@ -203,6 +205,7 @@ class BertForPreTraining(nn.Module):
             raise ValueError("model.vocab_size=0: set it to the tokenizer's number of entries")
         ops = ops or OpsConfig()
         self.cfg = cfg
+        self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
         self.backends = Backends(
             *(native.choose(op, getattr(ops, op), device, dtype) for op in Backends._fields)
         )
@@ -259,6 +262,11 @@ class BertForPreTraining(nn.Module):
         labels = nsp_labels.flatten()
         nsp_loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())
+
+    @staticmethod
+    def counts(batch: Any) -> tuple[int, ...]:
+        """Over how many items each loss of `batch` is summed."""
+        return batch.predictions, batch.nsp_pairs
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] -> logits over the real vocabulary [N, V]."""

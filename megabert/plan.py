@@ -283,7 +283,7 @@ def fake_step(
     batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
     lr = schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     result = engine.train_update(FakeUpdate(0, batches), lr)
-    loss, norm = float(result.mlm_loss + result.nsp_loss), float(result.grad_norm)
+    loss, norm = float(result.losses.sum()), float(result.grad_norm)
     if not math.isfinite(loss) or (result.skipped and not result.overflow):
         raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
     return (

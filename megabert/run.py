@@ -85,7 +85,7 @@ class Run:
         self.close()
         options = {"rank": self.world.rank, "world": self.world.size, "start_step": self.cursor}
         self.loader = Loader.from_config(self.config, self.dataset, self.tokenizer, **options)
-        self.meter = Meter(self.world, self.config.model, self.peak_tflops)
+        self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops)
         self.ledger = Ledger(self.world, saved["row_digest"], saved["damaged_rows"])
         settings = self.config.spikes
         self.spikes = Spikes(settings.window, settings.threshold, saved["losses"])

@@ -158,7 +158,7 @@ def record(run: Run, update: Update, result: UpdateResult, kind: str, action: st
             "kind": kind,
             "action": action,
         }
-        entry |= metrics.figures(metrics.measured(result), run.config.model.nsp)
+        entry |= metrics.figures(metrics.measured(result), run.engine.terms)
         line = metrics.as_json(entry | {"score": round(score, 3), "row_ids": row_ids})
         with open(run.run_dir / "trouble.jsonl", "a") as file:
             file.write(line + "\n")
@@ -195,6 +195,6 @@ def replay(run: Run, step: int) -> None:
             run.spikes.add(float(result.host_loss))
         if run.step == step:
             break
-    figures = metrics.figures(metrics.measured(result), run.config.model.nsp)
+    figures = metrics.figures(metrics.measured(result), run.engine.terms)
     place = {"step": run.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
     say(run.world, metrics.as_json(place | figures | {"skipped": result.skipped}))

@@ -36,11 +36,9 @@ def same_updates(world: Any) -> dict[str, Any]:
         cfg = tiny.config(zero__stage=stage)
         engine = tiny.engine(cfg, world)
         results = [engine.train_update(tiny.update(s, cfg, world), 0.003) for s in range(STEPS)]
-        found[f"{stage}"] = [(float(r.mlm_loss), float(r.nsp_loss)) for r in results]
+        found[f"{stage}"] = [tuple(r.losses.tolist()) for r in results]
         found[f"{stage} norms"] = [float(r.grad_norm) for r in results]
-        found[f"{stage} counts"] = [
-            [float(v) for v in (r.predictions, r.nsp_pairs, r.mlm_correct, r.nsp_correct)] for r in results
-        ]
+        found[f"{stage} counts"] = [r.counts.tolist() + r.correct.tolist() for r in results]
         found[f"{stage} eval"] = engine.eval_sums(tiny.update(99, cfg, world).batches).tolist()
     return found
 

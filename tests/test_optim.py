@@ -73,7 +73,7 @@ def lamb_under_zero(world: Any) -> dict[str, Any]:
         engine = tiny.engine(cfg, world)
         results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(20)]
         found[f"{stage}{'-offload' if extra else ''}"] = (
-            [float(r.mlm_loss) for r in results],
+            [float(r.losses[0]) for r in results],
             engine.consolidated_weights(),
             [float(r.grad_norm) for r in results],
         )

@@ -130,4 +130,4 @@ def update(step: int, cfg: Config, world: World) -> Update:
 def train(engine: Engine, steps: range, lr: float = 0.003) -> list[tuple[float, float]]:
     """(MLM loss, NSP loss) of each update."""
     results = [engine.train_update(update(s, engine.config, engine.world), lr) for s in steps]
-    return [(float(r.mlm_loss), float(r.nsp_loss)) for r in results]
+    return [tuple(r.losses.tolist()) for r in results]
