@@ -40,6 +40,7 @@ ALLOWED = {
     "rng": set(),
     "runlock": {"distributed"},
     "folder": set(),
+    "packing": set(),
     "foreign": {"tokenizer"},
     "hf_tokenizer": {"tokenizer"},
     "huggingface": {"config"},

@@ -1,0 +1,83 @@
+"""Sequences of any length laid into rows of one width, so that hardly a pad is computed and none is seen.
+
+The same layout as pre-training's rows: attention stays inside a sequence, positions start again in each. A sequence's
+output does not depend on what it is packed with.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """B rows of T tokens with at most S sequences each; what `BertForPreTraining.encode` takes, and where things lie."""
+
+    input_ids: Tensor  # int32 [B, T], 0 in padding
+    segment_ids: Tensor  # int32 [B, T]
+    position_ids: Tensor  # int32 [B, T], from 0 in each sequence
+    key_start: Tensor  # int32 [B, T], first position a token attends to
+    key_end: Tensor  # int32 [B, T], one past the last; both 0 in padding
+    lengths: Tensor  # int32 [B, S], 0 in unused slots
+    starts: (
+        np.ndarray
+    )  # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
+
+    def to(self, device: torch.device | str) -> Packed:
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.inputs().items()}
+        return replace(self, **moved)
+
+
+def pack(
+    sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0, causal: bool = False
+) -> Packed:
+    """Rows that hold `sequences` (integer ids [length], whole), the longest placed first, each in the emptiest row.
+
+    `seconds[i]` is where segment 1 of sequence i begins (its length where there is none). `width` tokens a row, 0: as
+    many as the longest sequence has. `causal`: a token attends to what is before it, and to itself. Raises ValueError
+    for a sequence that is empty or longer than a row.
+    """
+    sizes = [len(ids) for ids in sequences]
+    width = width or max(sizes, default=0)
+    if not sizes or min(sizes) < 1 or max(sizes) > width:
+        raise ValueError(
+            f"sequences of {sorted(set(sizes))[:1]} to {max(sizes, default=0)} tokens, rows of {width}"
+        )
+    rows: list[list[int]] = []
+    emptiest: list[tuple[int, int]] = []  # (tokens used, row)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if emptiest and emptiest[0][0] + sizes[i] <= width:
+            used, row = heapq.heappop(emptiest)
+            rows[row].append(i)
+        else:
+            used, row = 0, len(rows)
+            rows.append([i])
+        heapq.heappush(emptiest, (used + sizes[i], row))
+    shape = (len(rows), width)
+    ids, segments, positions, first, last = (np.zeros(shape, np.int32) for _ in range(5))
+    lengths = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    starts = np.empty(len(sizes), np.int64)
+    for row, members in enumerate(rows):
+        at = 0
+        for slot, i in enumerate(members):
+            end = at + sizes[i]
+            ids[row, at:end] = sequences[i]
+            segments[row, at + seconds[i] : end] = 1
+            positions[row, at:end] = np.arange(sizes[i])
+            first[row, at:end] = at
+            last[row, at:end] = np.arange(at + 1, end + 1) if causal else end
+            lengths[row, slot], starts[i] = sizes[i], row * width + at
+            at = end
+    a, b, c, d, e, f = map(torch.from_numpy, (ids, segments, positions, first, last, lengths))
+    return Packed(a, b, c, d, e, f, starts)
