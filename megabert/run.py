@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -141,7 +142,9 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
     if writes and world.is_main:
         (run_dir / "config.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n")
         # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
-        shutil.copyfile(dataset.tokenizer_path, run_dir / dataset.tokenizer_path.name)
+        copied = run_dir / dataset.tokenizer_path.name
+        shutil.copyfile(dataset.tokenizer_path, copied.with_name(f"{copied.name}.new"))
+        os.replace(copied.with_name(f"{copied.name}.new"), copied)
     run = Run(
         *(config, world, run_dir, dataset, tokenizer, engine, checkpoints, peak, provenance),
         *(stop, watchdog, writes),

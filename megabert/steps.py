@@ -29,6 +29,19 @@ def complete(run: Run) -> bool:
     return schedule.finished(run.config.schedule, run.step, run.seconds / 60)
 
 
+def over(run: Run) -> bool:
+    """True when this process has no update left to do."""
+    return complete(run) or run.step >= run.stop_after
+
+
+def next_update(run: Run) -> tuple[Update, float, UpdateResult]:
+    """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
+    config, update = run.config, next(run.loader)
+    lr = schedule.learning_rate(config.schedule, config.optimizer.lr, run.step, run.seconds / 60)
+    veto = run.spikes.is_spike if config.spikes.policy == "skip" else None
+    return update, lr, run.engine.train_update(update, lr, veto)
+
+
 def account(run: Run, update: Update, result: UpdateResult, seconds: float) -> None:
     """An update that took `seconds` on the slowest rank is done."""
     run.step += 1
@@ -184,17 +197,13 @@ def go_back(run: Run, update: Update) -> None:
 def replay(run: Run, step: int) -> None:
     """Runs forward to update `step` and prints its figures as one JSON line; writes nothing."""
     assert run.step < step
-    for update in run.loader:
-        lr = schedule.learning_rate(run.config.schedule, run.config.optimizer.lr, run.step, run.seconds / 60)
-        veto = run.spikes.is_spike if run.config.spikes.policy == "skip" else None
+    while run.step < step:
         started = time.perf_counter()
-        result = run.engine.train_update(update, lr, veto)
+        update, lr, result = next_update(run)
         account(run, update, result, run.world.max_float(time.perf_counter() - started))
         refuse(run, update.problem)
         if run.config.spikes.policy != "off":
             run.spikes.add(float(result.host_loss))
-        if run.step == step:
-            break
     figures = metrics.figures(metrics.measured(result), run.engine.terms)
     place = {"step": run.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
     say(run.world, metrics.as_json(place | figures | {"skipped": result.skipped}))

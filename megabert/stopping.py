@@ -52,6 +52,12 @@ def _leave() -> None:
             os._exit(REQUEUE)
 
 
+def ignore_signals() -> None:
+    """What a run has come to is decided: while the interpreter ends it would take the signals' default actions."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Stop:
     """`requested` turns true with a signal, or when the time that is left until `ends` is needed for saving."""
 

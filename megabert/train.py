@@ -28,7 +28,7 @@ import json
 import time
 
 from megabert import config as configuration
-from megabert import distributed, plan, schedule
+from megabert import distributed, plan
 from megabert.memory import keep_freed_memory
 from megabert.run import Run, build
 from megabert.steps import (
@@ -39,12 +39,14 @@ from megabert.steps import (
     finish,
     judge,
     log,
+    next_update,
+    over,
     refuse,
     replay,
     save,
     validate,
 )
-from megabert.stopping import REQUEUE, Stop, end_of_time
+from megabert.stopping import REQUEUE, Stop, end_of_time, ignore_signals
 from megabert.watchdog import LOST_RANK, Watchdog
 
 OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
@@ -57,12 +59,9 @@ def train(run: Run) -> int:
         validate(run)
         if config.spikes.policy == "rollback":
             save(run)  # somewhere to go back to
-    veto = run.spikes.is_spike if config.spikes.policy == "skip" else None
     started = time.perf_counter()  # waiting for data is training time, evaluating and saving are not
-    while not (complete(run) or run.step >= run.stop_after):
-        update = next(run.loader)
-        lr = schedule.learning_rate(config.schedule, config.optimizer.lr, run.step, run.seconds / 60)
-        result = run.engine.train_update(update, lr, veto)
+    while not over(run):
+        update, lr, result = next_update(run)
         elapsed = time.perf_counter() - started
         behind = run.checkpoints.pending and not run.checkpoints.ready
         flags = [elapsed * 1e9, run.stop.requested, behind, bool(update.problem)]
@@ -73,17 +72,13 @@ def train(run: Run) -> int:
         if run.checkpoints.pending and not writing:
             finish(run)
         went_back = judge(run, update, result)
-        if not went_back and (run.step % config.log.interval == 0 or complete(run)):
-            log(run, lr)
-        if (
-            not went_back
-            and config.eval.interval
-            and run.step % config.eval.interval == 0
-            and not complete(run)
-        ):
-            validate(run)
+        if not went_back:
+            if run.step % config.log.interval == 0 or complete(run):
+                log(run, lr)
+            if config.eval.interval and run.step % config.eval.interval == 0 and not complete(run):
+                validate(run)
         run.stop.updated(time.perf_counter() - started)
-        if stop and not (complete(run) or run.step >= run.stop_after):
+        if stop and not over(run):
             save(run)
             finish(run)
             return REQUEUE
@@ -206,4 +201,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(distributed.leave_exit_code(main()))
+    code = distributed.leave_exit_code(main())
+    ignore_signals()
+    sys.exit(code)

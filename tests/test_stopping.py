@@ -105,6 +105,26 @@ def test_a_signal_before_the_run_or_after_the_first_one_ends_the_process(early, 
     assert done.returncode == code
 
 
+ENDING = """
+import os, signal, time
+from megabert.stopping import Stop, ignore_signals
+class Last:  # goes with the module, when Python has put back the signals' default actions
+    def __del__(self, kill=os.kill, me=os.getpid(), numbers={numbers}):
+        for number in numbers:
+            kill(me, number)
+last = Last()
+Stop()
+if {ignored}:
+    ignore_signals()
+"""
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(True, 0), (False, -stopping.SIGNALS[0])])
+def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code(ignored, code):
+    script = ENDING.format(ignored=ignored, numbers=[int(number) for number in stopping.SIGNALS])
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == code
+
+
 STUCK = """
 import socket, sys
 from datetime import timedelta

@@ -22,7 +22,14 @@ SMALL = (
     *("log.tensorboard=false",),
 )
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-MAIN = "import sys\nfrom megabert.train import main\nsys.exit(main())\n"
+MAIN = """
+import sys
+from megabert.stopping import ignore_signals
+from megabert.train import main
+code = main()
+ignore_signals()
+sys.exit(code)
+"""
 
 
 def _die_with_the_test() -> None:
