@@ -26,10 +26,10 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
     try:
         yield temporary
         for path in sorted(temporary.rglob("*"), reverse=True):
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         _put(temporary, target, replaced)
-        _sync(target.parent)
+        sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -63,7 +63,8 @@ def _refuse(target: Path, mark: str, overwrite: bool) -> None:
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written to a file, or the renames in a folder, are on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -45,7 +45,7 @@ ALLOWED = {
     "hf_tokenizer": {"tokenizer"},
     "huggingface": {"config"},
     "pretrained": {"checkpoint", "config", "model", "shards", "tokenizer"},
-    "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
+    "checkpoint": {"config", "distributed", "folder", "optim", "partition"},  # the engine calls nothing in it
 }
 WITHOUT_TORCH = {
     *("config", "doctor", "folder", "hf_tokenizer", "schedule", "shards", "spikes", "stopping", "tokenizer"),

@@ -130,15 +130,6 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Renames in `folder` are on the disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def canonical(value: Any) -> bytes:
     """The one JSON text of `value`."""
     return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()

@@ -22,7 +22,6 @@ from megabert.checkpoint.manifest import (
     canonical,
     read_manifest,
     seal,
-    sync_folder,
     verify_files,
     write_durably,
 )
@@ -37,6 +36,7 @@ from megabert.checkpoint.tensors import (
 )
 from megabert.config import CheckpointConfig
 from megabert.distributed import World, discover
+from megabert.folder import sync
 
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
@@ -145,16 +145,16 @@ class Checkpoints:
         """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old. Rank 0 only."""
         assert self.settings is not None
         write_durably(temporary / MANIFEST, manifest)
-        sync_folder(temporary)
+        sync(temporary)
         final = self.folder / f"step-{step:08d}"
         if final.exists():  # damaged, or saved again after going back: the name is free only for a moment
             os.rename(final, self.folder / f"{REPLACED}{final.name}")
         os.rename(temporary, final)
-        sync_folder(self.folder)
-        sync_folder(self.run_dir)  # whose entry for `checkpoints` is new at the first one
+        sync(self.folder)
+        sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
         write_durably(self.folder / f"{SAVING}pointer", canonical({"step": step}))
         os.replace(self.folder / f"{SAVING}pointer", self.folder / "pointer.json")
-        sync_folder(self.folder)
+        sync(self.folder)
         steps, every = self._steps(), self.settings.keep_every
         abandoned = [other for other in steps if other > step]  # newer ones that could not be used
         older = [other for other in steps if other <= step][self.settings.keep :]
