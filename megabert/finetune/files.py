@@ -82,10 +82,11 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
         examples = list(_texts(task, path, content, labelled))
     if not examples:
         raise ValueError(f"{path}: holds no example")
-    first: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for example in examples:
-        if first.setdefault(example.id, example.where) != example.where:
-            raise ValueError(f"{example.where}: id {example.id!r} was at {first[example.id]} already")
+        if example.id in seen:
+            raise ValueError(f"{example.where}: id {example.id!r} was there before, at {seen[example.id]}")
+        seen[example.id] = example.where
     return examples
 
 
@@ -251,7 +252,7 @@ def _json(where: str, text: str) -> Any:
             json.dumps(tree, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise ValueError(f"{where}: holds {ascii(half)}, half a character") from None
+            raise ValueError(f"{where}: holds {half!a}, half a character") from None
     return tree
 
 
