@@ -77,9 +77,7 @@ def _answer(
     best: dict[tuple[int, int], float] = {}
     null = math.inf
     for spans, logits in windows:
-        null = min(
-            null, float(logits[0].sum())
-        )  # [CLS]: the window in which no answer is least likely decides
+        null = min(null, float(logits[0].sum()))  # of [CLS]; the window that is surest of an answer decides
         tokens = len(spans) - 1
         ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))
         reach = np.lib.stride_tricks.sliding_window_view(ends, MAX_ANSWER)[:tokens]  # [tokens, MAX_ANSWER]
