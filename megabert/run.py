@@ -85,7 +85,8 @@ class Run:
         self.close()
         options = {"rank": self.world.rank, "world": self.world.size, "start_step": self.cursor}
         self.loader = Loader.from_config(self.config, self.dataset, self.tokenizer, **options)
-        self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops)
+        causal = self.config.data.masking.causal
+        self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops, causal)
         self.ledger = Ledger(self.world, saved["row_digest"], saved["damaged_rows"])
         settings = self.config.spikes
         self.spikes = Spikes(settings.window, settings.threshold, saved["losses"])
@@ -126,7 +127,13 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
     extra = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed_config else None
     engine = Engine(
         config,
-        lambda: BertForPreTraining(config.model, config.ops, world.device.type, DTYPES[config.precision]),
+        lambda: BertForPreTraining(
+            config.model,
+            config.ops,
+            world.device.type,
+            DTYPES[config.precision],
+            config.data.masking.causal,
+        ),
         world,
         extra,
     )

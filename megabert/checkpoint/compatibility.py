@@ -25,6 +25,10 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
                     _refuse(f"{name}.{field}", old.get(field), new.get(field))
         else:
             _refuse(name, old, new)
+    name = "data.masking.strategy"  # may change in a run, but a left-to-right model is another kind of model
+    old, new = _at(saved["config"], name), _at(current["config"], name)
+    if "causal" in (old, new):
+        _refuse(name, old, new)
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:
