@@ -66,7 +66,9 @@ class Filler:
             "key_end": place + 1 if causal else torch.full_like(place, length),
             "lengths": torch.tensor([[length]], dtype=torch.int32),
         }
-        keep = torch.cat([masks - causal, masks.new_zeros(1)])  # the masks (or what is before), then [CLS]
+        keep = torch.cat(
+            [masks - int(causal), masks.new_zeros(1)]
+        )  # the masks (or what is before), then [CLS]
         hidden = self.model.encode(**inputs, keep=keep)
         best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
         words = [
