@@ -175,6 +175,17 @@ class EvalConfig(Section):
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
 
 
+class DistillConfig(Section):
+    """A student learns from a teacher beside the text: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
+    weights of its released training command. The next-sentence loss, where there is one, has weight 1."""
+
+    teacher: str = Field("", description="run, checkpoint or Hugging Face folder to learn from; empty: none")
+    temperature: float = Field(2.0, gt=0, description="both sides' logits are divided by it in the soft loss")
+    soft: float = Field(5.0, ge=0, description="weight of KL(teacher || student) x temperature^2")
+    mlm: float = Field(2.0, ge=0, description="weight of the language-model loss itself")
+    cosine: float = Field(1.0, ge=0, description="weight of 1 - cosine of the last hidden states")
+
+
 class SpikesConfig(Section):
     """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
     newest checkpoint before the spike and pass over the data from there through the spike."""
@@ -226,6 +237,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    distill: DistillConfig = DistillConfig()
     spikes: SpikesConfig = SpikesConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 

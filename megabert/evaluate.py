@@ -64,8 +64,8 @@ def batch_sums(model: BertForPreTraining, batches: Iterable[Batch], device: torc
 
 
 def summary(sums: torch.Tensor) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks. Raises ValueError when nothing was predicted."""
-    mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums.tolist()
+    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first. Raises ValueError when nothing was predicted."""
+    mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
     if not predictions:
         raise ValueError("the held-out split has no token to predict")
     loss = mlm_loss / predictions

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert import distributed, schedule
+from megabert import distill, distributed, schedule
 from megabert.batches import TENSORS
 from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
 from megabert.engine import DTYPES, Engine
 from megabert.masking import Masking
 from megabert.metrics import attending_pairs, training_flops
-from megabert.model import BertForPreTraining, parameter_count
+from megabert.model import parameter_count
 from megabert.shards import Manifest
 
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
@@ -226,13 +226,14 @@ class FakeBatch:
     tensors: dict[str, Tensor]
     predictions: int
     nsp_pairs: int
+    tokens: int
 
     def inputs(self) -> dict[str, Tensor]:
         return self.tensors
 
     def to(self, device: torch.device) -> FakeBatch:
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return FakeBatch(moved, self.predictions, self.nsp_pairs)
+        return FakeBatch(moved, self.predictions, self.nsp_pairs, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def fake_batch(config: Config, seq_len: int, seed: int) -> FakeBatch:
         "mlm_labels": torch.randint(config.model.vocab_size, (rows, predicted), generator=draw),
     }
     assert set(tensors) == set(TENSORS)
-    return FakeBatch(tensors, rows * predicted, rows if config.model.nsp else 0)
+    return FakeBatch(tensors, rows * predicted, rows if config.model.nsp else 0, rows * seq_len)
 
 
 def fake_step(
@@ -278,18 +279,8 @@ def fake_step(
     batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
     reduced = config.model_copy(update={"batch": batch})
     seq_len = work(config, manifest).seq_len
-    engine = Engine(
-        reduced,
-        lambda: BertForPreTraining(
-            config.model,
-            config.ops,
-            world.device.type,
-            DTYPES[config.precision],
-            config.data.masking.causal,
-        ),
-        world,
-        deepspeed_extra,
-    )
+    tokenizer = manifest.tokenizer["sha256"] if manifest else ""
+    engine = Engine(reduced, lambda: distill.build(config, tokenizer, world.device), world, deepspeed_extra)
     batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
     lr = schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     result = engine.train_update(FakeUpdate(0, batches), lr)

@@ -13,10 +13,11 @@ FREE = ("dropout", "attention_dropout", "activation_checkpointing")  # fields of
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to continue a run on other data or as another model.
 
-    Both hold "dataset", "tokenizer" (SHA-256) and "config". Raises ValueError naming the field and both values.
+    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises ValueError naming the field and both values.
     """
     for key, what in (("dataset", "dataset fingerprint"), ("tokenizer", "tokenizer SHA-256")):
         _refuse(what, saved[key], current[key])
+    _refuse("distill.teacher's weights (SHA-256)", saved.get("teacher"), current.get("teacher"))
     for name in FIXED:
         old, new = _at(saved["config"], name), _at(current["config"], name)
         if isinstance(old, dict):
