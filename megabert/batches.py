@@ -26,14 +26,14 @@ class Batch:
     key_start: (
         torch.Tensor
     )  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
-    key_end: torch.Tensor  # int32 [B, T], one past its last position; both 0 in padding
+    key_end: torch.Tensor  # int32 [B, T], one past its last position (causal: past the token); 0 in padding
     lengths: torch.Tensor  # int32 [B, S], 0 in unused slots
     cls_positions: torch.Tensor  # int32 [B, S], flat in B * T; the row's first position in unused slots
     nsp_labels: torch.Tensor  # int64 [B, S], -100 in unused slots and where there is no pair
     mlm_positions: (
         torch.Tensor
     )  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
-    mlm_labels: torch.Tensor  # int64 [B, K], the original ids, -100 in unused slots
+    mlm_labels: torch.Tensor  # int64 [B, K], the ids to predict, -100 in unused slots
     predictions: int
     nsp_pairs: int
     tokens: int  # real ones, without padding
@@ -130,11 +130,17 @@ class Shape:
 
 
 def collate(
-    rows: Rows, masked: Masked, row_ids: np.ndarray, row_start: np.ndarray, out: dict[str, np.ndarray]
+    rows: Rows,
+    masked: Masked,
+    row_ids: np.ndarray,
+    row_start: np.ndarray,
+    out: dict[str, np.ndarray],
+    causal: bool = False,
 ) -> None:
     """Fill `out` (views of n rows, see `Shape`) from rows and their masks. Rows with a negative id become fillers.
 
-    row_start int64 [n] is the flat index of each row's first position in its micro-batch.
+    row_start int64 [n] is the flat index of each row's first position in its micro-batch. `causal`: a token attends
+    to what is before it in its sequence, and to itself.
     """
     n, seq_len = rows.ids.shape
     slots = rows.bounds.shape[1]
@@ -153,7 +159,7 @@ def collate(
     key_start, key_end, a_length = (np.repeat(v.ravel(), pieces).reshape(n, seq_len) for v in values)
     out["input_ids"][:] = masked.ids
     out["key_start"][:] = key_start
-    out["key_end"][:] = key_end
+    out["key_end"][:] = np.minimum(key_end, np.arange(1, seq_len + 1)) if causal else key_end
     position = out["position_ids"]
     np.subtract(np.arange(seq_len, dtype=np.int32), key_start, out=position)
     np.greater_equal(position, a_length, out=out["segment_ids"], casting="unsafe")

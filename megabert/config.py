@@ -59,8 +59,16 @@ class ModelConfig(Section):
 class MaskingConfig(Section):
     """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
 
-    strategy: Literal["token", "word", "span"] = Field("token", description="unit that is masked")
-    rate: float = Field(0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted")
+    strategy: Literal["token", "word", "span", "causal"] = Field(
+        "token",
+        description="unit that is masked; causal: nothing is, each token predicts the next from those before it",
+    )
+    rate: float = Field(
+        0.15,
+        gt=0,
+        lt=1,
+        description="share of the maskable tokens that is predicted; causal predicts all and needs none of these",
+    )
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(
         0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token"
@@ -68,6 +76,11 @@ class MaskingConfig(Section):
     max_predictions: int = Field(
         0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1"
     )
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token may see only what is before it."""
+        return self.strategy == "causal"
 
 
 class DataConfig(Section):
@@ -162,6 +175,17 @@ class EvalConfig(Section):
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
 
 
+class DistillConfig(Section):
+    """A student learns from a teacher beside the text: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
+    weights of its released training command. The next-sentence loss, where there is one, has weight 1."""
+
+    teacher: str = Field("", description="run, checkpoint or Hugging Face folder to learn from; empty: none")
+    temperature: float = Field(2.0, gt=0, description="both sides' logits are divided by it in the soft loss")
+    soft: float = Field(5.0, ge=0, description="weight of KL(teacher || student) x temperature^2")
+    mlm: float = Field(2.0, ge=0, description="weight of the language-model loss itself")
+    cosine: float = Field(1.0, ge=0, description="weight of 1 - cosine of the last hidden states")
+
+
 class SpikesConfig(Section):
     """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
     newest checkpoint before the spike and pass over the data from there through the spike."""
@@ -213,6 +237,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    distill: DistillConfig = DistillConfig()
     spikes: SpikesConfig = SpikesConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 
@@ -336,6 +361,16 @@ def _check(config: Config) -> None:
         raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
     if masking.mask + masking.random > 1:
         raise ValueError("data.masking.mask + data.masking.random exceed 1")
+    if masking.causal and model.nsp:
+        raise ValueError(
+            "data.masking.strategy=causal: [CLS] sees nothing but itself, so it cannot tell whether B follows A; "
+            "set model.nsp=false"
+        )
+    if masking.causal and config.ops.attention == "varlen":
+        raise ValueError(
+            "ops.attention=varlen attends to whole sequences, which data.masking.strategy=causal must not; "
+            "set ops.attention to auto, sdpa, native or fused_softmax"
+        )
     if config.schedule.name == "budget" and not config.schedule.budget_minutes:
         raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
     if config.schedule.warmup_steps > config.schedule.total_steps:

@@ -84,7 +84,8 @@ class _Source:
                 masking=self.masking,
             )
             out["epochs"][part, 0] = epochs[part]
-            collate(rows, masked, ids, row_start[part], {k: v[part] for k, v in out.items()})
+            views = {k: v[part] for k, v in out.items()}
+            collate(rows, masked, ids, row_start[part], views, self.masking.causal)
         return *buffers, damaged
 
     def _rows(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:

@@ -1,4 +1,4 @@
-"""Held-out MLM and NSP under a mask that never changes, so that any two evaluations can be compared.
+"""Held-out MLM (left to right where a run is) and NSP under a mask that never changes, so that any two evaluations can be compared.
 
 python -m megabert.evaluate --run DIR --data DIR        prints one JSON line
 """
@@ -64,8 +64,8 @@ def batch_sums(model: BertForPreTraining, batches: Iterable[Batch], device: torc
 
 
 def summary(sums: torch.Tensor) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks. Raises ValueError when nothing was predicted."""
-    mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums.tolist()
+    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first. Raises ValueError when nothing was predicted."""
+    mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
     if not predictions:
         raise ValueError("the held-out split has no token to predict")
     loss = mlm_loss / predictions
@@ -114,7 +114,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[cfg.precision]
-    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype)
+    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.data.masking.causal)
     model.load_state_dict(weights)
     sums = batch_sums(model.to(device, dtype), fixed_batches(held_out(data, cfg), tokenizer, cfg), device)
     return {"step": state["step"]} | summary(sums)

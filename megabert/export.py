@@ -31,7 +31,7 @@ def export(
     """
     found = pretrained.load(run, tokenizer)
     model = found.config.model
-    config = huggingface.to_huggingface_config(model)
+    config = huggingface.to_huggingface_config(model, found.config.data.masking.causal)
     weights = huggingface.to_huggingface(found.weights, model)
     files = hf_tokenizer.files(found.tokenizer, model.max_positions)
     files[CONFIG] = hf_tokenizer.as_json(config)
@@ -60,9 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     model = found.config.model
-    architecture = huggingface.to_huggingface_config(model)["architectures"][0]
+    causal = found.config.data.masking.causal
+    architecture = huggingface.to_huggingface_config(model, causal)["architectures"][0]
     print(f"{args.output}: {architecture} of step {found.step:,}, {model.vocab_size:,} pieces")
-    if not model.nsp:
+    if causal:
+        print(
+            "the run was trained left to right: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM"
+        )
+    elif not model.nsp:
         print("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
     return 0
 

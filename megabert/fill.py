@@ -3,6 +3,8 @@ Face folder.
 
 python -m megabert.fill --run DIR "The capital of France is [MASK]."
 python -m megabert.fill --run DIR                    asks for sentences; two texts with ||| between them are a pair
+
+A run that was trained left to right fills in one [MASK], from what stands before it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Filler:
 
     @torch.no_grad()
     def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
-        """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask or for too long a text."""
+        """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask, with more than one where the model
+        was trained left to right (it has never seen a [MASK]), or for too long a text."""
         text, pair = text.strip(), pair.strip()
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
@@ -61,15 +64,21 @@ class Filler:
             raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
         if length > most:
             raise ValueError(f"the text has {length} tokens, the model takes at most {most}; shorten it")
+        causal = self.found.config.data.masking.causal
+        if causal and len(masks) > 1:
+            raise ValueError(f"the run was trained left to right and fills in one {MASK}, not {len(masks)}")
+        place = torch.arange(length, dtype=torch.int32)[None]
         inputs = {
             "input_ids": ids,
             "segment_ids": torch.tensor([encoded.type_ids], dtype=torch.int32),
-            "position_ids": torch.arange(length, dtype=torch.int32)[None],
+            "position_ids": place,
             "key_start": torch.zeros(1, length, dtype=torch.int32),
-            "key_end": torch.full((1, length), length, dtype=torch.int32),
+            "key_end": place + 1 if causal else torch.full_like(place, length),
             "lengths": torch.tensor([[length]], dtype=torch.int32),
         }
-        keep = torch.cat([masks, masks.new_zeros(1)])  # the masks, then [CLS]
+        keep = torch.cat(
+            [masks - int(causal), masks.new_zeros(1)]
+        )  # the masks (or what is before), then [CLS]
         hidden = self.model.encode(**inputs, keep=keep)
         best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
         words = [

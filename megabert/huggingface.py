@@ -20,6 +20,10 @@ from megabert.config import ModelConfig
 
 TYPES = {"post": "bert", "pre": "megatron-bert"}
 CLASSES = {"post": "Bert", "pre": "MegatronBert"}
+CAUSAL = {
+    "post": "BertLMHeadModel",
+    "pre": "MegatronBertForCausalLM",
+}  # left to right; weights as ForMaskedLM's
 _TOP = {
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.word.bias": "cls.predictions.bias",
@@ -149,11 +153,13 @@ def expected(cfg: ModelConfig) -> dict[str, str]:
     return names
 
 
-def to_huggingface_config(cfg: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a model."""
-    name = "ForPreTraining" if cfg.nsp else "ForMaskedLM"
+def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model; `causal`: one that was trained left to right, which has no NSP head."""
+    assert not (causal and cfg.nsp)
+    name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
     return {field: value for field, (value, _) in _FIXED.items()} | {
-        "architectures": [CLASSES[cfg.norm] + name],
+        "architectures": [CAUSAL[cfg.norm] if causal else name],
+        "is_decoder": causal,
         "model_type": TYPES[cfg.norm],
         "dtype": "float32",
         "vocab_size": cfg.vocab_size,

@@ -6,6 +6,7 @@ Random numbers are hashes of (seed, epoch, row id, position), so no state exists
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
     word   whole words in random order; one that does not fit the budget is passed over    (BERT's whole-word masking)
     span   runs of 1 to 10 whole words from random anchors, P(k) ~ 0.2 * 0.8^(k-1)         (Joshi et al. 2020, 3.1)
+    causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
 bias, and at least 1. A word or span never ends inside a word, with one exception: when no drawn word of a sequence fits
@@ -26,6 +27,7 @@ LAST = np.uint32(0xFFFFFFFF)
 IGNORED = -100  # label of an unused prediction slot
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
 SPAN_MAX, SPAN_P = 10, 0.2
+STRATEGIES = ("token", "word", "span", "causal")
 SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
 SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(
     np.uint32
@@ -43,8 +45,8 @@ class Masking:
     max_predictions: int = 0  # slots a row; 0 means ceil(rate x T) + 1
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("token", "word", "span"):
-            raise ValueError(f"masking.strategy must be token, word or span, is {self.strategy!r}")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"masking.strategy must be {', '.join(STRATEGIES)}, is {self.strategy!r}")
         if not 0 < self.rate < 1:
             raise ValueError(f"masking.rate must lie between 0 and 1, is {self.rate}")
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
@@ -52,8 +54,15 @@ class Masking:
                 f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}"
             )
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token may see only what is before it."""
+        return self.strategy == "causal"
+
     def capacity(self, seq_len: int) -> int:
         """K, the prediction slots of a row of `seq_len` positions."""
+        if self.causal:
+            return seq_len
         return min(seq_len, self.max_predictions or math.ceil(self.rate * seq_len) + 1)
 
 
@@ -76,7 +85,7 @@ class Vocabulary:
 @dataclass(frozen=True)
 class Masked:
     """ids int32 [n, T] as the model sees them; positions int32 [n, K], ascending in a row, 0 in unused slots; labels
-    int64 [n, K], the original ids, -100 in unused slots; counts int64 [n], the slots used (the first ones)."""
+    int64 [n, K], the ids to predict, -100 in unused slots; counts int64 [n], the slots used (the first ones)."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -155,6 +164,8 @@ def mask(
     The sequences' lengths must sum to at most T in each row, and every id must be below the vocabulary's size.
     """
     n, seq_len = ids.shape
+    if masking.causal:
+        return _next_ids(ids, bounds)
     capacity = masking.capacity(seq_len)
     keys = np.broadcast_to(stream_keys(seed, epoch, row_ids), (n,))
     draw = _prepare(ids, bounds, keys, masking.rate, capacity, vocabulary)
@@ -164,6 +175,23 @@ def mask(
         assert vocabulary.word_start is not None, "word and span masking need the table of word starts"
         chosen = _choose_words(draw, vocabulary.word_start[ids], masking.strategy == "span")
     return _replace(ids, chosen, draw, capacity, vocabulary, masking)
+
+
+def _next_ids(ids: np.ndarray, bounds: np.ndarray) -> Masked:
+    """Every position but the last of its sequence, with the id that follows it."""
+    n, seq_len = ids.shape
+    lengths = bounds[:, :, 0].astype(np.int64)
+    ends = np.cumsum(lengths, axis=1)
+    predicts = np.arange(seq_len) < ends[:, -1:]  # (n, T): not padding
+    row, slot = np.nonzero(lengths)
+    predicts[row, ends[row, slot] - 1] = False
+    row, position = np.nonzero(predicts)
+    counts = predicts.sum(1)
+    used = np.arange(seq_len) < counts[:, None]
+    positions, labels = np.zeros((n, seq_len), np.int32), np.full((n, seq_len), IGNORED, np.int64)
+    positions[used] = position
+    labels[used] = ids[row, position + 1]
+    return Masked(ids.astype(np.int32), positions, labels, counts)
 
 
 def _prepare(

@@ -23,15 +23,20 @@ if TYPE_CHECKING:
     from megabert.engine import UpdateResult
 
 
-def training_flops(model: ModelConfig, tokens: int, squares: int, predictions: int, sequences: int) -> float:
-    """FLOPs of forward and backward over `tokens` real tokens in `sequences` whose squared lengths sum to `squares`.
+def attending_pairs(squares: float, tokens: float, causal: bool) -> float:
+    """How many (query, key) pairs sequences have whose lengths sum to `tokens` and their squares to `squares`."""
+    return (squares + tokens) / 2 if causal else squares
+
+
+def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int, sequences: int) -> float:
+    """FLOPs of forward and backward over `tokens` real tokens in `sequences`, with `pairs` of a query and a key.
 
     6 per weight and token for the matrix products, 12·d a layer for each pair of attending tokens, and the vocabulary
     product on predicted positions only (Kaplan et al. 2020, section 2.1, without embeddings).
     """
     d, ffn = model.hidden, model.ffn
     encoder = 6 * model.layers * (4 * d * d + 2 * d * ffn) * tokens
-    attention = 12 * model.layers * d * squares
+    attention = 12 * model.layers * d * pairs
     heads = 6 * (model.vocab_size * d + d * d) * predictions + (6 * d * d * sequences if model.nsp else 0)
     return float(encoder + attention + heads)
 
@@ -89,8 +94,11 @@ class Meter:
 
     _sums: torch.Tensor | None  # loss and accuracy sums of the updates that were not skipped
 
-    def __init__(self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float) -> None:
+    def __init__(
+        self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
+    ) -> None:
         self._world, self._model, self._terms, self._peak = world, model, terms, peak_tflops
+        self._causal = causal
         self._reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
@@ -109,7 +117,8 @@ class Meter:
     def drain(self) -> dict[str, float]:
         """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
         tokens, sequences, predictions, squares = self._world.sum_ints(self._counts)
-        flops = training_flops(self._model, tokens, squares, predictions, sequences)
+        pairs = round(attending_pairs(squares, tokens, self._causal))
+        flops = training_flops(self._model, tokens, pairs, predictions, sequences)
         values: dict[str, float] = {}
         if self._sums is not None:
             values = figures(self._sums / self._updates, self._terms)

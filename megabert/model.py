@@ -190,8 +190,8 @@ class MlmTransform(LinearGelu):
 class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
 
-    device ("cpu", "cuda") and dtype say where and in which compute type the model will run; they decide what `auto` means.
-    Raises ValueError for a model without vocabulary size or for a backend that cannot run there.
+    device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
+    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without vocabulary size or for a backend that cannot run there.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class BertForPreTraining(nn.Module):
         ops: OpsConfig | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        causal: bool = False,
     ):
         super().__init__()
         if not cfg.vocab_size:
@@ -208,7 +209,7 @@ class BertForPreTraining(nn.Module):
         self.cfg = cfg
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
         self.backends = Backends(
-            *(native.choose(op, getattr(ops, op), device, dtype) for op in Backends._fields)
+            *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in Backends._fields)
         )
         self.embeddings = Embeddings(cfg, self.backends)
         self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))

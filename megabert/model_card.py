@@ -17,19 +17,37 @@ EVALUATED = {
     "eval/nsp_loss": "next-sentence loss",
     "eval/nsp_accuracy": "next-sentence accuracy",
 }
+EVALUATED_CAUSAL = {
+    "eval/mlm_loss": "next-token loss",
+    "eval/perplexity": "next-token perplexity",
+    "eval/mlm_accuracy": "next-token accuracy",
+}
+FILL = """```python
+from transformers import pipeline
+print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))
+```"""
+GO_ON = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer, model = (kind.from_pretrained("{name}") for kind in (AutoTokenizer, AutoModelForCausalLM))
+ids = tokenizer("The capital of France is", return_tensors="pt").input_ids[:, :-1]  # without [SEP], which ends a text
+print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))
+```"""
 TRAINED = {"perf/tokens_per_sec": "training speed, real tokens/s", "perf/mfu": "model FLOPs utilisation"}
 
 
 def render(found: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
     cfg, model = found.config, found.config.model
+    causal = cfg.data.masking.causal
+    task, peer, example = ("fill-mask", "AutoModelForMaskedLM", FILL)
+    if causal:
+        task, peer, example = ("text-generation", "AutoModelForCausalLM", GO_ON)
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: fill-mask\ntags:\n- bert\n- megabert\n---",
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
         f"A BERT pre-trained with MegaBERT, {found.step:,} updates. All of its weights are in transformers' "
-        f"`{architecture}`; `AutoModel` and `AutoModelForMaskedLM` take their parts and say which they leave.",
-        "```python\nfrom transformers import pipeline\n"
-        f'print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))\n```',
+        f"`{architecture}`; `AutoModel` and `{peer}` take their parts and say which they leave.",
+        example.format(name=name),
         "## Model",
         _table(
             {
@@ -39,6 +57,7 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
                 "vocabulary": f"{model.vocab_size:,} pieces, {found.tokenizer.kind}",
                 "tokenizer SHA-256": found.tokenizer.sha256,
                 "next-sentence head": "yes" if model.nsp else "none",
+                "attention": "left to right" if causal else "to the whole text",
             }
         ),
         "## Corpus",
@@ -73,6 +92,9 @@ def _recipe(found: Pretrained) -> dict[str, Any]:
     if not found.step:
         return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
+    shown = (
+        f"{masking.rate:.0%} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
+    )
     length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
     if schedule.name == "budget":
         length, warmup = "", f"{schedule.budget_warmup:.0%} of {schedule.budget_minutes:g} minutes"
@@ -82,7 +104,7 @@ def _recipe(found: Pretrained) -> dict[str, Any]:
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",
         "schedule": f"{schedule.name}, warm-up {warmup}",
-        "masking": f"{masking.rate:.0%} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random",
+        "masking": "none: each token is predicted from those before it" if masking.causal else shown,
         "dropout": f"{cfg.model.dropout:g}, attention {cfg.model.attention_dropout:g}",
         "precision": cfg.precision,
         "seed": cfg.seed,
@@ -93,7 +115,8 @@ def _figures(found: Pretrained) -> dict[str, Any]:
     seconds = found.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     entries = _entries(found.run_dir / "metrics.jsonl", found.step)
-    for names, where in ((EVALUATED, "held out"), (TRAINED, "")):
+    evaluated = EVALUATED_CAUSAL if found.config.data.masking.causal else EVALUATED
+    for names, where in ((evaluated, "held out"), (TRAINED, "")):
         for key, shown in names.items():
             if "nsp" in key and not found.config.model.nsp:
                 continue

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert import distributed, schedule
+from megabert import distill, distributed, schedule
 from megabert.batches import TENSORS
 from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
 from megabert.distributed import World
 from megabert.engine import DTYPES, Engine
-from megabert.metrics import training_flops
-from megabert.model import BertForPreTraining, parameter_count
+from megabert.masking import Masking
+from megabert.metrics import attending_pairs, training_flops
+from megabert.model import parameter_count
 from megabert.shards import Manifest
 
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
@@ -33,18 +34,18 @@ BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
 @dataclass(frozen=True)
 class Work:
-    """What one update holds, on average: rows, real tokens, squared lengths, predictions, sequences."""
+    """What one update holds, on average: rows, real tokens, pairs of a query and a key, predictions, sequences."""
 
     rows: int
     seq_len: int
     tokens: float
-    squares: float
+    pairs: float
     predictions: float
     sequences: float
 
     def flops(self, config: Config) -> float:
         """Of forward and backward of the update, padding not counted."""
-        counts = (self.tokens, self.squares, self.predictions, self.sequences)
+        counts = (self.tokens, self.pairs, self.predictions, self.sequences)
         return training_flops(config.model, *map(round, counts))
 
 
@@ -53,16 +54,20 @@ def work(config: Config, manifest: Manifest | None) -> Work:
 
     A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
     """
-    rows = config.batch.global_size
-    if manifest is None:
-        length = config.model.max_positions
-        return Work(
-            rows, length, rows * length, rows * length**2, rows * length * config.data.masking.rate, rows
-        )
-    share = rows / manifest.rows
-    tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
-    predictions = tokens * config.data.masking.rate
-    return Work(rows, manifest.seq_len, tokens, tokens**2 / sequences, predictions, sequences)
+    rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
+    tokens, sequences = float(rows * length), float(rows)
+    if manifest is not None:
+        share, length = rows / manifest.rows, manifest.seq_len
+        tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
+    pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
+    predictions = tokens - sequences if masking.causal else tokens * masking.rate
+    return Work(rows, length, tokens, pairs, predictions, sequences)
+
+
+def slots(config: Config, seq_len: int) -> int:
+    """Prediction slots of a row."""
+    masking = config.data.masking
+    return Masking(masking.strategy, masking.rate, max_predictions=masking.max_predictions).capacity(seq_len)
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
@@ -112,8 +117,7 @@ def activations(config: Config, seq_len: int) -> float:
     tokens = micro * seq_len
     layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn / model.hidden) / 16
     kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
-    slots = micro * (math.ceil(config.data.masking.rate * seq_len) + 1)
-    heads = slots * (2 * model.padded_vocab + 6 * model.hidden) * width
+    heads = micro * slots(config, seq_len) * (2 * model.padded_vocab + 6 * model.hidden) * width
     return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
 
 
@@ -222,13 +226,14 @@ class FakeBatch:
     tensors: dict[str, Tensor]
     predictions: int
     nsp_pairs: int
+    tokens: int
 
     def inputs(self) -> dict[str, Tensor]:
         return self.tensors
 
     def to(self, device: torch.device) -> FakeBatch:
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return FakeBatch(moved, self.predictions, self.nsp_pairs)
+        return FakeBatch(moved, self.predictions, self.nsp_pairs, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -238,9 +243,9 @@ class FakeUpdate:
 
 
 def fake_batch(config: Config, seq_len: int, seed: int) -> FakeBatch:
-    """`batch.micro_size` rows of `seq_len` ids drawn from the whole vocabulary by `seed`."""
+    """`batch.micro_size` full rows of `seq_len` ids drawn from the whole vocabulary by `seed`."""
     rows, draw = config.batch.micro_size, torch.Generator().manual_seed(seed)
-    slots = math.ceil(config.data.masking.rate * seq_len) + 1
+    predicted = slots(config, seq_len)
     place = torch.arange(seq_len, dtype=torch.int32).expand(rows, -1).contiguous()
     first = torch.arange(rows, dtype=torch.int32).view(rows, 1) * seq_len
     tensors = {
@@ -250,15 +255,15 @@ def fake_batch(config: Config, seq_len: int, seed: int) -> FakeBatch:
         "segment_ids": (place >= seq_len // 2).int(),
         "position_ids": place,
         "key_start": torch.zeros_like(place),
-        "key_end": torch.full_like(place, seq_len),
+        "key_end": place + 1 if config.data.masking.causal else torch.full_like(place, seq_len),
         "lengths": torch.full((rows, 1), seq_len, dtype=torch.int32),
         "cls_positions": first,
         "nsp_labels": torch.arange(rows).view(rows, 1) % 2,
-        "mlm_positions": first + torch.arange(slots, dtype=torch.int32),
-        "mlm_labels": torch.randint(config.model.vocab_size, (rows, slots), generator=draw),
+        "mlm_positions": first + torch.arange(predicted, dtype=torch.int32),
+        "mlm_labels": torch.randint(config.model.vocab_size, (rows, predicted), generator=draw),
     }
     assert set(tensors) == set(TENSORS)
-    return FakeBatch(tensors, rows * slots, rows if config.model.nsp else 0)
+    return FakeBatch(tensors, rows * predicted, rows if config.model.nsp else 0, rows * seq_len)
 
 
 def fake_step(
@@ -274,12 +279,8 @@ def fake_step(
     batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
     reduced = config.model_copy(update={"batch": batch})
     seq_len = work(config, manifest).seq_len
-    engine = Engine(
-        reduced,
-        lambda: BertForPreTraining(config.model, config.ops, world.device.type, DTYPES[config.precision]),
-        world,
-        deepspeed_extra,
-    )
+    tokenizer = manifest.tokenizer["sha256"] if manifest else ""
+    engine = Engine(reduced, lambda: distill.build(config, tokenizer, world.device), world, deepspeed_extra)
     batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
     lr = schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     result = engine.train_update(FakeUpdate(0, batches), lr)

@@ -44,7 +44,8 @@ class Pretrained:
 
     def model(self, device: torch.device) -> BertForPreTraining:
         """The model in fp32, without dropout."""
-        built = BertForPreTraining(self.config.model, OpsConfig(), device.type, torch.float32)
+        causal = self.config.data.masking.causal
+        built = BertForPreTraining(self.config.model, OpsConfig(), device.type, torch.float32, causal)
         built.load_state_dict(self.weights)
         return built.to(device).eval()
 

@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
-from megabert import distributed, runlock
+from megabert import distill, distributed, runlock
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
 from megabert.config import Config
 from megabert.data import Loader
 from megabert.distributed import World
-from megabert.engine import DTYPES, Engine
+from megabert.engine import Engine
 from megabert.ledger import Ledger
 from megabert.metrics import JsonLines, Meter, TensorBoard, duration, matmul_tflops
-from megabert.model import BertForPreTraining
 from megabert.shards import Dataset
 from megabert.spikes import Spikes
 from megabert.stopping import Stop
@@ -86,7 +85,8 @@ class Run:
         self.close()
         options = {"rank": self.world.rank, "world": self.world.size, "start_step": self.cursor}
         self.loader = Loader.from_config(self.config, self.dataset, self.tokenizer, **options)
-        self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops)
+        causal = self.config.data.masking.causal
+        self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops, causal)
         self.ledger = Ledger(self.world, saved["row_digest"], saved["damaged_rows"])
         settings = self.config.spikes
         self.spikes = Spikes(settings.window, settings.threshold, saved["losses"])
@@ -125,13 +125,8 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
     checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
     torch.manual_seed(config.seed)
     extra = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed_config else None
-    engine = Engine(
-        config,
-        lambda: BertForPreTraining(config.model, config.ops, world.device.type, DTYPES[config.precision]),
-        world,
-        extra,
-    )
-    provenance = describe(config, dataset, tokenizer)
+    engine = Engine(config, lambda: distill.build(config, tokenizer.sha256, world.device), world, extra)
+    provenance = describe(config, dataset, tokenizer) | getattr(engine.module, "provenance", {})
     newest = checkpoints.latest() if writes else checkpoints.before(args.replay - 1)
     state = resume(checkpoints, newest, engine, provenance)
     if state is None and config.init_from:

@@ -11,7 +11,7 @@ import sentencepiece
 import torch
 
 from megabert.checkpoint import write_start
-from megabert.config import Config, ModelConfig, OpsConfig
+from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.model import BertForPreTraining
 from megabert.tokenizer import Tokenizer
 from tests import wordpiece
@@ -61,13 +61,14 @@ def model(cfg: ModelConfig, seed: int = 1, ops: OpsConfig = PLAIN) -> BertForPre
     return built.eval()
 
 
-def make(folder: Path, kind: str = "unigram", **model_fields: Any) -> Path:
-    """`folder`, a run of 2 layers of 32 with the checkpoint of step 0."""
+def make(folder: Path, kind: str = "unigram", causal: bool = False, **model_fields: Any) -> Path:
+    """`folder`, a run of 2 layers of 32 with the checkpoint of step 0; `causal`: as if trained left to right."""
     found = tokenizer(folder, kind)
-    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "max_positions": 40}
+    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "max_positions": 40, "nsp": not causal}
+    data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = ModelConfig(**(shape | {"vocab_size": found.vocab_size} | model_fields))
     state = {
-        "config": Config(model=cfg).model_dump(),
+        "config": Config(model=cfg, data=data).model_dump(),
         "dataset": "d" * 64,
         "tokenizer": found.sha256,
         "seconds": 9.0,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.checkpoint import Checkpoints, load_weights
 from megabert.checkpoint.manifest import canonical
 from megabert.config import CheckpointConfig
 from megabert.distributed import World
@@ -338,42 +338,7 @@ def test_before_gives_the_newest_whole_one_that_is_not_later(tmp_path, capsys):
         checkpoints.before(25)
 
 
-# -- compatibility and init_from ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"dataset": "e" * 64}, "dataset fingerprint"),
-        ({"tokenizer": "u" * 64}, "tokenizer SHA-256"),
-        ({"model.layers": 3}, "model.layers"),
-        ({"model.hidden": 64}, "model.hidden"),
-        ({"model.norm": "pre"}, "model.norm"),
-        ({"batch.global_size": 16}, "batch.global_size"),
-        ({"optimizer.name": "lamb"}, "optimizer.name"),
-        ({"precision": "bf16"}, "precision"),
-        ({"seed": 1}, "seed"),
-    ],
-)
-def test_a_resume_on_something_else_names_the_field(change, field):
-    saved = state(1, tiny.config())
-    current = json.loads(json.dumps(saved))
-    (key, value), *_ = change.items()
-    node = current if key in current else current["config"]
-    *sections, leaf = key.split(".")
-    for section in sections:
-        node = node[section]
-    old, node[leaf] = node[leaf], value
-    with pytest.raises(ValueError, match="cannot resume") as caught:
-        check_compatible(saved, current)
-    assert all(text in str(caught.value) for text in (field, repr(value), repr(old)))
-
-
-def test_what_may_change_on_a_resume():
-    saved = state(1, tiny.config())
-    for override in ({"batch__micro_size": 4}, {"model__dropout": 0.2}, {"schedule__total_steps": 20000},
-                     {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}):  # fmt: skip
-        check_compatible(saved, state(5, tiny.config(**override)))
+# -- init_from ----------------------------------------------------------------------------------
 
 
 def test_weights_come_from_a_run_or_from_one_checkpoint_and_are_verified(tmp_path):

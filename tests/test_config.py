@@ -29,6 +29,7 @@ def test_published_shapes():
         ("model.layers=2.0", "model.layers: Input should be a valid integer"),
         ("model.dropout=1.5", "model.dropout: Input should be less than 1"),
         ("model.heads=7", "model.heads=7 does not divide model.hidden=768"),
+        ("data.masking.strategy=causal", "data.masking.strategy=causal: [CLS] sees nothing but itself"),
         ("schedule.name=budget", "needs schedule.budget_minutes"),
         ("model", "write section.key=value"),
         ("seed.x=1", "seed: Input should be a valid integer"),
@@ -39,6 +40,13 @@ def test_mistakes_are_named(override, message):
         c.load("", [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_left_to_right_does_not_take_attention_over_whole_sequences():
+    causal = ["data.masking.strategy=causal", "model.nsp=false"]
+    assert c.load("mini", causal).data.masking.causal and not c.load("mini").data.masking.causal
+    with pytest.raises(ValueError, match=r"ops\.attention=varlen attends to whole sequences"):
+        c.load("mini", [*causal, "ops.attention=varlen"])
 
 
 def test_missing_and_malformed_files_are_named(tmp_path):

@@ -157,6 +157,20 @@ def test_a_batch_equals_the_hand_computed_one(tmp_path):
         assert tensor.dtype == (torch.int64 if name.endswith("labels") else torch.int32), name
 
 
+def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
+    masking = Masking("causal")
+    (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1, masking=masking)
+    assert batch.input_ids.tolist() == [[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]]
+    assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]
+    assert batch.key_end.tolist() == [[*range(1, 11), 0, 0], list(range(1, 13))]
+    assert batch.mlm_labels.tolist() == [
+        [10, 11, 3, 12, 3, 13, 14, 3, *[-100] * 4],
+        [*range(20, 30), 3, -100],
+    ]
+    assert batch.mlm_positions.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8, 0, 0, 0, 0], [*range(12, 23), 12]]
+    assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
+
+
 def test_counts_of_an_update_are_sums(dataset):
     update = next(Loader(dataset, vocabulary(), global_batch=48, micro_batch=16, seed=1))
     assert update.predictions == sum(int((b.mlm_labels >= 0).sum()) for b in update.batches)

@@ -113,6 +113,33 @@ def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, 
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
 
 
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@torch.no_grad()
+def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
+    norm: str, tmp_path: Path, capsys, caplog
+) -> None:
+    run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
+    assert export.main(["--run", str(run), "--output", str(folder)]) == 0
+    assert "is_decoder=true" in capsys.readouterr().out
+    peer, info = warnings_while_loading(transformers.AutoModelForCausalLM, folder, caplog)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    assert type(peer).__name__ == huggingface.CAUSAL[norm]
+    found = pretrained.load(run)
+    ours, tokenizer = found.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
+    made = tokenizer("the quick fox", "she sells shells", return_tensors="pt")
+    place = torch.arange(made["input_ids"].shape[1], dtype=torch.int32)[None]
+    hidden = ours.encode(
+        made["input_ids"].int(), made["token_type_ids"].int(), place,
+        torch.zeros_like(place), place + 1, place[:, -1:] + 1,
+    )[0]  # fmt: skip
+    assert (ours.mlm_logits(hidden) - peer(**made).logits[0]).abs().max() <= 1e-5
+    card = (folder / "README.md").read_text()
+    assert (
+        "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
+    )
+    assert "| next-token loss, held out | not measured |" in card and "| attention | left to right |" in card
+
+
 def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run")
     moved = tmp_path / "kept.model"

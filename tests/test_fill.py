@@ -82,6 +82,21 @@ def test_the_table_is_aligned() -> None:
     )
 
 
+def test_a_left_to_right_run_fills_in_from_what_is_before(tmp_path: Path, capsys) -> None:
+    run = runs.make(tmp_path / "run", "uncased", causal=True)
+    export.export(run, tmp_path / "hf")
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("the quick", return_tensors="pt")
+    with torch.no_grad():
+        peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+        want = peer(made["input_ids"][:, :-1]).logits[0, -1].softmax(-1).topk(3).values.tolist()
+    filler = fill.Filler(pretrained.load(run))
+    for text in ("the quick [MASK]", "the quick [MASK] fox jumps"):
+        (words,) = filler.fill(text, top=3).words
+        assert [p for _, p in words] == pytest.approx(want, abs=1e-6)
+    assert fill.main(["--run", str(run), "[MASK] and [MASK]"]) == 2
+    assert "trained left to right and fills in one [MASK], not 2" in capsys.readouterr().err
+
+
 def test_one_text_prints_one_table(tmp_path: Path, capsys) -> None:
     run = str(runs.make(tmp_path / "run", "uncased"))
     assert fill.main(["--run", run, "--top", "3", "the [MASK]"]) == 0

@@ -243,6 +243,28 @@ def test_the_random_numbers_are_pinned():
     assert stream_keys(42, 3, rows).tolist() == [reference(42, 3, r) for r in rows.tolist()]
 
 
+def test_left_to_right_hides_nothing_and_predicts_every_next_id():
+    """Against a plain walk over each row: [SEP]s are predicted, [CLS] and padding never are."""
+    ids, bounds, row_ids = make_rows(40, 48, 4)
+    out = masked((ids, bounds, row_ids), "causal", rate=0.01, max_predictions=3)
+    assert out.ids.dtype == np.int32 and (out.ids == ids).all() and out.labels.shape == (40, 48)
+    for row in range(40):
+        expected, at = [], 0
+        for length in bounds[row, :, 0].tolist():
+            expected += [(p, int(ids[row, p + 1])) for p in range(at, at + length - 1)]
+            at += length
+        count = int(out.counts[row])
+        assert (
+            list(zip(out.positions[row, :count].tolist(), out.labels[row, :count].tolist(), strict=True))
+            == expected
+        )
+        assert (out.labels[row, count:] == -100).all() and (out.positions[row, count:] == 0).all()
+        assert 2 not in out.labels[row] and (out.labels[row] == 3).sum() == (ids[row] == 3).sum()
+    assert masked((ids[:0], bounds[:0], row_ids[:0]), "causal").labels.shape == (0, 48)
+    again = masked((ids, bounds, row_ids + 7), "causal", seed=12, epoch=3)
+    assert (again.labels == out.labels).all()
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [

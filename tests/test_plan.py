@@ -65,6 +65,19 @@ def test_work_without_data_is_full_rows() -> None:
     assert update.flops(cfg) == pytest.approx(layers + heads, rel=1e-9)
 
 
+def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> None:
+    cfg = configuration.load("base", [*BASE, "data.masking.strategy=causal", "model.nsp=false"])
+    update = plan.work(cfg, None)
+    assert (update.tokens, update.predictions) == (131_072, 131_072 - 256)
+    assert update.pairs == 256 * (512 * 513 / 2)
+    assert "131,072 tokens, 256 sequences, 130,816 predictions" in plan.report(cfg, None, 8)
+    batch = plan.fake_batch(cfg, 512, 0)
+    assert batch.tensors["mlm_labels"].shape == (32, 512) and batch.tensors["key_end"][3, 7] == 8
+    logits = 32 * 512 * 2 * cfg.model.padded_vocab * 2
+    masked = configuration.load("base", BASE)
+    assert plan.activations(cfg, 512) - plan.activations(masked, 512) > 0.8 * logits
+
+
 def test_the_report_says_what_the_run_needs() -> None:
     cfg, update = work_by_hand()
     text = plan.report(cfg, None, 8, tokens_per_sec=1e5)

@@ -32,6 +32,7 @@ class Batch:
     mlm_labels: Tensor
     predictions: int = 0
     nsp_pairs: int = 0
+    tokens: int = 0
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, **{name: value.to(device) for name, value in self.inputs().items()})
@@ -114,6 +115,7 @@ def batch(step: int, rows: Sequence[int]) -> Batch:
         labels,
         int((labels >= 0).sum()),
         int((nsp >= 0).sum()),
+        size * LENGTH,
     )
 
 

@@ -1,8 +1,10 @@
 // Attention of one head over one row of packed sequences, in fp32 but for the products' operands.
 //
-// Tokens with the same key range [start, end) next to each other are a run (a sequence, or the pads); all work is inside a
-// run. Scores of a block of queries against all keys of the run stay in cache; the probabilities are never in memory as a
-// whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h describes:
+// Tokens next to each other whose key ranges [start, end) begin at the same key are a run (a sequence, or the pads); all
+// work is inside a run. Their ends may differ (a left-to-right model): a block of queries works on the keys up to its last
+// end, and what is past a query's own end is hidden. Scores of a block of queries stay in cache; the probabilities are
+// never in memory as a whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h
+// describes:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand
 
 template <class T>
@@ -95,13 +97,28 @@ INLINE vf past_end(int64_t keys) { return lanes() < splat_i(keys - padded(keys) 
 template <class T>
 INLINE int64_t units(int64_t n) { return (n + Unit<T>::pack - 1) / Unit<T>::pack; }
 
-// Calls f(first query, queries, first key, keys) for each run.
+// Hides the scores past `keys` in a line of `width` (a multiple of W).
+INLINE void hide_past(float* scores, int64_t keys, int64_t width) {
+  float* last = scores + padded(keys) - W;
+  store(last, load(last) + past_end(keys));
+  for (int64_t j = padded(keys); j < width; j += W) store(scores + j, splat(-INFINITY));
+}
+
+// Keys of the queries [i, i + rows) of a run that begins at key `first`, at most.
+INLINE int64_t most_keys(const int32_t* end, int64_t i, int64_t rows, int64_t first) {
+  int32_t last = end[i];
+  for (int64_t r = 1; r < rows; ++r) last = end[i + r] > last ? end[i + r] : last;
+  return last - first;
+}
+
+// Calls f(first query, queries, first key, keys at most) for each run; either all of its queries have keys or none.
 template <class F>
 INLINE void for_each_run(const int32_t* start, const int32_t* end, int64_t tokens, F f) {
   for (int64_t i = 0; i < tokens;) {
     int64_t next = i + 1;
-    while (next < tokens && start[next] == start[i] && end[next] == end[i]) ++next;
-    f(i, next - i, static_cast<int64_t>(start[i]), static_cast<int64_t>(end[i]) - start[i]);
+    const bool some = end[i] > start[i];
+    while (next < tokens && start[next] == start[i] && (end[next] > start[next]) == some) ++next;
+    f(i, next - i, static_cast<int64_t>(start[i]), most_keys(end, i, next - i, start[i]));
     i = next;
   }
 }
@@ -129,8 +146,9 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
   const uint64_t line = (static_cast<uint64_t>(row) * a.heads + head) * tokens;  // of the dropout mask
   const NextTask<T> next(a, row, head, part);
   const float scale = kLog2e / std::sqrt(static_cast<float>(size));  // scores are in powers of two from here on
+  const int32_t* end = a.end + row * tokens;
 
-  for_each_run(a.start + row * tokens, a.end + row * tokens, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
+  for_each_run(a.start + row * tokens, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {  // nothing to attend to: zeros
       for (int64_t i = i0; i < i0 + queries; ++i) {
         memset(context + i * a.heads * size, 0, sizeof(T) * size);
@@ -139,23 +157,23 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
       return;
     }
     const int64_t ldk = padded(keys);
-    const vf beyond = past_end(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_pairs(value + j0 * ld, ld, keys, size, value_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
+      const int64_t seen = most_keys(end, i, rows, j0), width = padded(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
-      multiply<T, false>(rows, ldk, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
       for (int64_t r = 0; r < rows; ++r) {
         float* s = scores + r * ldk;
-        store(s + ldk - W, load(s + ldk - W) + beyond);
+        hide_past(s, end[i + r] - j0, width);
         vf most_v = load(s);
-        for (int64_t j = W; j < ldk; j += W) most_v = larger(load(s + j), most_v);
+        for (int64_t j = W; j < width; j += W) most_v = larger(load(s + j), most_v);
         const float top = largest(most_v) * scale;
-        if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, j0 / 8, (j0 % 8 + keys + 7) / 8, bits);
+        if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, j0 / 8, (j0 % 8 + seen + 7) / 8, bits);
         next.fetch(i + r);
         vf sum{};
-        for (int64_t j = 0; j < ldk; j += W) {
+        for (int64_t j = 0; j < width; j += W) {
           vf p = exp2_of_score(load(s + j) * scale - top);
           sum += p;
           if (a.dropout.threshold) p = keep(p, bits, j0 % 8 + j);
@@ -165,7 +183,7 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
         lse[i + r] = top / kLog2e + std::log(whole);
         s[0] = a.dropout.scale / whole;
       }
-      multiply<T, false>(rows, lds, units<T>(keys), reinterpret_cast<U*>(weights), ldk / Unit<T>::pack, 1, value_pairs, lds, out, lds);
+      multiply<T, false>(rows, lds, units<T>(seen), reinterpret_cast<U*>(weights), ldk / Unit<T>::pack, 1, value_pairs, lds, out, lds);
       for (int64_t r = 0; r < rows; ++r) {
         const float factor = scores[r * ldk];
         for (int64_t d = 0; d < size; d += W)
@@ -216,44 +234,44 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   const float kept = a.dropout.scale, root = 1.0f / std::sqrt(static_cast<float>(size)), scale = root * kLog2e;
   memset(dk, 0, sizeof(float) * tokens * lds);
   memset(dv, 0, sizeof(float) * tokens * lds);
+  const int32_t* end = a.end + row * tokens;
 
-  for_each_run(a.start + row * tokens, a.end + row * tokens, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
+  for_each_run(a.start + row * tokens, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {
       for (int64_t i = i0; i < i0 + queries; ++i) memset(dqkv + i * ld, 0, sizeof(T) * size);
       return;
     }
     const int64_t ldk = padded(keys);
-    const vf beyond = past_end(keys);
     pack_columns(key + j0 * ld, ld, keys, size, key_columns, ldk);
     pack_columns(value + j0 * ld, ld, keys, size, value_columns, ldk);
     pack_pairs(key + j0 * ld, ld, keys, size, key_pairs, lds);
     for (int64_t i = i0; i < i0 + queries; i += kBlock) {
       const int64_t rows = i0 + queries - i < kBlock ? i0 + queries - i : kBlock;
+      const int64_t seen = most_keys(end, i, rows, j0), width = padded(seen);
       pack_rows(query + i * ld, ld, rows, size, query_rows);
       pack_rows(grad + i * ldc, ldc, rows, size, grad_rows);
       pack_pairs(query + i * ld, ld, rows, size, query_pairs, lds);
       pack_pairs(grad + i * ldc, ldc, rows, size, grad_pairs, lds);
-      multiply<T, false>(rows, ldk, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
-      multiply<T, false>(rows, ldk, steps, grad_rows, steps, 1, value_columns, ldk, dp, ldk);
+      multiply<T, false>(rows, width, steps, query_rows, steps, 1, key_columns, ldk, scores, ldk);
+      multiply<T, false>(rows, width, steps, grad_rows, steps, 1, value_columns, ldk, dp, ldk);
       for (int64_t r = 0; r < rows; r += pack) {  // as many rows as make a unit of the transposed operands
         vf delta[pack], norm[pack];
         for (int h = 0; h < pack; ++h) {
           const int64_t at = i + r + h;
           delta[h] = vf{}, norm[h] = splat(INFINITY);
           if (r + h >= rows) {  // the other half of the last pair: probability 0
-            memset(scores + (r + h) * ldk, 0, sizeof(float) * ldk);
-            memset(dp + (r + h) * ldk, 0, sizeof(float) * ldk);
+            memset(scores + (r + h) * ldk, 0, sizeof(float) * width);
+            memset(dp + (r + h) * ldk, 0, sizeof(float) * width);
             continue;
           }
           for (int64_t c = 0; c < size; c += W)
             delta[h] += load(grad + at * ldc + c, size - c) * load(context + at * ldc + c, size - c);
           delta[h] = splat(total(delta[h]) / kept), norm[h] = splat(lse[at] * kLog2e);
-          float* last = scores + (r + h) * ldk + ldk - W;
-          store(last, load(last) + beyond);
-          if (a.dropout.threshold) keep_bits(a.dropout, line + at, j0 / 8, (j0 % 8 + keys + 7) / 8, bits + h * stride);
+          hide_past(scores + (r + h) * ldk, end[at] - j0, width);
+          if (a.dropout.threshold) keep_bits(a.dropout, line + at, j0 / 8, (j0 % 8 + seen + 7) / 8, bits + h * stride);
           next.fetch(at);
         }
-        for (int64_t j = 0; j < ldk; j += W) {
+        for (int64_t j = 0; j < width; j += W) {
           vf p[pack], d[pack];
           for (int h = 0; h < pack; ++h) {
             const vf weight = exp2_of_score(load(scores + (r + h) * ldk + j) * scale - norm[h]);
@@ -270,9 +288,9 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
           store_units(ds_pairs + r / pack * ldk + j, d);
         }
       }
-      multiply<T, false>(rows, lds, units<T>(keys), ds_rows, ldk / pack, 1, key_pairs, lds, dq, lds);
-      multiply<T, true>(keys, lds, units<T>(rows), p_pairs, 1, ldk, grad_pairs, lds, dv + j0 * lds, lds);
-      multiply<T, true>(keys, lds, units<T>(rows), ds_pairs, 1, ldk, query_pairs, lds, dk + j0 * lds, lds);
+      multiply<T, false>(rows, lds, units<T>(seen), ds_rows, ldk / pack, 1, key_pairs, lds, dq, lds);
+      multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, ldk, grad_pairs, lds, dv + j0 * lds, lds);
+      multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, ldk, query_pairs, lds, dk + j0 * lds, lds);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = 0; c < size; c += W) store(dqkv + (i + r) * ld + c, load(dq + r * lds + c) * (root * kept), size - c);
     }

@@ -13,10 +13,11 @@ FREE = ("dropout", "attention_dropout", "activation_checkpointing")  # fields of
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to continue a run on other data or as another model.
 
-    Both hold "dataset", "tokenizer" (SHA-256) and "config". Raises ValueError naming the field and both values.
+    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises ValueError naming the field and both values.
     """
     for key, what in (("dataset", "dataset fingerprint"), ("tokenizer", "tokenizer SHA-256")):
         _refuse(what, saved[key], current[key])
+    _refuse("distill.teacher's weights (SHA-256)", saved.get("teacher"), current.get("teacher"))
     for name in FIXED:
         old, new = _at(saved["config"], name), _at(current["config"], name)
         if isinstance(old, dict):
@@ -25,6 +26,10 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
                     _refuse(f"{name}.{field}", old.get(field), new.get(field))
         else:
             _refuse(name, old, new)
+    name = "data.masking.strategy"  # may change in a run, but a left-to-right model is another kind of model
+    old, new = _at(saved["config"], name), _at(current["config"], name)
+    if "causal" in (old, new):
+        _refuse(name, old, new)
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:

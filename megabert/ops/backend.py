@@ -50,15 +50,21 @@ MISSING = _load()  # why there is no native library; empty when it is loaded
 
 
 def choose(
-    op: str, requested: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+    op: str,
+    requested: str = "auto",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = False,
 ) -> Choice:
     """Backend of `op` ("attention", "mlm_loss" or "layer") on a device type in a compute type, with the reason.
 
-    Raises ValueError when `requested` is unknown or cannot run there.
+    `causal`: the key ranges of a sequence's tokens differ. Raises ValueError when `requested` is unknown or cannot run there.
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
     obstacle = {name: _obstacle(op, name, device, dtype) for name in BACKENDS[op]}
+    if op == "attention" and causal:
+        obstacle["varlen"] = "it attends to whole sequences, a left-to-right model must not"
     if requested != "auto":
         if obstacle[requested]:
             raise ValueError(

@@ -101,6 +101,45 @@ def test_backends_agree_with_the_oracle(backend: str) -> None:
     assert qkv.grad[pad].abs().max() == 0
 
 
+def causal(start: Tensor, end: Tensor) -> Tensor:
+    """key_end of a left-to-right model: one past the token itself, 0 in padding."""
+    return torch.minimum(end, torch.arange(1, end.shape[1] + 1, dtype=torch.int32))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("case", CASES)
+def test_native_left_to_right_against_fp64(case: str, p: float, dtype: torch.dtype) -> None:
+    rows, width, heads, size = CASES[case]
+    start, end, _ = bounds(*rows, width=width)
+    end = causal(start, end)
+    keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED])
+    check(
+        lambda qkv: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native")],
+        lambda qkv: [plain_attention(qkv, heads, start, end, keep)],
+        lambda qkv: [reference.attention(qkv, heads, start, end, keep)],
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5)],
+        [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "backend", ["sdpa", *(pytest.param(b, marks=needs_library) for b in ("native", "fused_softmax"))]
+)
+def test_a_later_token_changes_nothing_before_it_left_to_right(backend: str) -> None:
+    rows, width, heads, size = CASES["packed and padded"]
+    start, end, lengths = bounds(*rows, width=width)
+    inputs = ops.attention_inputs(backend, start, causal(start, end), lengths)
+    qkv = normal(len(rows), width, 3 * heads * size, seed=1).float()
+    changed = qkv.clone()
+    changed[:, 30:] = normal(len(rows), width - 30, 3 * heads * size, seed=3).float()
+    one, two = (
+        ops.attend(x, heads, inputs, 0.0, torch.tensor([SEED]), STREAM, backend) for x in (qkv, changed)
+    )
+    assert one[:, :30].equal(two[:, :30]) and not one[:, 30:40].equal(two[:, 30:40])
+
+
 @needs_library
 def test_bounds_need_not_be_sequences() -> None:
     """Any key range is legal: here each query of a row has its own, some empty."""
