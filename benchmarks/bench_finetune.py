@@ -51,11 +51,11 @@ def given(folder: str, train: str, dev: str) -> Callable[[Path, Path], tuple[Pat
 
 
 def polarity(tasks: Path, scratch: Path) -> tuple[Path, Path]:
-    """Pang and Lee's sentences as tables: one file a class, Latin-1, every 10th sentence for development."""
+    """Pang and Lee's sentences as tables: one file a class, every 10th sentence for development."""
     parts: dict[str, list[str]] = {"train": ["label\tsentence"], "dev": ["label\tsentence"]}
     for label, ending in (("0", "neg"), ("1", "pos")):
         (source,) = sorted((tasks / "sentence_polarity").rglob(f"*{ending}*"))[-1:]
-        for number, line in enumerate(source.read_text(encoding="latin-1").splitlines()):
+        for number, line in enumerate(source.read_text(encoding="utf-8").splitlines()):
             name = "dev" if number % DEV_SHARE == 0 else "train"
             if line.strip():
                 parts[name].append(f"{label}\t{' '.join(line.split())}")
