@@ -348,6 +348,6 @@ def test_a_comparison_is_a_table_of_cosines(run: Path, capsys) -> None:
     assert features.main([*args, "no animal"]) == 2
     assert "--compare Fox: the word is not in 'no animal'" in one_line(capsys)
     assert features.main([*args, "fox " * 100]) == 2
-    assert "has 102 tokens, the model takes 100" in one_line(capsys)
+    assert "has more than 100 tokens" in one_line(capsys)
     assert features.main([*args, "--input", "x"]) == 2
     assert "takes texts, and no --input" in one_line(capsys)
