@@ -41,7 +41,7 @@ ALLOWED = {
     "runlock": {"distributed"},
     "folder": set(),
     "packing": set(),
-    "features": {"hf_tokenizer", "packing", "pretrained"},
+    "features": {"packing", "pretrained"},
     "foreign": {"config", "huggingface", "model", "tokenizer"},
     "hf_tokenizer": {"tokenizer"},
     "huggingface": {"config"},
@@ -51,6 +51,7 @@ ALLOWED = {
     "finetune.files": {"finetune.tasks"},
     "finetune.encoding": {"finetune.files", "finetune.tasks", "tokenizer"},
     "finetune.scores": {"finetune.encoding", "finetune.files", "finetune.tasks"},
+    "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
 }
 WITHOUT_TORCH = {
     *("config", "doctor", "folder", "hf_tokenizer", "schedule", "shards", "spikes", "stopping", "tokenizer"),

@@ -22,7 +22,10 @@ AT_ONCE = 256  # texts handed to the tokenizer
 
 
 class Layers(NamedTuple):
-    """Hidden states (0 = embeddings, L = the last layer) that are summed with `weights`, or without any concatenated."""
+    """Hidden states (0 = embeddings, L = the last layer) that are summed with `weights`, or without any concatenated.
+
+    They are `BertForPreTraining.hidden_states`': in a pre-LN model, only the last one is normalised.
+    """
 
     indices: tuple[int, ...]
     weights: tuple[float, ...] = ()
@@ -68,7 +71,10 @@ class Layers(NamedTuple):
         chosen = [states[i] for i in self.indices]
         if not self.weights:
             return torch.cat(chosen, -1)
-        return torch.stack([w * state for w, state in zip(self.weights, chosen, strict=True)]).sum(0)
+        total = self.weights[0] * chosen[0]
+        for weight, state in zip(self.weights[1:], chosen[1:], strict=True):
+            total.add_(state, alpha=weight)
+        return total
 
 
 class Item(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megabert import hf_tokenizer
-from megabert.features.extraction import Extractor, Item
+from megabert.features.extraction import Extractor
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,22 @@ class Use:
 
 def uses_of(word: str, texts: Sequence[str], extractor: Extractor) -> list[Use]:
     """Every occurrence of a word. Raises ValueError for a text without it, or one that is too long."""
-    found, encoder = extractor.found, hf_tokenizer.build(extractor.found.tokenizer)
-    table = found.weights["embeddings.word.weight"].numpy()
+    tokenizer, table = extractor.found.tokenizer, extractor.found.weights["embeddings.word.weight"].numpy()
     uses = []
     for text in texts:
         places = [match.span() for match in re.finditer(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)]
         if not places:
             raise ValueError(f"--compare {word}: the word is not in {text!r}")
-        encoded = encoder.encode(text)
-        if len(encoded.ids) > extractor.max_length:
-            raise ValueError(
-                f"--compare: {text!r:.60} has {len(encoded.ids)} tokens, the model takes {extractor.max_length}"
-            )
-        ids = np.array(encoded.ids, np.int32)
-        vectors = extractor.part([Item(ids, len(ids), False)]).vectors
+        ((ids, offsets),) = tokenizer.encode_with_offsets([text])
+        (item,) = extractor.items([(text, None)])
+        if item.truncated:
+            raise ValueError(f"--compare: {text!r:.60} has more than {extractor.max_length} tokens")
+        assert item.ids[1:-1].tolist() == ids
+        vectors = extractor.part([item]).vectors[1:-1]
         for start, end in places:
-            own = [i for i, (a, b) in enumerate(encoded.offsets) if a < end and b > start]
-            uses.append(Use(text, vectors[own].mean(0), table[ids[own]].mean(0)))
+            own = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            own_ids = item.ids[1:-1][own]
+            uses.append(Use(text, vectors[own].mean(0), table[own_ids].mean(0)))
     return uses
 
 
