@@ -46,6 +46,7 @@ ALLOWED = {
     "huggingface": {"config"},
     "pretrained": {"checkpoint", "config", "model", "shards", "tokenizer"},
     "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
+    "distill": {"config", "engine", "model", "pretrained"},
 }
 WITHOUT_TORCH = {
     *("config", "doctor", "folder", "hf_tokenizer", "schedule", "shards", "spikes", "stopping", "tokenizer"),
