@@ -93,14 +93,16 @@ def table(result: Result) -> str:
     """Teacher, student, and what the student has of the teacher's, in Markdown."""
     teacher, student = result["sides"]["teacher"], result["sides"]["student"]
     rows = [["", "teacher", "student", "student / teacher"], ["---"] * 4]
-    for key, name in {"layers": "layers", "parameters": "parameters"}.items():
-        rows.append([name, f"{teacher[key]:,}", f"{student[key]:,}", f"{student[key] / teacher[key]:.3f}"])
-    speeds = [f"{side['sequences_per_second']['p50']:,.1f}" for side in (teacher, student)]
-    rows.append(["sequences/s, forward", *speeds, f"{result['ratio']:.3f}"])
+
+    def add(name: str, form: str, of_teacher: float, of_student: float) -> None:
+        share = f"{of_student / of_teacher:.3f}" if of_teacher else "-"
+        rows.append([name, format(of_teacher, form), format(of_student, form), share])
+
+    for key in ("layers", "parameters"):
+        add(key, ",", teacher[key], student[key])
+    add("sequences/s, forward", ",.1f", *(side["sequences_per_second"]["p50"] for side in (teacher, student)))
     for key, name in FIGURES.items():
-        rows.append(
-            [name, f"{teacher[key]:.4f}", f"{student[key]:.4f}", f"{student[key] / teacher[key]:.3f}"]
-        )
+        add(name, ".4f", teacher[key], student[key])
     known = teacher["score"] or student["score"]
     name = f"{known['task']} {known['metric']}, dev" if known else "fine-tuned score"
     scores = [
