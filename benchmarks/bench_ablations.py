@@ -198,7 +198,8 @@ def plot(report: Result, path: Path) -> None:
         panels[2].set(title="dev score after fine-tuning", xticks=range(len(tasks)), xticklabels=tasks)
     for panel in panels:
         panel.grid(alpha=0.3)
-        panel.legend()
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
     figure.suptitle(
         f"{settings['set']}: {settings['config']}, {settings['budget']}, {settings['threads']} threads, "
         f"{hardware.describe()}",
@@ -255,7 +256,8 @@ def run_set(args: argparse.Namespace) -> None:
             f"{settings[different]!r}; name another --json and --run"
         )
     variants: Result = report["variants"]
-    known: list[str] = report.get("settings", {}).get("tasks", [])
+    scored = {label for found in variants.values() for label in found["tasks"]}
+    known = [spec for spec in report.get("settings", {}).get("tasks", []) if task_label(spec) in scored]
     by_label: dict[str, str] = {}
     for spec in [*known, *args.tasks]:
         if by_label.setdefault(task_label(spec), spec) != spec:
