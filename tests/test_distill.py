@@ -92,7 +92,9 @@ def test_losses_and_gradients_are_the_oracles(norm: str, tmp_path: Path) -> None
     assert all(p.grad is None for p in built.teacher.parameters())
     assert built.teacher.state_dict().keys() == found.weights.keys()
     agreed, similar = float(output[6]), float(output[7])
-    assert 0 <= agreed <= batch.predictions and similar == pytest.approx(58 - float(want[3].detach()), rel=1e-4)
+    assert 0 <= agreed <= batch.predictions and similar == pytest.approx(
+        58 - float(want[3].detach()), rel=1e-4
+    )
 
 
 def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -> None:

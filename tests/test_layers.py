@@ -52,6 +52,7 @@ ALLOWED = {
     "finetune.encoding": {"finetune.files", "finetune.tasks", "tokenizer"},
     "finetune.scores": {"finetune.encoding", "finetune.files", "finetune.tasks"},
     "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
+    "distill": {"config", "engine", "model", "pretrained"},
 }
 WITHOUT_TORCH = {
     *("config", "doctor", "folder", "hf_tokenizer", "schedule", "shards", "spikes", "stopping", "tokenizer"),
