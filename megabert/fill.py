@@ -1,4 +1,5 @@
-"""Words for the [MASK]s of a sentence, from a run's newest checkpoint, also while it is still training.
+"""Words for the [MASK]s of a sentence, from a run's newest checkpoint, also while it is still training, or from a Hugging
+Face folder.
 
 python -m megabert.fill --run DIR "The capital of France is [MASK]."
 python -m megabert.fill --run DIR                    asks for sentences; two texts with ||| between them are a pair
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 
 from megabert import checkpoint, hf_tokenizer, pretrained
+from megabert.foreign import HEADS
 from megabert.pretrained import Pretrained
 
+MLM_HEAD, POOLER, NSP_HEAD = HEADS.values()
 MASK = "[MASK]"
 BETWEEN = "|||"
 PROMPT = "text with [MASK] (an empty line ends) > "
@@ -33,6 +36,13 @@ class Filler:
     """A model and its tokenizer, ready to fill in; on the CPU, so that a run's GPU stays its own."""
 
     def __init__(self, found: Pretrained) -> None:
+        """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
+        if MLM_HEAD in found.initialised:
+            raise ValueError(
+                f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
+            )
+        if found.warning:
+            print(f"warning: {found.run_dir}: {found.warning}", file=sys.stderr)
         self.found = found
         self.model = found.model(torch.device("cpu"))
         self.encoder: Any = hf_tokenizer.build(found.tokenizer)
@@ -67,7 +77,7 @@ class Filler:
             for ids, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         follows = None
-        if pair and self.found.config.model.nsp:
+        if pair and self.found.config.model.nsp and not {POOLER, NSP_HEAD} & {*self.found.initialised}:
             follows = float(self.model.nsp_logits(hidden[-1:]).softmax(-1)[0, 0])
         return Filled(words, follows)
 
@@ -124,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="megabert.fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--run", required=True, help="run folder, or one checkpoint in it")
+    add("--run", required=True, help="run folder, one checkpoint in it, or a Hugging Face folder")
     add("--pair", default="", metavar="TEXT", help="a second text, which may have masks too")
     add("--top", type=int, default=5, metavar="K", help="words a mask")
     add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")

@@ -5,21 +5,82 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from megabert import huggingface
+from megabert.config import Config, ModelConfig, OpsConfig
+from megabert.model import BertForPreTraining
 from megabert.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 LARGEST_JSON = 256 << 20  # bytes
+HEADS = {
+    "cls.predictions.": "masked-LM head",
+    "bert.pooler.": "pooler",
+    "cls.seq_relationship.": "next-sentence head",
+}
+DECODER = "cls.predictions.decoder."
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in the first releases
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """`weights` are fp32 under our names; `initialised`: heads that the folder did not have; `ignored`: its tensors that
+    ours has no place for; `warning`: what to tell the user of its tokenizer, or ""."""
+
+    folder: Path
+    config: Config
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+    initialised: tuple[str, ...]
+    ignored: tuple[str, ...]
+    warning: str
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of step 0 holds besides the weights, but for the step."""
+        return {
+            "config": self.config.model_dump(),
+            "config_sha256": self.config.digest(),
+            "dataset": f"none, converted from {self.folder.resolve().name}: begin a new run with init_from",
+            "tokenizer": self.tokenizer.sha256,
+            "seconds": 0.0,
+        }
+
+
+def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
+    """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
+
+    Heads that are missing are initialised as in a new model; with `nsp` false pooler and next-sentence head are left
+    out. Raises ValueError naming what cannot be converted; nothing of the folder is run.
+    """
+    config_file = folder / CONFIG
+    model = huggingface.from_huggingface_config(read_json(config_file), str(config_file))
+    model = model.model_copy(update={"nsp": nsp})
+    file, tensors = read_weights(folder)
+    weights, initialised, ignored = complete(tensors, model, str(file))
+    found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    if found.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"{found.path}: {found.vocab_size} pieces, but {config_file} says vocab_size={model.vocab_size}"
+        )
+    ours = huggingface.from_huggingface(weights, model)
+    warning = case_warning(folder, found)
+    return Foreign(folder, Config(model=model), ours, found, tuple(initialised), tuple(ignored), warning)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds weights as Hugging Face names them, in one file or several."""
+    return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -94,14 +155,74 @@ def present_name(name: str) -> str:
     return f"bert.{name}" if name.startswith(("embeddings.", "encoder.", "pooler.")) else name
 
 
-def tokenizer_bytes(folder: Path) -> tuple[str, bytes]:
-    """The folder's tokenizer as a file of ours: its name (tokenizer.model or vocab.txt) and content.
+def complete(
+    tensors: Mapping[str, Tensor], model: ModelConfig, where: str
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """The tensors of a whole model under Hugging Face's names; the heads that were made, and the names left out.
 
-    A WordPiece tokenizer.json becomes its vocab.txt. Raises ValueError when there is none or it cannot be expressed.
+    Raises ValueError naming the tensor that is missing, of another shape, or that says that the decoder is not tied.
+    """
+    if model.layers > len(tensors):  # before anything of that size is built
+        raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
+    left = dict(tensors)
+    bias = left.pop(f"{DECODER}bias", None)
+    if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
+        raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
+    decoder = left.pop(f"{DECODER}weight", None)
+    embedding = left.get("bert.embeddings.word_embeddings.weight")
+    if decoder is not None and embedding is not None and not decoder.equal(embedding):
+        raise ValueError(
+            f"{where}: {DECODER}weight is not the word embedding; only tied models can be converted"
+        )
+    shapes = their_shapes(model)
+    made = []
+    torch.manual_seed(Config().seed)
+    for prefix, head in HEADS.items():
+        names = [name for name in shapes if name.startswith(prefix)]
+        if names and not any(name in left for name in names):
+            left |= {name: initial(name, shapes[name], model.init_std) for name in names}
+            made.append(head)
+    weights = {}
+    for name, shape in shapes.items():
+        if name not in left:
+            raise ValueError(f"{where}: no tensor named {name}, which its config asks for")
+        weights[name] = left.pop(name)
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"{where}: {name} is {list(weights[name].shape)}, its config says {list(shape)}")
+    return weights, made, sorted(left)
+
+
+def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by Hugging Face's name."""
+    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+    with torch.device("meta"):
+        ours = {name: tuple(p.shape) for name, p in BertForPreTraining(model, plain).named_parameters()}
+    shapes = {}
+    for theirs, name in huggingface.expected(model).items():
+        first, *rest = ours[name]
+        if name.startswith("embeddings.word."):
+            first = model.vocab_size
+        shapes[theirs] = (first // 3 if ".qkv." in name else first, *rest)
+    return shapes
+
+
+def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """How a new model begins (Devlin et al. 2019): norms as the identity, biases at zero, matrices truncated-normal."""
+    if name.endswith("LayerNorm.weight"):
+        return torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer; of a WordPiece tokenizer.json, what its vocab.txt would be.
+
+    Raises ValueError when there is none or it cannot be expressed.
     """
     for name in TOKENIZERS:
         if (folder / name).is_file():
-            return "vocab.txt" if name == "vocab.txt" else "tokenizer.model", (folder / name).read_bytes()
+            return Tokenizer.load(folder / name)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
@@ -126,7 +247,7 @@ def tokenizer_bytes(folder: Path) -> tuple[str, bytes]:
         raise ValueError(
             f"{path}: model.vocab has a piece with a line end in it, which a vocab.txt cannot hold"
         )
-    return "vocab.txt", "".join(f"{piece}\n" for piece in pieces).encode()
+    return Tokenizer.parse("".join(f"{piece}\n" for piece in pieces).encode(), path)
 
 
 def case_warning(folder: Path, tokenizer: Tokenizer) -> str:

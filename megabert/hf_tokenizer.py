@@ -14,7 +14,6 @@ them the `tokenizers` library's:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from typing import Any
@@ -65,9 +64,7 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     `max_length` is the model's number of positions. Raises as `build` does.
     """
     sentencepiece = tokenizer.kind == "sentencepiece"
-    original = tokenizer.path.read_bytes()
-    if hashlib.sha256(original).hexdigest() != tokenizer.sha256:
-        raise ValueError(f"{tokenizer.path}: was changed while it was read")
+    original = tokenizer.data
     if not sentencepiece:
         original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a piece
     config: dict[str, Any] = NAMES | {
@@ -88,7 +85,7 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         "tokenizer.json": (build(tokenizer).to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": as_json(config),
         "special_tokens_map.json": as_json(tokens),
-        "tokenizer.model" if sentencepiece else "vocab.txt": original,
+        tokenizer.file_name: original,
     }
 
 

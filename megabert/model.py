@@ -11,6 +11,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -225,10 +226,34 @@ class BertForPreTraining(nn.Module):
         With `keep` (int flat positions [N]) the last layer computes only those: [N, D], the same values.
         seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
         """
+        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
+        for normed, _stream in self._run(*inputs, keep, seed):
+            last = normed
+        return last
+
+    def hidden_states(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, seed: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """L + 1 tensors [B, T, D]: what the first layer reads, then what each layer gives; the last is `encode`'s.
+
+        Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
+        the last layer is normalised. Arguments as in `encode`.
+        """
+        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
+        *before, (last, _) = self._run(*inputs, None, seed)
+        return [stream for _, stream in before] + [last]
+
+    def _run(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, keep: Tensor | None, seed: Tensor | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """(normed, stream) of the embeddings and of each layer, as they are computed."""
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
         bounds = native.attention_inputs(self.backends.attention.name, key_start, key_end, lengths)
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)
+        yield normed, x
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
             args = (normed, x, bounds, seed, 4 * index + 4, last)
@@ -236,7 +261,7 @@ class BertForPreTraining(nn.Module):
                 normed, x = checkpoint(layer, *args, use_reentrant=False)
             else:
                 normed, x = layer(*args)
-        return normed
+            yield normed, x
 
     def forward(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,

@@ -1,6 +1,7 @@
 """A trained model is its weights, its config and its tokenizer, and they belong together or nothing is loaded.
 
-Reads committed checkpoints alone and takes no lock, so the run may go on training.
+Of a run, committed checkpoints alone are read and no lock is taken, so it may go on training. Of a Hugging Face folder,
+nothing is run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert import checkpoint, config
+from megabert import checkpoint, config, foreign
 from megabert.config import Config, OpsConfig
 from megabert.model import BertForPreTraining
 from megabert.shards import Manifest
@@ -23,13 +24,19 @@ TOKENIZER_FILES = ("tokenizer.model", "vocab.txt")  # in a run folder
 
 @dataclass(frozen=True)
 class Pretrained:
-    """`weights` are fp32 by parameter name; `state` is what the checkpoint holds besides; `run_dir` is its run folder."""
+    """`weights` are fp32 by parameter name; `state` is what the checkpoint holds besides; `run_dir` is its folder.
+
+    Of a Hugging Face folder, `initialised` are the heads that it did not have and that are those of a new model, and
+    `warning` is what to tell the user of its tokenizer.
+    """
 
     run_dir: Path
     weights: dict[str, Tensor]
     state: dict[str, Any]
     config: Config
     tokenizer: Tokenizer
+    initialised: tuple[str, ...] = ()
+    warning: str = ""
 
     @property
     def step(self) -> int:
@@ -43,14 +50,27 @@ class Pretrained:
 
 
 def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
-    """The newest whole checkpoint of a run folder, or one checkpoint folder.
+    """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder.
 
-    The tokenizer is the file `tokenizer`, or lies in the run folder, or in the dataset the run was trained on. Raises
+    The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises
     ValueError naming what is missing or does not belong to the rest.
     """
     path = Path(source)
     if not path.is_dir():
-        raise ValueError(f"{source}: no such folder; name a run folder or one of its checkpoints")
+        raise ValueError(
+            f"{source}: no such folder; name a run folder, one of its checkpoints, or a Hugging Face folder"
+        )
+    if foreign.is_model_folder(path):
+        read = foreign.read(path, tokenizer)
+        state = read.state() | {"step": 0}
+        return Pretrained(
+            path, read.weights, state, read.config, read.tokenizer, read.initialised, read.warning
+        )
+    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
+        raise ValueError(
+            f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(foreign.WEIGHTS)}, so it is no "
+            "Hugging Face folder"
+        )
     run_dir = path.resolve().parents[1] if (path / "manifest.json").is_file() else path
     newest = checkpoint.newest_step(path)
     while True:

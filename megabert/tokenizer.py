@@ -39,11 +39,14 @@ class Tokenizer:
 
     `pieces` are as they stand in a text, those that start a word with a space before; `word_start` is bool
     [vocab_size], false for special pieces. `word_local`: for any words without whitespace in them, encoding
-    `" ".join(words)` equals encoding them one by one. `processor` is the library's own object.
+    `" ".join(words)` equals encoding them one by one. `processor` is the library's own object, `data` the tokenizer
+    file, whose usual name is `file_name`.
     """
 
     kind: str
+    file_name: str
     processor: Any
+    data: bytes
 
     def __init__(
         self,
@@ -79,11 +82,20 @@ class Tokenizer:
             raise ValueError(f"{path}: is a folder; name the tokenizer file in it") from None
         if not 0 < len(data) <= MAX_BYTES:
             raise ValueError(f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no tokenizer")
+        return Tokenizer.parse(data, path)
+
+    @staticmethod
+    def parse(data: bytes, path: Path) -> Tokenizer:
+        """The tokenizer whose file holds `data`; errors as of `load`, `path` is what they name."""
         sha256 = hashlib.sha256(data).hexdigest()
         not_text = _first_byte_that_is_no_text(data)
+        made: Tokenizer
         if not_text is None:
-            return _WordPiece(path, sha256, data.decode())
-        return _SentencePiece(path, sha256, data, not_text)
+            made = _WordPiece(path, sha256, data.decode())
+        else:
+            made = _SentencePiece(path, sha256, data, not_text)
+        made.data = data
+        return made
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
@@ -116,7 +128,7 @@ def _first_byte_that_is_no_text(data: bytes) -> int | None:
 class _SentencePiece(Tokenizer):
     """A SentencePiece model from its bytes; `not_text` is the byte that shows it to be no vocab.txt."""
 
-    kind = "sentencepiece"
+    kind, file_name = "sentencepiece", "tokenizer.model"
 
     def __init__(self, path: Path, sha256: str, model: bytes, not_text: int) -> None:
         processor = sentencepiece.SentencePieceProcessor()
@@ -161,7 +173,7 @@ class _SentencePiece(Tokenizer):
 class _WordPiece(Tokenizer):
     """BERT's tokenizer over the lines of a vocab.txt."""
 
-    kind = "wordpiece"
+    kind, file_name = "wordpiece", "vocab.txt"
 
     def __init__(self, path: Path, sha256: str, text: str) -> None:
         # Its own thread pool would make every later fork print a warning; whoever set the variable meant it.

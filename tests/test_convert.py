@@ -109,7 +109,7 @@ def test_a_run_comes_back_bit_for_bit(norm: str, kind: str, tmp_path: Path) -> N
     run = runs.make(tmp_path / "run", kind, norm=norm)
     export.export(run, tmp_path / "hf")
     done = convert.convert(tmp_path / "hf", tmp_path / "back")
-    assert not done.initialised and not done.ignored and not done.warnings
+    assert not done.initialised and not done.ignored and not done.warning
     before, after = pretrained.load(run), pretrained.load(tmp_path / "back")
     assert before.weights.keys() == after.weights.keys()
     assert all(before.weights[name].equal(after.weights[name]) for name in before.weights)
@@ -301,8 +301,8 @@ def test_our_names_for_theirs_are_complete() -> None:
     """`their_shapes` against the shapes of what export writes."""
     cfg = pretrained.config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
     written = to_huggingface(runs.model(cfg).state_dict(), cfg)
-    shapes = convert.their_shapes(cfg)
+    shapes = foreign.their_shapes(cfg)
     assert {
-        name: tuple(t.shape) for name, t in written.items() if not name.startswith(convert.DECODER)
+        name: tuple(t.shape) for name, t in written.items() if not name.startswith(foreign.DECODER)
     } == shapes
     assert json.loads(json.dumps(BertConfig().to_dict()))["tie_word_embeddings"] is True

@@ -41,10 +41,10 @@ ALLOWED = {
     "runlock": {"distributed"},
     "folder": set(),
     "packing": set(),
-    "foreign": {"tokenizer"},
+    "foreign": {"config", "huggingface", "model", "tokenizer"},
     "hf_tokenizer": {"tokenizer"},
     "huggingface": {"config"},
-    "pretrained": {"checkpoint", "config", "model", "shards", "tokenizer"},
+    "pretrained": {"checkpoint", "config", "foreign", "model", "shards", "tokenizer"},
     "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
 }
 WITHOUT_TORCH = {

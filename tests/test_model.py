@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import BertConfig
 from transformers import BertForPreTraining as HuggingFace
 
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
-from megabert.huggingface import from_huggingface
+from megabert.huggingface import from_huggingface, to_huggingface, to_huggingface_config
 from megabert.model import BertForPreTraining, Output, parameter_count
 
 VOCAB = 1000  # padded to 1,024
@@ -310,6 +311,30 @@ def test_compiles(choice: OpsConfig) -> None:
     built, inputs = model(choice, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
     compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs), built(**inputs), rtol=1e-5, atol=1e-4)
+
+
+@backends
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@torch.no_grad()
+def test_hidden_states_are_transformers_own(norm: Any, choice: OpsConfig) -> None:
+    """Embeddings and every layer's, to 1e-5, padded and packed; the last one is what `encode` gives."""
+    ours = model(choice, norm=norm).eval()
+    tree = to_huggingface_config(ours.cfg)
+    kind = getattr(transformers, tree["architectures"][0])
+    peer = kind(kind.config_class.from_dict(tree)).eval()
+    peer.load_state_dict(to_huggingface(ours.state_dict(), ours.cfg), strict=False)
+    inputs = encoder_inputs(batch([[32], [17], [9, 20]], 32))
+    states = ours.hidden_states(**inputs)
+    assert len(states) == ours.cfg.layers + 1 and states[-1].equal(ours.encode(**inputs))
+    for row, start, length in [(0, 0, 32), (1, 0, 17), (2, 0, 9), (2, 9, 20)]:
+        part = (slice(row, row + 1), slice(start, start + length))
+        want = peer(
+            inputs["input_ids"][part].long(),
+            token_type_ids=inputs["segment_ids"][part].long(),
+            output_hidden_states=True,
+        ).hidden_states
+        for got, state in zip(states, want, strict=True):
+            assert (got[part] - state).abs().max() <= 1e-5
 
 
 def test_a_model_without_vocabulary_is_refused() -> None:
