@@ -16,7 +16,9 @@ from torch import Tensor
 from megabert.finetune.encoding import Item
 from megabert.packing import Packed, pack
 
-WIDTH = 128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
+WIDTH = (
+    128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
+)
 EVALUATION_TOKENS = 8192  # of one forward pass without gradients
 
 
@@ -43,8 +45,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         places = None if self.places is None else self.places.to(device)
-        moved = {"read": self.read.to(device), "places": places, "targets": self.targets.to(device)}
-        return replace(self, packed=self.packed.to(device), **moved)
+        packed, read, targets = self.packed.to(device), self.read.to(device), self.targets.to(device)
+        return replace(self, packed=packed, read=read, places=places, targets=targets)
 
     def reading(self) -> dict[str, Tensor | None]:
         """What `Finetuner.logits` takes."""

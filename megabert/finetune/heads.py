@@ -30,7 +30,7 @@ LSTM_LAYERS = 2  # section 5.3
 
 @dataclass(frozen=True)
 class Shape:
-    """What is added to an encoder. `outputs`: classes, tags, 1 for a score, 2 for a span. Raises ValueError."""
+    """What is added to an encoder. `outputs`: classes, tags, 1 for a score, 2 for a span."""
 
     kind: str
     outputs: int
@@ -38,10 +38,14 @@ class Shape:
     width: int = 768  # of the BiLSTM, both directions together
     frozen: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.kind in KINDS and self.head in HEADS, self
+    def check(self, layers: int) -> None:
+        """Raises ValueError naming the option that does not go with the others, or with a model of so many layers."""
         if self.head == "bilstm" and (self.kind != "tag" or not self.frozen):
-            raise ValueError("--head bilstm tags words from fixed features: use it with --freeze and a tagging task")
+            raise ValueError(
+                "--head bilstm tags words by fixed features: use it with --freeze and a tagging task"
+            )
+        if self.head == "bilstm" and layers < FEATURE_LAYERS:
+            raise ValueError(f"--head bilstm reads the last {FEATURE_LAYERS} layers, the model has {layers}")
         if self.width < 2 or self.width % 2:
             raise ValueError(f"--width {self.width}: give an even number, half of it for each direction")
 
@@ -116,8 +120,6 @@ class Finetuner(nn.Module):
                 delattr(encoder, name)
         encoder.embeddings.word.register_parameter("bias", None)  # the decoder's
         size = cfg.hidden * (FEATURE_LAYERS if shape.head == "bilstm" else 1)
-        if cfg.layers < FEATURE_LAYERS and shape.head == "bilstm":
-            raise ValueError(f"--head bilstm reads the last {FEATURE_LAYERS} layers, the model has {cfg.layers}")
         self.head: TextHead | TokenHead | BiLstmHead
         if shape.head == "bilstm":
             self.head = BiLstmHead(size, shape.outputs, cfg.init_std, cfg.dropout, shape.width)
@@ -128,7 +130,8 @@ class Finetuner(nn.Module):
         else:
             dropout = cfg.dropout if shape.kind == "tag" else 0.0  # the published span head has none
             self.head = TokenHead(size, shape.outputs, cfg.init_std, dropout)
-        self._fixed = (encoder,) if shape.frozen else ()  # a tuple hides it from parameters() and train()
+        # a tuple hides it from parameters() and train()
+        self.fixed: tuple[BertForPreTraining, ...] = (encoder,) if shape.frozen else ()
         if shape.frozen:
             encoder.eval().requires_grad_(False)
         else:
@@ -139,9 +142,9 @@ class Finetuner(nn.Module):
 
         `places` int64 [N, W] says which of the P belong to one item, for the BiLSTM.
         """
-        if not self._fixed:
+        if not self.fixed:
             return self.head(self.encoder.encode(**inputs, keep=read), places)
-        (encoder,) = self._fixed
+        (encoder,) = self.fixed
         with torch.no_grad():
             if self.shape.head == "linear":
                 hidden = encoder.encode(**inputs, keep=read)
@@ -178,7 +181,11 @@ def span_scores(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def build(
-    config: Config, shape: Shape, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype
+    config: Config,
+    shape: Shape,
+    weights: Mapping[str, Tensor] | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Finetuner:
     """The module to train in fp32, its frozen encoder (if it is) in `dtype` on `device`.
 
@@ -197,7 +204,7 @@ def build(
 
 def frozen_weights(module: Finetuner, start: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The fixed encoder's weights as a saved model names them: those it started with, in fp32, or its random ones."""
-    own = module._fixed[0].state_dict()
+    own = module.fixed[0].state_dict()
     return {f"encoder.{name}": (start[name] if start is not None else w.float()) for name, w in own.items()}
 
 
@@ -207,5 +214,5 @@ def load(module: Finetuner, weights: Mapping[str, Tensor]) -> None:
         {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         for prefix in ("encoder.", "head.")
     )
-    (module._fixed[0] if module._fixed else module.encoder).load_state_dict(encoder)
+    (module.fixed[0] if module.fixed else module.encoder).load_state_dict(encoder)
     module.head.load_state_dict(head)

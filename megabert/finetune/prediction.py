@@ -40,9 +40,9 @@ def logits_of(module: Finetuner, items: Sequence[Item], layout: Layout, world: W
         dist.all_gather(parts, found)
     logits: list[np.ndarray] = [np.zeros((0, outputs), np.float32)] * len(items)
     for rank, part in enumerate(parts):
-        values, at = part.cpu().numpy(), 0
+        rows, at = part.cpu().numpy(), 0
         for i in (i for group in groups[rank :: world.size] for i in group):
-            logits[i] = values[at : at + len(items[i].positions)]
+            logits[i] = rows[at : at + len(items[i].positions)]
             at += len(items[i].positions)
     return logits
 

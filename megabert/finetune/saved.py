@@ -10,7 +10,6 @@ Nothing in it is ever unpickled; it appears whole or not at all.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,8 +81,7 @@ def save(
     tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         save_file({name: w.contiguous() for name, w in weights.items()}, new / WEIGHTS)
-        name = TOKENIZER_FILES[tokenizer.kind == "wordpiece"]
-        shutil.copyfile(tokenizer.path, new / name)
+        (new / tokenizer.file_name).write_bytes(tokenizer.data)
         (new / DESCRIPTION).write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")
 
 
@@ -101,7 +99,8 @@ def load(source: str | Path, device: torch.device) -> Finetuned:
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
-        task = Task(**{k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
+        task = Task(**fields)
         described = Described(
             task,
             tuple(tree["labels"]),

@@ -5,7 +5,7 @@ linearly; at every evaluation the weights that did best on the dev set are kept,
 
     RUN/best/             the best weights (`saved`)
     RUN/metrics.jsonl     and tensorboard/, as in pre-training
-    RUN/predictions.dev   and predictions.test, of the best weights
+    RUN/predictions-dev.* and predictions-test.*, of the best weights
     RUN/result.json       written last: the run is finished
 """
 
@@ -42,6 +42,7 @@ from megabert.pretrained import Pretrained
 from megabert.stopping import Stop
 
 RESULT = "result.json"
+SUFFIXES = {"classify": "tsv", "score": "tsv", "tag": "conll", "span": "json"}  # of predictions
 
 
 class Diverged(RuntimeError):
@@ -135,23 +136,37 @@ def outputs_of(task: Task, labels: Sequence[str]) -> int:
     return {"score": 1, "span": 2}.get(task.kind, len(labels))
 
 
+def describe(data: Data, start: Pretrained, settings: Settings, world_size: int) -> Described:
+    """The model that a run will train. Raises ValueError naming the option that does not fit."""
+    config = configure(start.config, settings, len(data.splits["train"].items), world_size)
+    shape = Shape(
+        *(data.task.kind, outputs_of(data.task, data.labels), settings.head, settings.width, settings.freeze)
+    )
+    shape.check(config.model.layers)
+    causal = start.config.data.masking.strategy == "causal"
+    lengths = (settings.max_length, settings.stride, settings.long)
+    return Described(data.task, data.labels, shape, *lengths, causal, config)
+
+
 class Run:
     """One run in its folder; `train` gives its result, or None where it was asked to stop and has saved."""
 
     def __init__(
-        self, folder: Path, name: str, data: Data, start: Pretrained, settings: Settings, world: World, log: int
+        self,
+        folder: Path,
+        name: str,
+        data: Data,
+        start: Pretrained,
+        settings: Settings,
+        world: World,
+        log: int,
     ) -> None:
         """`start`: model, weights (unless from scratch) and tokenizer. `log`: updates between two lines."""
         self.folder, self.name, self.data, self.start = folder, name, data, start
         self.settings, self.world, self.log_interval = settings, world, log
         self.items = data.splits["train"].items
-        self.config = configure(start.config, settings, len(self.items), world.size)
-        shape = Shape(
-            *(data.task.kind, outputs_of(data.task, data.labels), settings.head, settings.width, settings.freeze)
-        )
-        causal = start.config.data.masking.strategy == "causal"
-        lengths = (settings.max_length, settings.stride, settings.long)
-        self.described = Described(data.task, data.labels, shape, *lengths, causal, self.config)
+        self.described = describe(data, start, settings, world.size)
+        self.config, shape = self.described.config, self.described.shape
         torch.manual_seed(settings.seed)
         scratch = settings.from_scratch
         device, dtype = world.device, DTYPES[self.config.precision]
@@ -168,7 +183,12 @@ class Run:
         parts = range(1, settings.epochs * settings.evaluations + 1)
         self.evaluate_at = {max(1, round(per_epoch * part / settings.evaluations)) for part in parts}
         self.sums: Tensor | None = None
-        self.window = [0.0, 0, 0, 0]  # seconds, updates applied, items and tokens of this rank since the last line
+        self.window = [
+            0.0,
+            0,
+            0,
+            0,
+        ]  # seconds, updates applied, items and tokens of this rank since the last line
         self.sinks: list[Any] = []
 
     def train(self, stop: Stop) -> dict[str, Any] | None:
@@ -291,7 +311,7 @@ class Run:
         for split in self.data.splits.keys() - {"train"}:
             found[split], predictions = self.judge(best.module, split)
             if self.world.is_main:
-                path = self.folder / f"predictions.{split}"
+                path = self.folder / f"predictions-{split}.{SUFFIXES[self.data.task.kind]}"
                 scores.write(self.data.task, self.data.splits[split].examples, predictions, path)
         result = {
             "name": self.name,
