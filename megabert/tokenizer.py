@@ -14,9 +14,12 @@ special id there; everywhere else its ids are the same.)
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
+import sys
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,6 +104,21 @@ class Tokenizer:
         """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
         raise NotImplementedError
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """Ids of each text, those of `encode_batch`, and int64 [n, 2]: first character of each token, and one past its last.
+
+        Characters are those of the text as given, whatever was normalised, and leave out blanks before the token. A token
+        that is but a blank, or one of several that a character became, may have none: its two offsets are equal.
+        """
+        encoded = self._encode_with_offsets(list(texts))
+        return [
+            (ids, _without_blanks(text, np.array(offsets, np.int64).reshape(-1, 2)))
+            for text, (ids, offsets) in zip(texts, encoded, strict=True)
+        ]
+
+    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        raise NotImplementedError
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids; [PAD], [CLS], [SEP] and [MASK] vanish. ValueError for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
@@ -110,6 +128,21 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
+
+
+@functools.cache
+def _blank() -> np.ndarray:
+    """bool [every code point]: whether Unicode calls it a separator, a control or a format character."""
+    kinds = {"Zs", "Zl", "Zp", "Cc", "Cf"}
+    return np.array([unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
+
+
+def _without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
+    """`offsets` with each first character moved past the blanks at it: SentencePiece counts them to the token after."""
+    blank = _blank()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
+    solid = np.append(np.flatnonzero(~blank), len(text))  # characters that are none
+    offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
+    return offsets
 
 
 def _first_byte_that_is_no_text(data: bytes) -> int | None:
@@ -165,6 +198,10 @@ class _SentencePiece(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+
+    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)
+        return [(e["ids"], e["offsets"]) for e in encoded]
 
     def _decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids)
@@ -222,6 +259,9 @@ class _WordPiece(Tokenizer):
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return [e.ids for e in self.processor.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        return [(e.ids, e.offsets) for e in self.processor.encode_batch(texts, add_special_tokens=False)]
 
     def _decode(self, ids: list[int]) -> str:
         vanish = {self.pad_id, self.cls_id, self.sep_id, self.mask_id}

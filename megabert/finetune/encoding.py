@@ -1,22 +1,26 @@
 """What a head reads of an example stands in the item: ids, the positions it reads, and the targets at them.
 
-Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019), or read in windows.
+Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019), or read in windows. Contexts and
+sentences always are: each answer that fits and each word is in some window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from megabert.finetune.files import Example
+from megabert.finetune.files import Example, Question, Text, Words
 from megabert.finetune.tasks import Task
 from megabert.tokenizer import Tokenizer
 
+MAX_QUESTION = 64  # tokens; Devlin et al. 2019's own code
+MIN_LENGTH = 8  # tokens of a window: three special ones and some of each part
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Item:
     """One sequence for the model, [CLS] A [SEP] or [CLS] A [SEP] B [SEP]; several of one example are its windows, in order."""
 
@@ -34,9 +38,30 @@ class Item:
     )  # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2]
 
 
-def labels_of(task: Task, examples: Sequence[Example]) -> tuple[str, ...]:
-    """The labels of a classify or tag task in the order of their classes; () for the other kinds."""
-    raise NotImplementedError
+NO_SPANS = np.zeros((0, 2), np.int64)
+FIRST = np.zeros(1, np.int64)
+
+
+def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
+    """The labels of a classify or tag task in the order of their classes; () for the other kinds.
+
+    Raises ValueError where the examples have one label alone, or the task's F1 is of two classes and there are more.
+    """
+    if task.kind not in ("classify", "tag"):
+        return ()
+    labels = task.labels
+    if not labels:
+        found = (
+            {e.label for e in examples} if task.kind == "classify" else {t for e in examples for t in e.tags}
+        )
+        labels = tuple(sorted(found))
+    if len(labels) < 2:
+        raise ValueError(
+            f"task {task.name}: all examples have the label {labels[0]!r}; two at least are needed"
+        )
+    if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
+        raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
+    return labels
 
 
 def encode(
@@ -50,6 +75,172 @@ def encode(
 ) -> list[Item]:
     """The items of the examples, in their order; `max_length` tokens at most each.
 
-    `stride`: tokens from one window's start to the next one's. `long="pool"` reads a long text in windows too.
+    `stride`: tokens from one window's start to the next one's. `long="pool"` reads a long text in windows too. Raises
+    ValueError naming file and line for a label that is not one of `labels`.
     """
-    raise NotImplementedError
+    if max_length < MIN_LENGTH:
+        raise ValueError(f"{max_length} tokens a sequence are too few; {MIN_LENGTH} at least")
+    if stride < 1:
+        raise ValueError(f"a stride of {stride} tokens; 1 at least")
+    classes = {label: i for i, label in enumerate(labels)}
+    given: Any = examples
+    if task.kind == "span":
+        return list(_spans(given, tokenizer, max_length, stride))
+    if task.kind == "tag":
+        return list(_tags(given, tokenizer, classes, max_length, stride))
+    return list(_texts(task, given, tokenizer, classes, max_length, stride if long == "pool" else 0))
+
+
+def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:
+    """(int32 [CLS] a [SEP] b [SEP], where segment 1 begins)."""
+    cls, sep = np.array([tokenizer.cls_id], np.int32), np.array([tokenizer.sep_id], np.int32)
+    parts = [cls, a, sep] if b is None else [cls, a, sep, b, sep]
+    return np.concatenate(parts), len(a) + 2
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+
+
+def _windows(tokens: int, room: int, stride: int) -> list[int]:
+    """Where the windows of `room` tokens begin; the last one reaches the end."""
+    starts = [0]
+    while starts[-1] + room < tokens:
+        starts.append(starts[-1] + min(stride, room))
+    return starts
+
+
+def _class(where: str, label: str, classes: dict[str, int]) -> int:
+    if label not in classes:
+        raise ValueError(
+            f"{where}: label {label!r:.60} is not in the training file, which has {', '.join(classes)}; "
+            "correct it, or name all labels beforehand"
+        )
+    return classes[label]
+
+
+# ---- texts
+
+
+def _texts(
+    task: Task,
+    examples: Sequence[Text],
+    tokenizer: Tokenizer,
+    classes: dict[str, int],
+    max_length: int,
+    stride: int,
+) -> Iterator[Item]:
+    """`stride` 0: long texts are cut."""
+    firsts = _ids(tokenizer, [e.a for e in examples])
+    seconds = _ids(tokenizer, [e.b or "" for e in examples]) if task.pair else None
+    for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
+        if isinstance(example.label, str):
+            targets = np.array([_class(example.where, example.label, classes)], np.int64)
+        else:
+            targets = np.array([] if example.label is None else [example.label], np.float32)
+        for ids, second in _cut(tokenizer, a, seconds[i] if seconds else None, max_length, stride):
+            yield Item(i, ids, second, FIRST, targets, NO_SPANS)
+
+
+def _cut(
+    tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None, max_length: int, stride: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    if b is None:
+        room = max_length - 2
+        for start in _windows(len(a), room, stride) if stride else [0]:
+            yield _row(tokenizer, a[start : start + room])
+        return
+    room = max_length - 3
+    # What is left where one takes away tokens of the longer part, of b where they are equal, until both fit.
+    keep_a = min(len(a), max(room - len(b), (room + 1) // 2))
+    keep_b = min(len(b), max(room - len(a), room // 2))
+    if not stride:
+        yield _row(tokenizer, a[:keep_a], b[:keep_b])
+    elif len(a) > len(b):
+        for start in _windows(len(a), keep_a, stride):
+            yield _row(tokenizer, a[start : start + keep_a], b[:keep_b])
+    else:
+        for start in _windows(len(b), keep_b, stride):
+            yield _row(tokenizer, a[:keep_a], b[start : start + keep_b])
+
+
+# ---- words
+
+
+def _tags(
+    examples: Sequence[Words], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
+) -> Iterator[Item]:
+    """Every word is encoded on its own; its first piece carries the tag."""
+    distinct = list(dict.fromkeys(word for e in examples for word in e.words))
+    unknown, room = np.array([tokenizer.unk_id], np.int32), max_length - 2
+    encoded = zip(distinct, _ids(tokenizer, distinct), strict=True)
+    pieces = {word: ids[:room] if len(ids) else unknown for word, ids in encoded}
+    for i, example in enumerate(examples):
+        words = [pieces[word] for word in example.words]
+        at = np.cumsum([0, *map(len, words)])  # [words + 1], first token of each
+        targets = np.array([_class(example.where, tag, classes) for tag in example.tags or ()], np.int64)
+        for first, start, end, last in _word_windows(at, room, stride):
+            ids, second = _row(tokenizer, np.concatenate(words[first:last]))
+            positions = 1 + at[start:end] - at[first]
+            yield Item(i, ids, second, positions, targets[start:end], NO_SPANS)
+
+
+def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first word, first it tags, one past the last it tags, one past its last) of each window.
+
+    Two windows share the words they both have half and half, so that each is tagged where it has context.
+    """
+    count, first, start = len(at) - 1, 0, 0
+    while True:
+        last = int(np.searchsorted(at, at[first] + room, "right")) - 1  # whole words that fit
+        if last == count:
+            yield first, start, count, count
+            return
+        following = int(np.searchsorted(at, at[first] + stride))
+        following = min(max(following, first + 1), last)
+        end = (following + last + 1) // 2
+        if end > start:
+            yield first, start, end, last
+        first, start = following, end
+
+
+# ---- spans
+
+
+def _spans(
+    examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, stride: int
+) -> Iterator[Item]:
+    distinct = list(dict.fromkeys(e.context for e in examples))
+    contexts = {
+        context: (np.array(ids, np.int32), offsets)
+        for context, (ids, offsets) in zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True)
+    }
+    longest = min(MAX_QUESTION, (max_length - 3) // 2)
+    for i, (example, asked) in enumerate(
+        zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)
+    ):
+        question, (tokens, offsets) = asked[:longest], contexts[example.context]
+        answer = _tokens_of(example, offsets)
+        room = max_length - 3 - len(question)
+        for start in _windows(len(tokens), room, stride):
+            end = min(start + room, len(tokens))
+            ids, second = _row(tokenizer, question, tokens[start:end])
+            positions = np.concatenate([FIRST, np.arange(second, second + end - start)])
+            targets = np.zeros(0 if example.answers is None else 2, np.int64)
+            if answer and start <= answer[0] and answer[1] < end:
+                targets[:] = answer[0] - start + 1, answer[1] - start + 1
+            char_spans = np.concatenate([np.zeros((1, 2), np.int64), offsets[start:end]])
+            yield Item(i, ids, second, positions, targets, char_spans)
+
+
+def _tokens_of(example: Question, offsets: np.ndarray) -> tuple[int, int] | None:
+    """First and last token of the question's first answer; None without one, or where none of its characters is in a token."""
+    if not example.answers:
+        return None
+    text, start = example.answers[0]
+    start += len(text) - len(text.lstrip())
+    first = int(np.searchsorted(offsets[:, 1], start, "right"))  # the first that ends after the start
+    last = (
+        int(np.searchsorted(offsets[:, 0], start + len(text.strip()))) - 1
+    )  # the last that begins before the end
+    return (first, last) if first <= last else None
