@@ -340,6 +340,7 @@ class Run:
     def open_sinks(self, resumed: bool) -> None:
         if self.world.is_main:
             step = self.progress.step
+            self.folder.mkdir(exist_ok=True)
             self.sinks = [
                 JsonLines(self.folder / "metrics.jsonl", step if resumed else -1),
                 TensorBoard(self.folder / "tensorboard", self.config, step),

@@ -200,19 +200,21 @@ def learn(world, name: str, precision: str, stage: int) -> tuple[float, float]:
     share = np.array_split(np.arange(16), world.size)[world.rank]
     batch = collate([items[i] for i in share], layout(shape))
     lr = 2e-2 if shape.frozen else 3e-3  # random features say less
-    losses = [float(engine.train_update(Update(s, [batch]), lr).losses[0]) for s in range(40)]
+    losses = [float(engine.train_update(Update(s, [batch]), lr).losses[0]) for s in range(25)]
     return float(np.mean(losses[:3])), float(np.mean(losses[-3:]))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks, precision, stage", [(1, "fp32", 0), (1, "bf16", 1), (2, "bf16", 2)])
-def test_every_head_learns_its_items_by_heart_under_the_engine(
-    ranks: int, precision: str, stage: int
+@pytest.mark.parametrize(
+    "ranks, precision, stage, names", [(1, "fp32", 0, tuple(SHAPES)), (2, "bf16", 2, ("span", "bilstm"))]
+)
+def test_heads_learn_their_items_by_heart_under_the_engine(
+    ranks: int, precision: str, stage: int, names: tuple[str, ...]
 ) -> None:
-    for first, last in run_ranks(ranks, learn_all, precision, stage):
+    for first, last in run_ranks(ranks, learn_all, precision, stage, names):
         assert (np.array(last) < 0.7 * np.array(first)).all(), (first, last)
 
 
-def learn_all(world, precision: str, stage: int) -> tuple[list[float], list[float]]:
-    first, last = zip(*(learn(world, name, precision, stage) for name in SHAPES), strict=True)
+def learn_all(world, precision: str, stage: int, names: tuple[str, ...]) -> tuple[list[float], list[float]]:
+    first, last = zip(*(learn(world, name, precision, stage) for name in names), strict=True)
     return list(first), list(last)
