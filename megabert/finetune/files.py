@@ -221,7 +221,7 @@ def _column(path: Path, column: str, header: Sequence[str], width: int) -> int:
         return int(column)
     found = [i for name in column.split("|") for i, h in enumerate(header) if h.strip() == name]
     if not found:
-        raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header)}")
+        raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
     return found[0]
 
 

@@ -41,8 +41,6 @@ class Task:
     metrics: tuple[str, ...] = ()  # (): the kind's first; the first one decides about early stopping
     unanswerable: bool = False  # a span's question may have no answer (SQuAD 2.0)
     cut_rows: bool = False  # the published table has rows cut at a tab or line end: they are left out
-    train: str = "train.tsv"  # the published files' names
-    dev: tuple[str, ...] = ("dev.tsv",)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -101,55 +99,39 @@ def custom(
     return Task("custom", kind, tuple(text), label, id, tuple(labels), tuple(metrics), unanswerable)
 
 
-_YES = ("entailment", "not_entailment")
+_ENTAILMENT = ("entailment", "not_entailment")
+_SENTENCES = ("sentence1", "sentence2")
+_ENTITIES = ("f1", "precision", "recall", "accuracy")
+
+
+def _pair(
+    name: str,
+    text: tuple[str, str],
+    label: str,
+    labels: tuple[str, ...],
+    *metrics: str,
+    cut_rows: bool = False,
+) -> Task:
+    return Task(name, "classify", text, label, labels=labels, metrics=metrics, cut_rows=cut_rows)
+
+
 PRESETS: dict[str, Task] = {
     task.name: task
     for task in (
         # source, label, the author's mark and sentence, without a header
         Task("cola", "classify", ("3",), "1", labels=("0", "1"), metrics=("matthews", "accuracy")),
         Task("sst2", "classify", ("sentence|content",), "label", labels=("0", "1"), metrics=("accuracy",)),
-        Task(
-            *("mrpc", "classify", ("#1 String", "#2 String"), "Quality"),
-            labels=("0", "1"),
-            metrics=("f1", "accuracy"),
-            train="msr_paraphrase_train.txt",
-            dev=("msr_paraphrase_test.txt",),
-        ),
-        Task("stsb", "score", ("sentence1", "sentence2"), "score", metrics=("pearson", "spearman")),
-        Task(
-            *("qqp", "classify", ("question1", "question2"), "is_duplicate"),
-            labels=("0", "1"),
-            metrics=("f1", "accuracy"),
-            cut_rows=True,
-        ),
-        Task(
-            *("mnli", "classify", ("sentence1", "sentence2"), "gold_label"),
-            labels=("contradiction", "entailment", "neutral"),
-            metrics=("accuracy",),
-            dev=("dev_matched.tsv", "dev_mismatched.tsv"),
-        ),
-        Task("qnli", "classify", ("question", "sentence"), "label", labels=_YES, metrics=("accuracy",)),
-        Task("rte", "classify", ("sentence1", "sentence2"), "label", labels=_YES, metrics=("accuracy",)),
-        Task(
-            *("wnli", "classify", ("sentence1", "sentence2"), "label"),
-            labels=("0", "1"),
-            metrics=("accuracy",),
-        ),
-        Task("squad1.1", "span", metrics=("f1", "em"), train="train-v1.1.json", dev=("dev-v1.1.json",)),
-        Task(
-            *("squad2.0", "span"),
-            metrics=("f1", "em", "best_f1"),
-            unanswerable=True,
-            train="train-v2.0.json",
-            dev=("dev-v2.0.json",),
-        ),
+        _pair("mrpc", ("#1 String", "#2 String"), "Quality", ("0", "1"), "f1", "accuracy"),
+        Task("stsb", "score", _SENTENCES, "score", metrics=("pearson", "spearman")),
+        _pair("qqp", ("question1", "question2"), "is_duplicate", ("0", "1"), "f1", "accuracy", cut_rows=True),
+        _pair("mnli", _SENTENCES, "gold_label", ("contradiction", "entailment", "neutral"), "accuracy"),
+        _pair("qnli", ("question", "sentence"), "label", _ENTAILMENT, "accuracy"),
+        _pair("rte", _SENTENCES, "label", _ENTAILMENT, "accuracy"),
+        _pair("wnli", _SENTENCES, "label", ("0", "1"), "accuracy"),
+        Task("squad1.1", "span", metrics=("f1", "em")),
+        Task("squad2.0", "span", metrics=("f1", "em", "best_f1"), unanswerable=True),
         # token, part of speech, chunk, tag
-        Task(
-            *("conll2003", "tag", ("0",), "3"),
-            metrics=("f1", "precision", "recall", "accuracy"),
-            train="eng.train",
-            dev=("eng.testa",),
-        ),
+        Task("conll2003", "tag", ("0",), "3", metrics=_ENTITIES),
     )
 }
 

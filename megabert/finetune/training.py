@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -299,6 +300,8 @@ class Run:
         """A split's scores and predictions, on every rank. A collective."""
         task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
         logits = logits_of(module, part.items, self.described.layout, self.world)
+        if not all(np.isfinite(values).all() for values in logits):
+            raise Diverged(f"{self.folder}: the model's output is not finite; lower --lr")
         shaped = [reshape(values, task.kind) for values in logits]
         predictions = list(scores.decode(task, part.examples, part.items, shaped, labels))
         return scores.score(task, part.examples, predictions, labels), predictions

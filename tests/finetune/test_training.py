@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
     start.weights["embeddings.norm_weight"][0] = float("nan")
     data = data_of(base, "classify", start)
     with pytest.raises(Diverged, match="10 updates in a row"):
-        Run(tmp_path, "name", data, start, change(epochs=4), world, 5).train(Never())
+        Run(tmp_path, "name", data, start, change(batch=4), world, 5).train(Never())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,9 @@ def test_settings_that_do_not_fit(settings, word, base) -> None:
 
 
 def train_on_ranks(world: World, base: str, folder: str, micro_batch: int) -> dict[str, Any]:
-    return run(Path(base), "classify", Path(folder), world, change(zero=1, micro_batch=micro_batch))
+    return run(
+        Path(base), "classify", Path(folder), world, change(zero=1, micro_batch=micro_batch, dropout=0.0)
+    )
 
 
 @pytest.mark.dist

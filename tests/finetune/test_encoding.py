@@ -1,0 +1,262 @@
+"""Items hold what was asked: the right tokens, every word once, every answer where its characters are."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
+from megabert.finetune.files import Question, Text, Words, read
+from megabert.finetune.tasks import PRESETS, custom
+from megabert.tokenizer import SPECIAL_PIECES, Tokenizer
+from tests import wordpiece
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "tasks"
+PLAIN = custom("classify", text=["text"], label="label")
+PAIR = custom("classify", text=["a", "b"], label="y")
+TAG = custom("tag")
+SPAN = PRESETS["squad1.1"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "near",
+    "river",
+    "bank",
+    "and",
+    "sells",
+    "sea",
+    "shells",
+    "by",
+    "shore",
+]
+CORPUS = [" ".join(random.Random(i).choices(WORDS, k=12)) + "." for i in range(200)]
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "wordpiece"])
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "wordpiece":
+        return Tokenizer.load(wordpiece.write(folder / "vocab.txt"))
+    model = io.BytesIO()
+    names = ("pad", "unk", "bos", "eos")
+    options = {f"{name}_id": i for i, name in enumerate(names)}
+    options |= {f"{name}_piece": piece for name, piece in zip(names, SPECIAL_PIECES, strict=False)}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        control_symbols=["[MASK]"],
+        vocab_size=80,
+        minloglevel=2,
+        **options,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return Tokenizer.load(folder / "tokenizer.model")
+
+
+def text(a: str, b: str | None = None, label: str | float | None = "x") -> Text:
+    return Text("0", "t.tsv, line 2", a, b, label)
+
+
+def question(context: str, *answers: str, asked: str = "Who?", start: int | None = None) -> Question:
+    found = [(answer, context.index(answer) if start is None else start) for answer in answers]
+    return Question("q", "dev.json, question q", asked, context, tuple(found))
+
+
+def test_labels_are_the_tasks_or_those_of_the_training_file() -> None:
+    assert labels_of(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
+    assert labels_of(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
+    assert labels_of(TAG, [Words("0", "", ("a", "b"), ("O", "B-x")), Words("1", "", ("c",), ("I-x",))]) == (
+        *("B-x", "I-x", "O"),
+    )
+    assert labels_of(PRESETS["stsb"], []) == labels_of(SPAN, []) == ()
+    with pytest.raises(ValueError, match="all examples have the label 'x'; two at least"):
+        labels_of(PLAIN, [text("a"), text("b")])
+    three = [text("a", label=label) for label in "xyz"]
+    with pytest.raises(ValueError, match="f1 is of two labels, there are 3; take macro_f1"):
+        labels_of(custom("classify", ["text"], "label", ["accuracy", "f1"]), three)
+    assert labels_of(custom("classify", ["text"], "label", ["macro_f1"]), three) == ("x", "y", "z")
+
+
+def test_a_text_and_a_pair_are_laid_out_as_bert_has_them(tokenizer) -> None:
+    a, b = tokenizer.encode_batch(["the quick fox", "sea shells"])
+    (item,) = encode(PLAIN, [text("the quick fox", label="y")], tokenizer, ("x", "y"), 64)
+    assert item.ids.tolist() == [tokenizer.cls_id, *a, tokenizer.sep_id] and item.second == len(item.ids)
+    assert (item.positions.tolist(), item.targets.tolist(), item.example) == ([0], [1], 0)
+    assert item.ids.dtype == np.int32 and item.targets.dtype == item.positions.dtype == np.int64
+    (item,) = encode(PAIR, [text("the quick fox", "sea shells")], tokenizer, ("x", "y"), 64)
+    assert item.ids.tolist() == [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
+    assert item.second == len(a) + 2 and item.char_spans.shape == (0, 2)
+    (score,) = encode(PRESETS["stsb"], [text("fox", "dogs", 2.5)], tokenizer, (), 64)
+    assert score.targets.dtype == np.float32 and score.targets.tolist() == [2.5]
+    (bare,) = encode(PLAIN, [text("fox", label=None)], tokenizer, ("x", "y"), 64)
+    assert len(bare.targets) == 0
+
+
+def test_a_long_pair_loses_tokens_of_the_longer_part(tokenizer) -> None:
+    rng = random.Random(3)
+    for length in (8, 9, 16, 33):
+        for _ in range(20):
+            texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(2)]
+            a, b = tokenizer.encode_batch(texts)
+            while len(a) + len(b) > length - 3:  # the rule of Devlin et al. 2019, a token at a time
+                (a if len(a) > len(b) else b).pop()
+            (item,) = encode(PAIR, [text(*texts)], tokenizer, ("x",), length)
+            want = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
+            assert item.ids.tolist() == want and item.second == len(a) + 2
+
+
+def test_long_texts_are_cut_or_pooled_over_windows(tokenizer) -> None:
+    long, short = " ".join(CORPUS[:6]), "sea shells"
+    ids, other = tokenizer.encode_batch([long, short])
+    examples = [text(short), text(long)]
+    cut = encode(PLAIN, examples, tokenizer, ("x",), 32)
+    assert [i.example for i in cut] == [0, 1] and cut[1].ids.tolist()[1:-1] == ids[:30]
+    pooled = encode(PLAIN, examples, tokenizer, ("x",), 32, stride=20, long="pool")
+    parts = [i.ids.tolist()[1:-1] for i in pooled if i.example == 1]
+    assert len(parts) > 2 and all(part == ids[20 * k : 20 * k + 30] for k, part in enumerate(parts))
+    assert parts[-1][-1] == ids[-1] and len(pooled) == 1 + len(parts)
+    assert all(i.targets.tolist() == [0] for i in pooled)
+    for a, b in ((short, long), (long, short)):
+        pairs = encode(PAIR, [text(a, b)], tokenizer, ("x",), 32, stride=10, long="pool")
+        firsts = [i.ids.tolist()[1 : i.second - 1] for i in pairs]
+        seconds = [i.ids.tolist()[i.second : -1] for i in pairs]
+        whole, windowed = (firsts, seconds) if a == short else (seconds, firsts)
+        assert all(part == other for part in whole) and max(len(i.ids) for i in pairs) == 32
+        assert [t for part in windowed[:-1] for t in part[:10]] + windowed[-1] == ids
+
+
+def test_the_first_piece_of_each_word_carries_its_tag(tokenizer) -> None:
+    words, tags = ("the", "foxes", "\x01", "shells"), ("O", "B-x", "O", "I-x")
+    (item,) = encode(TAG, [Words("0", "", words, tags)], tokenizer, ("B-x", "I-x", "O"), 64)
+    pieces = [ids or [tokenizer.unk_id] for ids in tokenizer.encode_batch(words)]
+    assert pieces[2] == [tokenizer.unk_id]
+    assert item.ids.tolist() == [tokenizer.cls_id, *sum(pieces, []), tokenizer.sep_id]
+    assert item.targets.tolist() == [2, 0, 2, 1] and item.second == len(item.ids)
+    assert [item.ids[p] for p in item.positions] == [p[0] for p in pieces]
+    (bare,) = encode(TAG, [Words("0", "", words, None)], tokenizer, ("B-x", "I-x", "O"), 64)
+    assert bare.targets.tolist() == [] and bare.positions.tolist() == item.positions.tolist()
+
+
+@pytest.mark.parametrize("stride", [1, 5, 9, 1000])
+def test_every_word_is_tagged_once_in_order_and_with_context(tokenizer, stride) -> None:
+    rng = random.Random(stride)
+    labels = tuple(f"B-{i}" for i in range(100))
+    for length in (8, 12, 20):
+        words = rng.choices([*WORDS, "x" * 60, "\x01"], k=60)  # one is longer than a window
+        (example,) = [Words("0", "", tuple(words), labels[:60])]
+        items = encode(TAG, [example], tokenizer, labels, length, stride)
+        assert np.concatenate([i.targets for i in items]).tolist() == list(range(60))
+        assert all(len(i.ids) <= length and i.positions.min() > 0 for i in items)
+        first = [ids[0] if ids else tokenizer.unk_id for ids in tokenizer.encode_batch(words)]
+        assert [int(i.ids[p]) for i in items for p in i.positions] == first
+    plain = rng.choices(WORDS, k=60)
+    items = encode(TAG, [Words("0", "", tuple(plain), None)], tokenizer, labels, 40, 12)
+    if len(items) > 2:  # a word in the middle has neighbours on both sides in its window
+        assert all(i.positions[0] > 1 for i in items[1:])
+        assert all(i.positions[-1] < len(i.ids) - 2 for i in items[:-1])
+
+
+def test_answers_are_where_their_characters_are(tokenizer) -> None:
+    context = "Café ﬁfty\u00a0foxes  jump;\tthe <sea> of “Ada” shells, \u200bnear (the) river bank!"
+    asked = "which foxes?"
+    prefix = len(tokenizer.encode_batch([asked])[0]) + 2
+    for answer in (
+        "Café",
+        "foxes",
+        "foxes  jump",
+        "Ada",
+        "shells",
+        "shells, \u200bnear",
+        "the) river",
+        "bank!",
+    ):
+        (item,) = encode(SPAN, [question(context, answer, asked=asked)], tokenizer, (), 256)
+        start, end = item.targets
+        got = context[item.char_spans[start, 0] : item.char_spans[end, 1]]
+        assert answer in got and len(got) <= len(answer) + 2, (answer, got)
+        assert item.second == prefix and item.positions.tolist() == [0, *range(prefix, len(item.ids) - 1)]
+        assert item.ids.tolist()[prefix:-1] == tokenizer.encode_batch([context])[0]
+        assert item.char_spans.shape == (len(item.positions), 2) and item.char_spans[0].tolist() == [0, 0]
+
+
+def test_an_answer_is_in_each_window_that_holds_it_whole(tokenizer) -> None:
+    context = " ".join(CORPUS[:5]) + " zebra stripes " + " ".join(CORPUS[5:9])
+    asked = "q " * 200
+    items = encode(SPAN, [question(context, "zebra stripes", asked=asked)], tokenizer, (), 48, 7)
+    assert all(
+        i.second == 2 + 22 and len(i.ids) <= 48 for i in items
+    )  # a question takes half the window at most
+    holding = 0
+    for item in items:
+        inside = [context[a:b] for a, b in item.char_spans[1:]]
+        covered = item.char_spans[1, 0] <= context.index("zebra") and item.char_spans[-1, 1] >= (
+            context.index("stripes") + len("stripes")
+        )
+        assert (item.targets.tolist() != [0, 0]) == covered, inside
+        if covered:
+            holding += 1
+            start, end = item.targets
+            assert context[item.char_spans[start, 0] : item.char_spans[end, 1]] == "zebra stripes"
+    assert holding >= 1 and len(items) > 5
+    (wide,) = encode(SPAN, [question("sea", "sea", asked=asked)], tokenizer, (), 512)
+    assert wide.second == 2 + MAX_QUESTION
+
+
+def test_questions_without_answers_or_labels(tokenizer) -> None:
+    none = Question("q", "", "Who?", "The sea.", ())
+    (item,) = encode(PRESETS["squad2.0"], [none], tokenizer, (), 64)
+    assert item.targets.tolist() == [0, 0]
+    (item,) = encode(PRESETS["squad2.0"], [Question("q", "", "Who?", "The sea.", None)], tokenizer, (), 64)
+    assert item.targets.tolist() == []
+    vanished = question("sea \u200b shore", "\u200b")  # an answer that no token holds
+    (item,) = encode(SPAN, [vanished], tokenizer, (), 64)
+    assert item.targets.tolist() == [0, 0] or item.char_spans[item.targets[0], 0] <= 4
+
+
+def test_a_label_that_training_had_not_is_one_line() -> None:
+    tokenizer = Tokenizer.load(wordpiece.published())
+    with pytest.raises(
+        ValueError, match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y;"
+    ):
+        encode(PLAIN, [text("a", label="z")], tokenizer, ("x", "y"), 64)
+    sentence = Words("0", "t.conll, line 9", ("a",), ("B-z",))
+    with pytest.raises(ValueError, match=r"^t\.conll, line 9: label 'B-z' is not in the training file"):
+        encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
+    for length, stride, says in (
+        (7, 128, "7 tokens a sequence are too few"),
+        (64, 0, "a stride of 0 tokens"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            encode(PLAIN, [text("a")], tokenizer, ("x",), length, stride)
+
+
+def test_answers_of_squad_come_back_from_their_tokens() -> None:
+    path = DATA / "squad1.1" / "train-v1.1.json.gz"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not in {DATA}; MEGABERT_DATA names the folder above")
+    examples = read(SPAN, path)[::20]
+    items = encode(SPAN, examples, Tokenizer.load(wordpiece.published()), (), 384)
+    with_answer = [i for i in items if i.targets[0] > 0]
+    exact = contained = 0
+    for item in with_answer:
+        example = examples[item.example]
+        start, end = item.targets
+        got = example.context[item.char_spans[start, 0] : item.char_spans[end, 1]]
+        exact += got == example.answers[0][0]
+        contained += example.answers[0][0].strip() in got
+    assert {i.example for i in with_answer} == set(range(len(examples)))
+    assert contained == len(with_answer)
+    assert exact > 0.99 * len(with_answer)  # the rest ends or begins inside a word

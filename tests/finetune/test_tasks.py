@@ -1,0 +1,77 @@
+"""A task that cannot be is refused in one line when it is described, not when its file is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megabert.finetune import tasks
+from megabert.finetune.tasks import PRESETS, Task, custom, preset
+
+GLUE = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
+
+
+def test_the_presets_are_glues_nine_squad_and_conll() -> None:
+    assert set(PRESETS) == GLUE | {"squad1.1", "squad2.0", "conll2003"}
+    pairs = {name for name in GLUE if PRESETS[name].pair}
+    assert pairs == GLUE - {"cola", "sst2"}
+    # first metrics as Wang et al. 2019 list them in their table 1
+    first = {name: task.metrics[0] for name, task in PRESETS.items()}
+    assert first.pop("cola") == "matthews" and first.pop("stsb") == "pearson"
+    assert {name for name, metric in first.items() if metric == "f1"} == {
+        *("mrpc", "qqp", "squad1.1", "squad2.0", "conll2003"),
+    }
+    assert {metric for name, metric in first.items() if name in GLUE - {"mrpc", "qqp"}} == {"accuracy"}
+    assert preset("mnli").labels == ("contradiction", "entailment", "neutral")
+    assert preset("squad2.0").unanswerable and not preset("squad1.1").unanswerable
+
+
+def test_a_preset_takes_other_columns_and_metrics() -> None:
+    mine = replace(preset("sst2"), text=("content",), metrics=("f1", "accuracy"))
+    assert (mine.text, mine.label, mine.metrics) == (("content",), "label", ("f1", "accuracy"))
+
+
+def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
+    tagged = custom("tag")
+    assert (tagged.text, tagged.label, tagged.metrics) == (("0",), "-1", ("f1",))
+    assert custom("score", text=["a", "b"], label="y").metrics == ("pearson",)
+    assert custom("classify", text=["a"], label="y", labels=["no", "yes"]).labels == ("no", "yes")
+    assert custom("span", unanswerable=True).unanswerable
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kind": "cluster"}, "'cluster' is none of classify, score, tag, span"),
+        ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
+        ({"text": ()}, "one or two text columns and a label column"),
+        ({"text": ("a", "b", "c")}, "one or two text columns"),
+        ({"text": ("",)}, "name them"),
+        ({"label": ""}, "a label column; name them"),
+        ({"text": ("0",)}, "all columns by name or all by number"),
+        ({"text": ("0",), "label": "1", "id": "key"}, "all columns by name or all by number"),
+        ({"labels": ("x", "y", "x")}, "not distinct"),
+        ({"kind": "score", "metrics": (), "labels": ("1", "2")}, "has no labels"),
+        ({"kind": "tag", "metrics": ()}, "must be a number"),
+        ({"kind": "tag", "metrics": (), "text": ("0",), "label": "1", "id": "2"}, "have no id"),
+        ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
+        ({"kind": "span", "metrics": ()}, "no columns to name"),
+        ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),
+    ],
+)
+def test_what_cannot_be_is_one_line(changes, says) -> None:
+    with pytest.raises(ValueError) as caught:
+        replace(Task("mine", "classify", ("a",), "y"), **changes)
+    assert says in str(caught.value) and "\n" not in str(caught.value) and "task mine" in str(caught.value)
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"no task 'sst-2'; known are cola, sst2, .*conll2003"):
+        preset("sst-2")
+
+
+def test_every_kind_has_metrics() -> None:
+    assert set(tasks.METRICS) == {"classify", "score", "tag", "span"}
+    for kind, metrics in tasks.METRICS.items():
+        assert len(metrics) >= 2 and len(set(metrics)) == len(metrics), kind
