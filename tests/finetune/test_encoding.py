@@ -23,25 +23,7 @@ PLAIN = custom("classify", text=["text"], label="label")
 PAIR = custom("classify", text=["a", "b"], label="y")
 TAG = custom("tag")
 SPAN = PRESETS["squad1.1"]
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "near",
-    "river",
-    "bank",
-    "and",
-    "sells",
-    "sea",
-    "shells",
-    "by",
-    "shore",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "river", "sea", "shells", "by", "shore"]  # fmt: skip
 CORPUS = [" ".join(random.Random(i).choices(WORDS, k=12)) + "." for i in range(200)]
 
 
@@ -58,7 +40,8 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
         sentence_iterator=iter(CORPUS),
         model_writer=model,
         control_symbols=["[MASK]"],
-        vocab_size=80,
+        vocab_size=60,
+        hard_vocab_limit=False,
         minloglevel=2,
         **options,
     )
@@ -143,7 +126,7 @@ def test_the_first_piece_of_each_word_carries_its_tag(tokenizer) -> None:
     (item,) = encode(TAG, [Words("0", "", words, tags)], tokenizer, ("B-x", "I-x", "O"), 64)
     pieces = [ids or [tokenizer.unk_id] for ids in tokenizer.encode_batch(words)]
     assert pieces[2] == [tokenizer.unk_id]
-    assert item.ids.tolist() == [tokenizer.cls_id, *sum(pieces, []), tokenizer.sep_id]
+    assert item.ids.tolist() == [tokenizer.cls_id, *(i for p in pieces for i in p), tokenizer.sep_id]
     assert item.targets.tolist() == [2, 0, 2, 1] and item.second == len(item.ids)
     assert [item.ids[p] for p in item.positions] == [p[0] for p in pieces]
     (bare,) = encode(TAG, [Words("0", "", words, None)], tokenizer, ("B-x", "I-x", "O"), 64)
@@ -223,11 +206,10 @@ def test_questions_without_answers_or_labels(tokenizer) -> None:
     assert item.targets.tolist() == []
     vanished = question("sea \u200b shore", "\u200b")  # an answer that no token holds
     (item,) = encode(SPAN, [vanished], tokenizer, (), 64)
-    assert item.targets.tolist() == [0, 0] or item.char_spans[item.targets[0], 0] <= 4
+    assert item.targets.tolist() == [0, 0] and item.positions[0] == 0
 
 
-def test_a_label_that_training_had_not_is_one_line() -> None:
-    tokenizer = Tokenizer.load(wordpiece.published())
+def test_a_label_that_training_had_not_is_one_line(tokenizer) -> None:
     with pytest.raises(
         ValueError, match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y;"
     ):
@@ -247,7 +229,7 @@ def test_answers_of_squad_come_back_from_their_tokens() -> None:
     path = DATA / "squad1.1" / "train-v1.1.json.gz"
     if not path.is_file():
         pytest.skip(f"{path.name} is not in {DATA}; MEGABERT_DATA names the folder above")
-    examples = read(SPAN, path)[::20]
+    examples = read(SPAN, path)[:3000]
     items = encode(SPAN, examples, Tokenizer.load(wordpiece.published()), (), 384)
     with_answer = [i for i in items if i.targets[0] > 0]
     exact = contained = 0

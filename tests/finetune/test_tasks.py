@@ -37,7 +37,7 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
     assert (tagged.text, tagged.label, tagged.metrics) == (("0",), "-1", ("f1",))
     assert custom("score", text=["a", "b"], label="y").metrics == ("pearson",)
     assert custom("classify", text=["a"], label="y", labels=["no", "yes"]).labels == ("no", "yes")
-    assert custom("span", unanswerable=True).unanswerable
+    assert custom("span").metrics == ("f1",) and not custom("span").unanswerable
 
 
 @pytest.mark.parametrize(
