@@ -54,6 +54,43 @@ def test_encoding_is_sentencepieces_own_and_decodes_to_the_text(path):
     assert tokenizer.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
+    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
+    texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
+    encoded = tokenizer.encode_with_offsets(texts)
+    assert [ids for ids, _ in encoded] == tokenizer.encode_batch(texts)
+    for text, (ids, offsets) in zip(texts, encoded, strict=True):
+        assert offsets.shape == (len(ids), 2) and offsets.dtype == np.int64
+        solid = "".join(text.replace("\u200b", " ").split())
+        shown = [text[a:b] for a, b in offsets]
+        assert "".join(shown) == solid and not any(s != s.strip() for s in shown)
+        if kind == "sentencepiece" and text in TEXT:
+            assert shown == [tokenizer.pieces[i].strip() for i in ids]
+    rng = np.random.default_rng(4)
+    points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
+    odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
+    for text, (ids, offsets) in zip(odd, tokenizer.encode_with_offsets(odd), strict=True):
+        assert [ids] == tokenizer.encode_batch([text])
+        assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
+        assert offsets.min() >= 0 and offsets.max() <= len(text)
+        assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
+
+
+def test_offsets_outlive_normalisation(path, tmp_path):
+    """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
+    text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
+    pieces, lower = (
+        Tokenizer.load(p).encode_with_offsets([text])[0][1]
+        for p in (path, wordpiece.write(tmp_path / "v.txt"))
+    )
+    for offsets in (pieces, lower):
+        covered = set().union(*(range(a, b) for a, b in offsets))
+        assert {i for i, c in enumerate(text) if c != " " and c != "\u0301"} <= covered
+        assert not covered & {i for i, c in enumerate(text) if c == " "}
+        assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index(" sea") + 1
+
+
 def test_special_ids_never_come_from_text_but_unknown(path):
     tokenizer = Tokenizer.load(path)
     assert tokenizer.special_ids == SPECIAL_IDS == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}

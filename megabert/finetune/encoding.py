@@ -39,7 +39,9 @@ class Item:
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
+ORIGIN = np.zeros((1, 2), np.int64)
 FIRST = np.zeros(1, np.int64)
+CHUNK = 512  # contexts encoded at once: what the libraries return for a token takes some 200 bytes
 
 
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ def _class(where: str, label: str, classes: dict[str, int]) -> int:
     if label not in classes:
         raise ValueError(
             f"{where}: label {label!r:.60} is not in the training file, which has {', '.join(classes)}; "
-            "correct it, or name all labels beforehand"
+            "correct it, or train with an example of it"
         )
     return classes[label]
 
@@ -211,16 +213,17 @@ def _spans(
     examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, stride: int
 ) -> Iterator[Item]:
     distinct = list(dict.fromkeys(e.context for e in examples))
-    contexts = {
-        context: (np.array(ids, np.int32), offsets)
-        for context, (ids, offsets) in zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True)
-    }
+    contexts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for at in range(0, len(distinct), CHUNK):
+        part = distinct[at : at + CHUNK]
+        for context, (listed, offsets) in zip(part, tokenizer.encode_with_offsets(part), strict=True):
+            contexts[context] = np.array(listed, np.int32), np.concatenate([ORIGIN, offsets])
     longest = min(MAX_QUESTION, (max_length - 3) // 2)
     for i, (example, asked) in enumerate(
         zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)
     ):
-        question, (tokens, offsets) = asked[:longest], contexts[example.context]
-        answer = _tokens_of(example, offsets)
+        question, (tokens, char_spans) = asked[:longest], contexts[example.context]
+        answer = _tokens_of(example, char_spans[1:])
         room = max_length - 3 - len(question)
         for start in _windows(len(tokens), room, stride):
             end = min(start + room, len(tokens))
@@ -229,18 +232,19 @@ def _spans(
             targets = np.zeros(0 if example.answers is None else 2, np.int64)
             if answer and start <= answer[0] and answer[1] < end:
                 targets[:] = answer[0] - start + 1, answer[1] - start + 1
-            char_spans = np.concatenate([np.zeros((1, 2), np.int64), offsets[start:end]])
-            yield Item(i, ids, second, positions, targets, char_spans)
+            inside = char_spans[: end + 1]  # most contexts are one window: their questions share the array
+            if start:
+                inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
+            yield Item(i, ids, second, positions, targets, inside)
 
 
 def _tokens_of(example: Question, offsets: np.ndarray) -> tuple[int, int] | None:
-    """First and last token of the question's first answer; None without one, or where none of its characters is in a token."""
+    """First and last token of the question's first answer; None without one, or where no token has a character of it."""
     if not example.answers:
         return None
     text, start = example.answers[0]
     start += len(text) - len(text.lstrip())
+    end = start + len(text.strip())
     first = int(np.searchsorted(offsets[:, 1], start, "right"))  # the first that ends after the start
-    last = (
-        int(np.searchsorted(offsets[:, 0], start + len(text.strip()))) - 1
-    )  # the last that begins before the end
+    last = int(np.searchsorted(offsets[:, 0], end)) - 1  # the last that begins before the end
     return (first, last) if first <= last else None

@@ -77,9 +77,7 @@ def _answer(
     best: dict[tuple[int, int], float] = {}
     null = math.inf
     for spans, logits in windows:
-        null = min(
-            null, float(logits[0].sum())
-        )  # [CLS]: the window in which no answer is least likely decides
+        null = min(null, float(logits[0].sum()))  # of [CLS]; the window that is surest of an answer decides
         tokens = len(spans) - 1
         ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))
         reach = np.lib.stride_tricks.sliding_window_view(ends, MAX_ANSWER)[:tokens]  # [tokens, MAX_ANSWER]
@@ -87,8 +85,10 @@ def _answer(
         for flat in np.argsort(-values, kind="stable")[:N_BEST].tolist():
             first, last = 1 + flat // MAX_ANSWER, 1 + flat // MAX_ANSWER + flat % MAX_ANSWER
             if last <= tokens:
-                span = int(spans[first, 0]), int(spans[last, 1])
-                if context[slice(*span)].strip():
+                begin = int(spans[first, 0])
+                text = context[begin : int(spans[last, 1])].rstrip()  # the last token may be but a blank
+                if text:
+                    span = begin, begin + len(text)
                     best[span] = max(best.get(span, -math.inf), float(values[flat]))
     ranked = sorted(best, key=lambda span: -best[span])[:N_BEST]
     if not ranked:
@@ -131,7 +131,10 @@ def score(
     wanted = [*task.metrics]
     if "best_f1" in wanted:
         wanted.insert(wanted.index("best_f1") + 1, "best_f1_threshold")
-    return {name: float(figures[name]()) for name in wanted}
+    with warnings.catch_warnings():  # the libraries say where they divide by nothing
+        for category in (UserWarning, RuntimeWarning):
+            warnings.simplefilter("ignore", category)
+        return {name: float(figures[name]()) for name in wanted}
 
 
 Figures = dict[str, Callable[[], float]]
@@ -177,9 +180,7 @@ def _correlated(
     def correlation(of: Callable[..., Any]) -> float:
         if len(truth) < 2:
             return 0.0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", stats.ConstantInputWarning)
-            found = float(of(truth, predictions).statistic)
+        found = float(of(truth, predictions).statistic)
         return 0.0 if math.isnan(found) else found
 
     return {"pearson": lambda: correlation(stats.pearsonr), "spearman": lambda: correlation(stats.spearmanr)}
@@ -192,10 +193,8 @@ def _tagged(truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str] | 
         from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
         found = [["O"] * len(t) if p is None else list(p) for t, p in zip(truth, predictions, strict=True)]
-        with warnings.catch_warnings():  # it says that it divides by nothing where there is no entity at all
-            warnings.simplefilter("ignore")
-            true = [list(t) for t in truth]
-            figures = precision_recall_fscore_support(true, found, average="micro", zero_division=0)
+        true = [list(t) for t in truth]
+        figures = precision_recall_fscore_support(true, found, average="micro", zero_division=0)
         return float(figures[which])
 
     def accuracy() -> float:

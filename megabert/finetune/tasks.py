@@ -91,12 +91,11 @@ def custom(
     metrics: Sequence[str] = (),
     id: str = "",
     labels: Sequence[str] = (),
-    unanswerable: bool = False,
 ) -> Task:
     """A task of one's own. Tag: token in column 0 and tag in the last one unless told otherwise."""
     if kind == "tag":
         text, label = text or ("0",), label or "-1"
-    return Task("custom", kind, tuple(text), label, id, tuple(labels), tuple(metrics), unanswerable)
+    return Task("custom", kind, tuple(text), label, id, tuple(labels), tuple(metrics))
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
