@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--from-scratch", action="store_true", default=None, help="same shape, random weights")
     add("--precision", choices=("bf16", "fp32"))
     add("--zero", type=int, choices=(0, 1, 2), help="DeepSpeed ZeRO stage")
-    add("--log", type=int, default=20, metavar="UPDATES", help="between progress lines")
+    add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, default=-1, help="set by launchers")
     return parser.parse_args(argv)
 
@@ -91,9 +91,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     given = {f.name: getattr(args, f.name, None) for f in fields(Settings)}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     check(settings)
-    for name, least in (("log", 1), ("limit", 0)):
+    for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be at least {least}")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     return settings
 
 
@@ -187,7 +187,7 @@ def run_all(args: argparse.Namespace, world: World, stop: Stop) -> int:
         folder = output / name
         result = world.broadcast(search.result_of(folder) if world.is_main else None)
         if result is None:
-            result = Run(folder, name, data, start, chosen, world, args.log).train(stop)
+            result = Run(folder, name, data, start, chosen, world, args.log_interval).train(stop)
         if result is None:
             return REQUEUE
         results.append(result)

@@ -139,7 +139,7 @@ def updates(
         step += 1
 
 
-def chunks(items: Sequence[Item], tokens: int = EVALUATION_TOKENS) -> list[list[int]]:
+def chunks(items: Sequence[Item], tokens: int) -> list[list[int]]:
     """Indices of `items`, longest first, in groups of at most `tokens` tokens (but never none)."""
     groups: list[list[int]] = []
     room = 0

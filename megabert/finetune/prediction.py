@@ -12,17 +12,22 @@ import torch.distributed as dist
 
 from megabert.distributed import World
 from megabert.finetune import encoding, files, saved, scores
-from megabert.finetune.batches import Layout, chunks, collate
+from megabert.finetune.batches import EVALUATION_TOKENS, Layout, chunks, collate
 from megabert.finetune.encoding import Item
 from megabert.finetune.heads import Finetuner
 
 
 @torch.no_grad()
-def logits_of(module: Finetuner, items: Sequence[Item], layout: Layout, world: World) -> list[np.ndarray]:
-    """fp32 [p, K] of every item, on every rank. A collective; dropout is off, the mode is afterwards as before."""
+def logits_of(
+    module: Finetuner, items: Sequence[Item], layout: Layout, world: World, tokens: int = EVALUATION_TOKENS
+) -> list[np.ndarray]:
+    """fp32 [p, K] of every item, on every rank, `tokens` tokens at a time. A collective.
+
+    Dropout is off; the module's mode is afterwards as before.
+    """
     training = module.training
     module.eval()
-    groups = chunks(items)
+    groups = chunks(items, tokens)
     sizes = [[sum(len(items[i].positions) for i in group) for group in groups[r :: world.size]]
              for r in range(world.size)]  # fmt: skip
     outputs = module.shape.outputs

@@ -206,7 +206,11 @@ def learn(world, name: str, precision: str, stage: int) -> tuple[float, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "ranks, precision, stage, names", [(1, "fp32", 0, tuple(SHAPES)), (2, "bf16", 2, ("span", "bilstm"))]
+    "ranks, precision, stage, names",
+    [
+        (1, "fp32", 0, tuple(SHAPES)),
+        pytest.param(2, "bf16", 2, ("span", "bilstm"), marks=pytest.mark.slow),
+    ],
 )
 def test_heads_learn_their_items_by_heart_under_the_engine(
     ranks: int, precision: str, stage: int, names: tuple[str, ...]

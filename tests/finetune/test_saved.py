@@ -99,27 +99,29 @@ def test_predictions_are_those_of_each_text_alone(folder: Path, tmp_path: Path) 
     assert set(want) <= {"even", "odd"} and len(want) == 50
 
 
-def logits_on_ranks(world: World, folder: str, tokens: int) -> list[np.ndarray]:
+def logits_on_ranks(world: World, folder: str, *tokens: int) -> list[list[np.ndarray]]:
     found = saved.load(folder, CPU)
     task = found.described.task
-    items = encoding.encode(task, files.read(task, Path(folder) / "texts.tsv"), found.tokenizer, ("even", "odd"), 32)
-    prediction.chunks = lambda items: chunks_of(items, tokens)
-    return prediction.logits_of(found.module, items, found.described.layout, world)
-
-
-def chunks_of(items, tokens: int) -> list[list[int]]:
-    from megabert.finetune.batches import chunks
-
-    return chunks(items, tokens)
+    examples = files.read(task, Path(folder) / "texts.tsv")
+    items = encoding.encode(task, examples, found.tokenizer, ("even", "odd"), 32)
+    layout = found.described.layout
+    return [prediction.logits_of(found.module, items, layout, world, n) for n in tokens]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tokens", [100, 8192])
-def test_ranks_share_the_items(folder: Path, tokens: int) -> None:
-    """With 8,192 tokens a pass there is one group of items for two ranks."""
-    alone = logits_on_ranks(discover({}), str(folder), 8192)
-    for found in run_ranks(2, logits_on_ranks, str(folder), tokens):
-        assert max(np.abs(a - b).max() for a, b in zip(alone, found, strict=True)) < 1e-6
+def test_ranks_share_the_items(folder: Path) -> None:
+    """Also where one of them has nothing to do: 8,192 tokens at a time are one group."""
+    (alone,) = logits_on_ranks(discover({}), str(folder), 8192)
+    for results in run_ranks(2, logits_on_ranks, str(folder), 100, 8192):
+        for found in results:
+            assert max(np.abs(a - b).max() for a, b in zip(alone, found, strict=True)) < 1e-6
+
+
+def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.tsv").write_text("text\nw1 w2\nw2 w1\n")
+    assert prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({})) == 2
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert len(lines) == 3 and all(line.split("\t")[-1] in ("even", "odd") for line in lines[1:])
 
 
 def test_a_description_is_json_of_its_own(folder: Path) -> None:

@@ -57,7 +57,9 @@ def test_a_point_is_the_mean_and_the_sample_deviation_of_its_seeds() -> None:
     assert other["scores"]["dev"]["accuracy"]["std"] == pytest.approx(0.0282842712)  # 0.04 / sqrt(2)
     assert [row["point"]["lr"] for row in search.summarise(runs, ["lr"], "f1")] == [2e-5, 5e-5]
     lines = search.table([best, other]).splitlines()
-    assert lines[0].split() == "lr runs dev accuracy dev f1 test accuracy test f1 seconds".split()
+    assert lines[0].split() == [
+        *("lr", "runs", "dev", "accuracy", "dev", "f1", "test", "accuracy", "test", "f1", "seconds")
+    ]
     assert lines[2].split()[:5] == ["2e-05", "2", "0.7200", "±", "0.0283"]
     assert len({len(line) for line in lines}) == 1
 

@@ -38,12 +38,12 @@ class Never:
         return self.left == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def world() -> World:
     return distributed.init(distributed.discover({}))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     problem.write_run(folder / "run")
