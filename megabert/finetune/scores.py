@@ -217,6 +217,7 @@ def _answered(
     truth: list[tuple[tuple[str, int], ...]], predictions: Sequence[dict[str, Any] | None], unanswerable: bool
 ) -> Figures:
     gold = [_gold(answers, unanswerable) for answers in truth]
+    has_answer = [bool(answers) for answers in truth]  # be it nothing once normalised
 
     def mean(figure: Callable[[str, str], float]) -> float:
         return sum(
@@ -231,8 +232,8 @@ def _answered(
     return {
         "em": lambda: mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
         "f1": lambda: mean(f1),
-        "best_f1": lambda: _best_threshold(gold, predictions)[0],
-        "best_f1_threshold": lambda: _best_threshold(gold, predictions)[1],
+        "best_f1": lambda: _best_threshold(gold, has_answer, predictions)[0],
+        "best_f1_threshold": lambda: _best_threshold(gold, has_answer, predictions)[1],
     }
 
 
@@ -260,22 +261,21 @@ def overlap(predicted: str, answer: str, unanswerable: bool) -> float:
 
 
 def _best_threshold(
-    gold: list[list[str]], predictions: Sequence[dict[str, Any] | None]
+    gold: list[list[str]], has_answer: list[bool], predictions: Sequence[dict[str, Any] | None]
 ) -> tuple[float, float]:
     """The best F1 that a threshold on the probability of no answer gives, and the lowest such threshold."""
-    given = [
-        (p["no_answer_probability"], p, answers) for answers, p in zip(gold, predictions, strict=True) if p
-    ]
-    now = best = float(sum(answers == [""] for _, _, answers in given))  # everything has no answer
+    whole = zip(predictions, gold, has_answer, strict=True)
+    given = [(p, answers, has) for p, answers, has in whole if p is not None]
+    now = best = float(sum(not has for _, _, has in given))  # nothing is answered
     threshold = 0.0
-    for probability, p, answers in sorted(given, key=lambda g: g[0]):
+    for p, answers, has in sorted(given, key=lambda g: g[0]["no_answer_probability"]):
         text = p["n_best"][0]["text"] if p["n_best"] else ""
-        if answers != [""]:
+        if has:
             now += max(overlap(text, answer, True) for answer in answers)
         elif text:
             now -= 1
         if now > best:
-            best, threshold = now, probability
+            best, threshold = now, p["no_answer_probability"]
     return best / len(gold), threshold
 
 

@@ -266,6 +266,10 @@ def test_the_best_threshold_by_hand() -> None:
     # with that threshold as SQuAD's script applies it (above it: no answer), F1 is what was promised
     applied = [said(p["n_best"][0]["text"] if p["no_answer_probability"] <= 0.6 else "") for p in given]
     assert score(replace(SQUAD2, metrics=("f1",)), asked, applied)["f1"] == pytest.approx(figures["best_f1"])
+    # an answer that is nothing once normalised is one: giving none is right, and costs nothing to leave out
+    assert score(task, questions([["the"], []]), [said("", 0.1, ""), said("", 0.2, "x")]) == pytest.approx(
+        {"best_f1": 1.0, "best_f1_threshold": 0.1}
+    )
     never = [said("", 0.5, "wrong"), said("", 0.5, "wrong"), None]
     assert score(task, questions([["Rome"], [], []]), never) == pytest.approx(
         {"best_f1": 1 / 3, "best_f1_threshold": 0.0}
