@@ -41,6 +41,7 @@ ALLOWED = {
     "runlock": {"distributed"},
     "folder": set(),
     "packing": set(),
+    "features": {"packing", "pretrained"},
     "foreign": {"config", "huggingface", "model", "tokenizer"},
     "hf_tokenizer": {"tokenizer"},
     "huggingface": {"config"},

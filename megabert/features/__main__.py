@@ -1,0 +1,144 @@
+"""Fixed features: a trained model's vectors of texts, as in Devlin et al. 2019, section 5.3.
+
+python -m megabert.features --model DIR --input lines.txt --output vectors.npz
+python -m megabert.features --model DIR --input FILE.tsv --text COLUMN --pool mean --output vectors.parquet
+python -m megabert.features --model DIR --compare crane "A crane stood in the reeds." "The crane lifted the steel."
+
+DIR is a run folder, one of its checkpoints, or a Hugging Face folder. Vectors are in the order of the input, and are the
+same whatever the batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megabert import pretrained
+from megabert.features import vectors
+from megabert.features.extraction import LAYERS, POOLS, Extractor
+from megabert.features.texts import texts_of
+from megabert.features.vectors import Form
+from megabert.features.words import comparison, uses_of
+from megabert.pretrained import Pretrained
+
+
+@dataclass(frozen=True)
+class Done:
+    texts: int
+    truncated: int
+    max_length: int
+
+
+def extract(
+    source: str, input: str, output: str, columns: Sequence[str] = (), tokenizer: str = "", **options: Any
+) -> Done:
+    """Write the vectors of the texts in `input`; `options` are Extractor's. Raises ValueError or OSError naming the
+    mistake, before anything is computed where it can be known; `output` is there only when all went well."""
+    path, target = Path(input), Path(output)
+    vectors.check(target)
+    total = sum(1 for _ in texts_of(path, columns))
+    if not total:
+        raise ValueError(f"{path}: has no text in it")
+    extractor = Extractor(_load(source, tokenizer), **options)
+    found = extractor.found
+    about = {
+        "model": str(source), "step": found.step, "tokenizer_sha256": found.tokenizer.sha256,
+        "layers": options.get("layers", "last"), "pool": extractor.pool,
+    }  # fmt: skip
+    form = Form(extractor.width, extractor.dtype, extractor.pool != "none", found.tokenizer.pieces, about)
+    truncated = 0
+    with (
+        vectors.appearing(target, form) as writer,
+        tqdm(total=total, unit=" texts", disable=None, leave=False) as bar,
+    ):
+        for part in extractor.parts(texts_of(path, columns)):
+            writer.add(part)
+            truncated += int(part.truncated.sum())
+            bar.update(len(part.lengths))
+    return Done(total, truncated, extractor.max_length)
+
+
+def _load(source: str, tokenizer: str) -> Pretrained:
+    found = pretrained.load(source, tokenizer)
+    if found.warning:
+        print(f"warning: {source}: {found.warning}", file=sys.stderr)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megabert.features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add("--input", help="a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz")
+    add("--output", help="file to write: .npz, .parquet or .safetensors; must not exist")
+    add("--text", action="append", default=[], metavar="COLUMN", help="column of the text; twice for a pair")
+    add(
+        "--layers",
+        default="last",
+        help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out (%(default)s)",
+    )
+    add(
+        "--pool",
+        default="none",
+        choices=POOLS,
+        help="none: a vector a token, [CLS] and [SEP] too; else one a "
+        "text: of [CLS] (of [SEP] in a left-to-right model), or mean or max over all of its tokens (%(default)s)",
+    )
+    add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors (%(default)s)")
+    add(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut longer texts to N tokens (the model's most)",
+    )
+    add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once (%(default)s)")
+    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add("--compare", metavar="WORD", help="show the cosines between the uses of a word in TEXTs instead")
+    add("texts", nargs="*", metavar="TEXT", help="texts that --compare looks at")
+    args = parser.parse_args(argv)
+    options = {"layers": args.layers, "max_length": args.max_length, "batch_tokens": args.batch_tokens}
+    try:
+        if args.compare:
+            if not args.texts or args.input or args.output or args.text:
+                raise ValueError("--compare WORD TEXT…: takes texts, and no --input, --output and --text")
+            extractor = Extractor(_load(args.model, args.tokenizer), **options)
+            print(comparison(args.compare, uses_of(args.compare, args.texts, extractor), args.layers))
+            return 0
+        if not args.input or not args.output or args.texts:
+            raise ValueError("give --input FILE and --output FILE, or --compare WORD TEXT…")
+        if len(args.text) > 2:
+            raise ValueError(f"--text {args.text[2]}: a pair has two texts, this is a third")
+        done = extract(
+            args.model,
+            args.input,
+            args.output,
+            args.text,
+            args.tokenizer,
+            pool=args.pool,
+            dtype=args.dtype,
+            **options,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.output}: vectors of {done.texts:,} texts")
+    if done.truncated:
+        print(
+            f"warning: {done.truncated:,} of them are longer than {done.max_length} tokens and lost their end: `truncated` "
+            "says which",
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
