@@ -51,6 +51,8 @@ ALLOWED = {
     "finetune.files": {"finetune.tasks"},
     "finetune.encoding": {"finetune.files", "finetune.tasks", "tokenizer"},
     "finetune.scores": {"finetune.encoding", "finetune.files", "finetune.tasks"},
+    "finetune.batches": {"finetune.encoding", "packing"},
+    "finetune.heads": {"config", "model"},
     "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
     "distill": {"config", "engine", "model", "pretrained"},
 }

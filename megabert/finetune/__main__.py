@@ -1,0 +1,238 @@
+"""Fine-tune a pre-trained model on a task, and predict with it.
+
+python -m megabert.finetune --model RUN --task sst2 --train train.tsv --dev dev.tsv --output DIR
+python -m megabert.finetune --model RUN --kind classify --text review --label stars --metric accuracy …
+python -m megabert.finetune … --seeds 3 --grid lr=2e-5,3e-5,5e-5 batch=16,32
+python -m megabert.finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
+torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
+
+RUN is a run folder, one of its checkpoints, or a Hugging Face folder. The same command again goes on where it was.
+Exit codes: 0 all runs are finished; 2 a mistake in the command or the files, said in one line; 3 training diverged;
+85 stopped by TERM, USR1 or USR2 with everything saved: start the same command again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from megabert.stopping import leave_when_signalled
+
+    leave_when_signalled()  # before the slow imports
+
+import argparse
+import hashlib
+import shlex
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megabert import distributed, pretrained, runlock
+from megabert.distributed import World
+from megabert.finetune import encoding, files, prediction, search, tasks
+from megabert.finetune.heads import HEADS, KINDS
+from megabert.finetune.tasks import Task
+from megabert.finetune.training import Data, Diverged, Run, Settings, Split, describe
+from megabert.memory import keep_freed_memory
+from megabert.pretrained import Pretrained
+from megabert.stopping import REQUEUE, Stop
+
+OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megabert.finetune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="pre-trained model; with --predict a fine-tuned one")
+    add("--tokenizer", default="", help="its tokenizer, where the model's folder has none")
+    add("--output", required=True, help="folder of the runs; with --predict the file to write")
+    add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed)")
+    add("--task", default="", help=f"known task: {', '.join(tasks.PRESETS)}")
+    add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
+    add("--text", action="append", default=[], metavar="COLUMN", help="text column; twice for a pair")
+    add("--label", default="", metavar="COLUMN", help="label column")
+    add("--metric", action="append", default=[], help="several times; the first decides what is best")
+    add("--train", default="", metavar="FILE")
+    add("--dev", default="", metavar="FILE", help="decides about the best weights and early stopping")
+    add("--test", default="", metavar="FILE", help="labelled too; scored with the best weights")
+    add("--limit", type=int, default=0, help="use so many examples of each file, for trying out")
+    add("--seeds", type=int, nargs="+", default=[1], help="how many, or which")
+    add("--grid", nargs="+", default=[], metavar="NAME=A,B", help=f"over {', '.join(search.AXES)}")
+    add("--lr", type=float, help="peak learning rate")
+    add("--batch", type=int, help="texts (windows of long ones) an update")
+    add("--micro-batch", type=int, help="of one forward pass on one rank; 0: all of a rank's share")
+    add("--epochs", type=int)
+    add("--dropout", type=float)
+    add("--warmup", type=float, help="share of the updates")
+    add("--weight-decay", type=float)
+    add("--max-length", type=int, help="tokens of a text or window")
+    add("--stride", type=int, help="tokens from one window to the next")
+    add("--long", choices=("truncate", "pool"), help="texts that are longer: cut, or windows averaged")
+    add("--evaluations", type=int, help="an epoch")
+    add("--patience", type=int, help="evaluations without improvement that end a run; 0: never")
+    add("--freeze", action="store_true", default=None, help="fixed features: only the added layers learn")
+    add("--head", choices=HEADS, help="bilstm: two layers over the words of fixed features")
+    add("--width", type=int, help="of the BiLSTM, both directions together")
+    add("--from-scratch", action="store_true", default=None, help="same shape, random weights")
+    add("--precision", choices=("bf16", "fp32"))
+    add("--zero", type=int, choices=(0, 1, 2), help="DeepSpeed ZeRO stage")
+    add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
+    add("--local_rank", type=int, default=-1, help="set by launchers")
+    return parser.parse_args(argv)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The options that were given, over the defaults. Raises ValueError naming one that is out of range."""
+    given = {f.name: getattr(args, f.name, None) for f in fields(Settings)}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    check(settings)
+    for name, least in (("log_interval", 1), ("limit", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    return settings
+
+
+def check(settings: Settings) -> None:
+    """Raises ValueError naming an option that is out of range."""
+    at_least = {
+        **{"batch": 1, "micro_batch": 0, "epochs": 1, "max_length": 4, "stride": 1, "evaluations": 1},
+        **{"patience": 0, "weight_decay": 0, "dropout": 0, "warmup": 0, "lr": 0},
+    }
+    below = {"dropout": 1.0, "warmup": 1.0, "lr": 1.0}
+    for name, least in at_least.items():
+        value, option = getattr(settings, name), name.replace("_", "-")
+        if not least <= value < below.get(name, float("inf")) or (name == "lr" and not value):
+            limit = f" and below {below[name]:g}" if name in below else ""
+            raise ValueError(
+                f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
+            )
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """The task that is meant. Raises ValueError for none, two, or an unknown one."""
+    if bool(args.task) == bool(args.kind):
+        raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
+    if args.kind:
+        return tasks.custom(args.kind, text=args.text, label=args.label, metrics=args.metric)
+    given = {"text": tuple(args.text), "label": args.label, "metrics": tuple(args.metric)}
+    return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
+
+
+def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Settings) -> Data:
+    """The task's files, encoded. Raises ValueError naming file and line of what cannot be used."""
+    paths = {"train": args.train, "dev": args.dev} | ({"test": args.test} if args.test else {})
+    for name, path in paths.items():
+        if not path:
+            raise ValueError(f"--{name} is missing: name a file")
+    examples = {name: files.read(task, path) for name, path in paths.items()}
+    if args.limit:
+        examples = {name: part[: args.limit] for name, part in examples.items()}
+    labels = encoding.labels_of(task, examples["train"])
+    splits = {}
+    for name, part in examples.items():
+        items = encoding.encode(
+            *(task, part, start.tokenizer, labels, settings.max_length),
+            stride=settings.stride,
+            long=settings.long,  # type: ignore[arg-type]
+        )
+        splits[name] = Split(part, items)
+    return Data(task, labels, splits)
+
+
+def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, Any]:
+    """What decides the results besides the settings, in a form that can be compared."""
+    digest = hashlib.sha256()
+    for name in sorted(start.weights):
+        digest.update(name.encode() + start.weights[name].contiguous().numpy().tobytes())
+    found = {
+        "task": task.name,
+        "kind": task.kind,
+        **{"text": list(task.text), "label": task.label, "metrics": list(task.metrics)},
+        "model_sha256": digest.hexdigest(),
+        "limit": args.limit,
+    }
+    for name in ("train", "dev", "test"):
+        if path := getattr(args, name):
+            found[f"{name}_sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def run_all(args: argparse.Namespace, world: World, stop: Stop) -> int:
+    """Every combination that has no result yet, then the table."""
+    task, settings = task_of(args), settings_of(args)
+    grid = search.parse_grid(args.grid)
+    runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
+    for chosen in runs.values():
+        check(chosen)
+    start = pretrained.load(args.model, args.tokenizer)
+    if start.warning:
+        say(world, f"warning: {start.warning}")
+    data = read(args, task, start, settings)
+    for name, split in data.splits.items():
+        say(world, f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")
+    common = search.common_settings(settings, grid, facts(args, task, start))
+    for chosen in runs.values():  # whatever does not fit is said before anything is written
+        describe(data, start, chosen, world.size)
+    output = Path(args.output)
+    together(world, lambda: search.refuse(output, common))
+    runlock.take(output, world)
+    together(world, lambda: search.claim(output, common))
+    results = []
+    for name, chosen in runs.items():
+        folder = output / name
+        result = world.broadcast(search.result_of(folder) if world.is_main else None)
+        if result is None:
+            result = Run(folder, name, data, start, chosen, world, args.log_interval).train(stop)
+        if result is None:
+            return REQUEUE
+        results.append(result)
+    rows = search.summarise(results, list(grid), task.metrics[0])
+    say(world, search.table(rows))
+    if world.is_main:
+        search.write_summary(output, shlex.join(sys.argv), common, rows, results)
+    return OK
+
+
+def together(world: World, action: Callable[[], None]) -> None:
+    """What rank 0 does, with its error raised on every rank as ValueError. A collective."""
+    problem = ""
+    if world.is_main:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := world.broadcast(problem):
+        raise ValueError(problem)
+
+
+def say(world: World, text: str) -> None:
+    if world.is_main:
+        print(text, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, world = parse(argv), None
+    try:
+        world = distributed.discover()
+        keep_freed_memory()
+        world = distributed.init(world)
+        if args.predict:
+            count = prediction.predict_file(args.model, args.predict, args.output, world)
+            say(world, f"{args.output}: {count:,} predictions")
+            return OK
+        return run_all(args, world, Stop())
+    except (ValueError, OSError, Diverged) as error:
+        if world is None or world.is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_TRAINING if isinstance(error, Diverged) else USER_ERROR
+    finally:
+        distributed.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(distributed.leave_exit_code(main()))

@@ -1,0 +1,152 @@
+"""What an update holds is a function of the seed and its number; items are laid into rows so that hardly a pad is computed.
+
+Items (a text, or a window of one) are what a batch counts. A rank without items in an update still gets a batch: one
+token that nothing is read from, so that its losses are 0 and it takes part in every collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megabert.finetune.encoding import Item
+from megabert.packing import Packed, pack
+
+WIDTH = (
+    128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
+)
+EVALUATION_TOKENS = 8192  # of one forward pass without gradients
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How items become tensors: the task's kind, the longest item, whether attention is causal, and whether the head reads
+    an item's positions as a sequence (`places`)."""
+
+    kind: str
+    max_length: int
+    causal: bool = False
+    sequences: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N items in packed rows; P positions are read, in the items' order. `targets` are empty where there are no labels."""
+
+    packed: Packed
+    read: Tensor  # int64 [P], flat positions
+    places: Tensor | None  # int64 [N, W]: which of the P belong to each item; -1 after its last
+    targets: Tensor  # int64 [N] class | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
+    items: int
+
+    def to(self, device: torch.device | str) -> Batch:
+        places = None if self.places is None else self.places.to(device)
+        packed, read, targets = self.packed.to(device), self.read.to(device), self.targets.to(device)
+        return replace(self, packed=packed, read=read, places=places, targets=targets)
+
+    def reading(self) -> dict[str, Tensor | None]:
+        """What `Finetuner.logits` takes."""
+        return {**self.packed.inputs(), "read": self.read, "places": self.places}
+
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What `Finetuner.forward` takes."""
+        return {**self.reading(), "targets": self.targets}
+
+    @property
+    def tokens(self) -> int:
+        return int(self.packed.lengths.sum())
+
+
+@dataclass(frozen=True)
+class Update:
+    """This rank's micro-batches of update `step`, counted from 0."""
+
+    step: int
+    batches: list[Batch]
+
+
+def collate(items: Sequence[Item], layout: Layout) -> Batch:
+    """One batch of `items`; without any, the batch that adds nothing."""
+    ids = [item.ids for item in items] or [np.zeros(1, np.int32)]
+    seconds = [item.second for item in items] or [1]
+    longest = max(map(len, ids))
+    packed = pack(ids, seconds, max(longest, min(WIDTH, layout.max_length)), layout.causal)
+    read = [packed.starts[i] + read_at(item, layout) for i, item in enumerate(items)]
+    places = None
+    if layout.sequences or layout.kind == "span":
+        places = torch.from_numpy(_places([len(item.positions) for item in items]))
+    return Batch(
+        packed,
+        torch.from_numpy(np.concatenate(read or [np.zeros(0, np.int64)])),
+        places,
+        _targets(items, layout.kind),
+        len(items),
+    )
+
+
+def read_at(item: Item, layout: Layout) -> np.ndarray:
+    """int64 [p], where an item is read: what is read at [CLS] is read at the last token of a causal model, which alone has
+    seen the whole text."""
+    if not layout.causal:
+        return item.positions
+    return np.where(item.positions == 0, len(item.ids) - 1, item.positions)
+
+
+def _places(sizes: Sequence[int]) -> np.ndarray:
+    places = np.full((len(sizes), max(sizes, default=1)), -1, np.int64)
+    first = 0
+    for row, size in enumerate(sizes):
+        places[row, :size] = np.arange(first, first + size)
+        first += size
+    return places
+
+
+def _targets(items: Sequence[Item], kind: str) -> Tensor:
+    dtype = np.float32 if kind == "score" else np.int64
+    found = [np.asarray(item.targets, dtype) for item in items if len(item.targets)]
+    targets = torch.from_numpy(np.concatenate(found or [np.zeros(0, dtype)]))
+    return targets.view(-1, 2) if kind == "span" else targets
+
+
+def order(items: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [items]: the permutation of an epoch, a function of (seed, epoch)."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(items)
+
+
+def steps_per_epoch(items: int, batch: int) -> int:
+    """Updates of an epoch; the last one may hold fewer items."""
+    return -(-items // batch)
+
+
+def updates(
+    items: Sequence[Item], layout: Layout, seed: int, batch: int, first: int, micro_steps: int,
+    rank: int = 0, ranks: int = 1,
+) -> Iterator[Update]:  # fmt: skip
+    """This rank's part of the updates from `first` on, without end. Ranks and micro-steps split every global batch evenly."""
+    per_epoch = steps_per_epoch(len(items), batch)
+    step, epoch, shuffled = first, -1, np.zeros(0, np.int64)
+    while True:
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            shuffled = order(len(items), seed, epoch)
+        at = step % per_epoch * batch
+        parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)
+        yield Update(step, [collate([items[i] for i in part], layout) for part in parts[rank::ranks]])
+        step += 1
+
+
+def chunks(items: Sequence[Item], tokens: int) -> list[list[int]]:
+    """Indices of `items`, longest first, in groups of at most `tokens` tokens (but never none)."""
+    groups: list[list[int]] = []
+    room = 0
+    for i in sorted(range(len(items)), key=lambda i: -len(items[i].ids)):
+        if not groups or room < len(items[i].ids):
+            groups.append([])
+            room = tokens
+        groups[-1].append(i)
+        room -= len(items[i].ids)
+    return groups

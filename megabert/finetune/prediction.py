@@ -1,0 +1,80 @@
+"""What a model says of items does not depend on how many ranks ask it, nor, but for rounding, on what is packed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megabert.distributed import World
+from megabert.finetune import encoding, files, saved, scores
+from megabert.finetune.batches import EVALUATION_TOKENS, Layout, chunks, collate
+from megabert.finetune.encoding import Item
+from megabert.finetune.heads import Finetuner
+
+
+@torch.no_grad()
+def logits_of(
+    module: Finetuner, items: Sequence[Item], layout: Layout, world: World, tokens: int = EVALUATION_TOKENS
+) -> list[np.ndarray]:
+    """fp32 [p, K] of every item, on every rank, `tokens` tokens at a time. A collective.
+
+    Dropout is off; the module's mode is afterwards as before.
+    """
+    training = module.training
+    module.eval()
+    groups = chunks(items, tokens)
+    sizes = [[sum(len(items[i].positions) for i in group) for group in groups[r :: world.size]]
+             for r in range(world.size)]  # fmt: skip
+    outputs = module.shape.outputs
+    found = torch.zeros(max(map(sum, sizes)), outputs, device=world.device)
+    at = 0
+    for group in groups[world.rank :: world.size]:
+        batch = collate([items[i] for i in group], layout).to(world.device)
+        values = module.logits(**batch.reading())  # type: ignore[arg-type]
+        found[at : at + len(values)] = values
+        at += len(values)
+    module.train(training)
+    parts = [found]
+    if world.size > 1:
+        parts = [torch.empty_like(found) for _ in range(world.size)]
+        dist.all_gather(parts, found)
+    logits: list[np.ndarray] = [np.zeros((0, outputs), np.float32)] * len(items)
+    for rank, part in enumerate(parts):
+        rows, at = part.cpu().numpy(), 0
+        for i in (i for group in groups[rank :: world.size] for i in group):
+            logits[i] = rows[at : at + len(items[i].positions)]
+            at += len(items[i].positions)
+    return logits
+
+
+def predict_file(source: str | Path, path: str | Path, output: str | Path, world: World) -> int:
+    """Write a fine-tuned model's predictions for a file, whose labels are not read; how many there are.
+
+    Raises ValueError naming what cannot be used; nothing is written then.
+    """
+    found = saved.load(source, world.device)
+    described = found.described
+    examples = files.read(described.task, path, labelled=False)
+    items = encoding.encode(
+        *(described.task, examples, found.tokenizer, described.labels, described.max_length),
+        stride=described.stride,
+        long=described.long,
+    )
+    logits = logits_of(found.module, items, described.layout, world)
+    predictions: list[Any] = scores.decode(
+        *(described.task, examples, items, [reshape(x, described.task.kind) for x in logits]),
+        described.labels,
+    )
+    if world.is_main:
+        scores.write(described.task, examples, predictions, output)
+    return len(predictions)
+
+
+def reshape(logits: np.ndarray, kind: str) -> np.ndarray:
+    """[1, K] of a text -> [K], as `scores.decode` takes them; [p, K] of tags and spans stay."""
+    return logits[0] if kind in ("classify", "score") else logits

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megabert.finetune import batches
+from megabert.finetune.batches import Layout, chunks, collate, order, updates
+from tests.finetune import small
+
+
+def layout(kind: str, **options: object) -> Layout:
+    return Layout(kind, 16, **options)
+
+
+@pytest.mark.parametrize("kind", ["classify", "score", "tag", "span"])
+def test_what_is_read_is_what_the_items_say(kind: str) -> None:
+    items = small.items(kind, 20)
+    batch = collate(items, layout(kind))
+    flat = batch.packed.input_ids.flatten()
+    want = np.concatenate([item.ids[item.positions] for item in items])
+    assert flat[batch.read].tolist() == want.tolist()
+    assert batch.tokens == sum(len(item.ids) for item in items) and batch.items == 20
+    targets = np.concatenate([item.targets for item in items])
+    assert batch.targets.flatten().tolist() == targets.tolist()
+    assert str(batch.targets.dtype) == ("torch.float32" if kind == "score" else "torch.int64")
+
+
+def test_places_say_which_positions_belong_to_an_item() -> None:
+    items = small.items("tag", 5)
+    batch = collate(items, layout("tag", sequences=True))
+    assert batch.places is not None
+    at = 0
+    for row, item in zip(batch.places.tolist(), items, strict=True):
+        size = len(item.positions)
+        assert row == [*range(at, at + size), *[-1] * (len(row) - size)]
+        at += size
+    assert collate(items, layout("tag")).places is None
+
+
+def test_a_causal_model_is_read_at_the_last_token() -> None:
+    items = small.items("classify", 6)
+    batch = collate(items, layout("classify", causal=True))
+    assert batch.packed.input_ids.flatten()[batch.read].tolist() == [small.SEP] * 6
+    ends, positions = batch.packed.key_end, batch.packed.position_ids
+    seen = ends - batch.packed.key_start
+    assert (seen[ends > 0] == positions[ends > 0] + 1).all()
+    spans = small.items("span", 6)
+    read = [batches.read_at(item, layout("span", causal=True)) for item in spans]
+    assert [r[0] for r in read] == [len(item.ids) - 1 for item in spans]
+    assert all((r[1:] == item.positions[1:]).all() for r, item in zip(read, spans, strict=True))
+
+
+def test_rows_are_at_least_as_wide_as_max_length_allows() -> None:
+    items = small.items("classify", 30)
+    assert collate(items, Layout("classify", 16)).packed.input_ids.shape[1] == 16
+    wide = collate(items, Layout("classify", 512)).packed.input_ids
+    assert wide.shape[1] == batches.WIDTH
+    assert len(wide) == -(-sum(len(item.ids) for item in items) // batches.WIDTH)  # hardly a pad
+
+
+def test_the_order_is_a_permutation_that_the_seed_and_the_epoch_decide() -> None:
+    one = order(1000, 1, 0)
+    assert sorted(one.tolist()) == list(range(1000))
+    assert (one == order(1000, 1, 0)).all()
+    for other in (order(1000, 1, 1), order(1000, 2, 0)):
+        assert (one != other).mean() > 0.9
+
+
+@pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (2, 1), (1, 4), (2, 2), (3, 1)])
+def test_ranks_and_micro_steps_split_the_same_global_batches(ranks: int, micro_steps: int) -> None:
+    items = small.items("classify", 29)
+    streams = [updates(items, layout("classify"), 5, 12, 0, micro_steps, r, ranks) for r in range(ranks)]
+    for step in range(7):  # epochs of 3 updates, the last one of each holds 5 items
+        parts = [next(stream) for stream in streams]
+        found = [b for part in parts for b in part.batches]
+        assert all(part.step == step and len(part.batches) == micro_steps for part in parts)
+        at = step % 3 * 12
+        want = [items[i] for i in order(29, 5, step // 3)[at : at + 12]]
+        assert sum(b.items for b in found) == len(want) == (5 if step % 3 == 2 else 12)
+        assert sorted(t for b in found for t in b.targets.tolist()) == sorted(int(i.targets[0]) for i in want)
+        assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
+
+
+def test_updates_begin_anywhere() -> None:
+    items = small.items("classify", 29)
+    stream = updates(items, layout("classify"), 5, 12, 0, 1)
+    all_of_them = [next(stream) for _ in range(8)]
+    later = updates(items, layout("classify"), 5, 12, 5, 1)
+    for before in all_of_them[5:]:
+        again = next(later)
+        assert again.step == before.step
+        assert again.batches[0].packed.input_ids.equal(before.batches[0].packed.input_ids)
+
+
+def test_a_batch_without_items_reads_nothing() -> None:
+    for kind in ("classify", "score", "tag", "span"):
+        batch = collate([], layout(kind))
+        assert batch.items == 0 and len(batch.read) == 0 and len(batch.targets) == 0
+        assert batch.packed.input_ids.shape == (1, 16)
+
+
+def test_chunks_hold_every_item_once_and_no_more_tokens_than_allowed() -> None:
+    items = small.items("classify", 100)
+    groups = chunks(items, 50)
+    assert sorted(i for group in groups for i in group) == list(range(100))
+    assert all(sum(len(items[i].ids) for i in group) <= 50 for group in groups)
+    assert len(groups) <= 1.2 * sum(len(item.ids) for item in items) / 50
+    assert [len(group) for group in chunks(items, 1)] == [1] * 100

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megabert.finetune.__main__ import USER_ERROR, main
+from megabert.stopping import SIGNALS
+from tests.finetune import problem
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    problem.write_run(folder / "run")
+    for name, seed in (("train", 1), ("dev", 2), ("test", 3)):
+        problem.write_texts(folder / f"{name}.tsv", 24, seed)
+        problem.write_tags(folder / f"{name}.conll", 24, seed)
+    (folder / "unlabelled.tsv").write_text("text\nw1 w2\nw2 w1\n")
+    (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
+    (folder / "pickle").mkdir()
+    (folder / "pickle" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (folder / "pickle" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))
+    (folder / "other").mkdir()
+    (folder / "other" / "notes.txt").write_text("mine")
+    return folder
+
+
+def arguments(base: Path, output: Path, **changes: str) -> list[str]:
+    options = {
+        "model": "run", "train": "train.tsv", "dev": "dev.tsv", "kind": "classify", "text": "text",
+        "label": "label", "output": str(output), "max-length": "32", "batch": "8", "epochs": "1",
+    }  # fmt: skip
+    options |= {name.replace("_", "-"): value for name, value in changes.items()}
+    paths = {"model", "train", "dev", "test", "predict"}
+    given = []
+    for name, value in options.items():
+        if value:
+            given += [f"--{name}", *([str(base / value)] if name in paths else value.split(" "))]
+    return given
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"kind": "", "text": "", "label": "", "task": "sentiment"}, "no task 'sentiment'"),
+        ({"kind": ""}, "name one --task"),
+        ({"task": "sst2"}, "name one --task"),
+        ({"metric": "bleu"}, "metric 'bleu'"),
+        ({"model": "absent"}, "no such folder"),
+        ({"model": "other"}, "no run folder"),
+        ({"model": "pickle"}, "error:"),
+        ({"train": ""}, "--train is missing"),
+        ({"train": "absent.tsv"}, "absent.tsv"),
+        ({"dev": "unseen.tsv"}, "unseen.tsv"),
+        ({"dev": "unlabelled.tsv"}, "label"),
+        ({"label": "stars"}, "stars"),
+        ({"max_length": "512"}, "the model has 16 positions|the model has 32 positions"),
+        ({"grid": "momentum=1,2"}, "--grid momentum"),
+        ({"grid": "batch=0,8"}, "--batch 0"),
+        ({"seeds": "0"}, "--seeds 0"),
+        ({"lr": "0"}, "--lr 0"),
+        ({"lr": "nan"}, "--lr nan"),
+        ({"dropout": "1"}, "--dropout 1"),
+        ({"log_interval": "0"}, "--log-interval 0"),
+        ({"head": "bilstm"}, "--head bilstm"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(changes, word, base, tmp_path, capsys) -> None:
+    assert main(arguments(base, tmp_path / "out", **changes)) == USER_ERROR
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1, text
+    assert re.search(word, text), text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_other_things_is_left_as_it_is(base, capsys) -> None:
+    assert main(arguments(base, base / "other")) == USER_ERROR
+    assert "notes.txt" in capsys.readouterr().err
+    assert [path.name for path in (base / "other").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "model, word", [("run", "is no fine-tuned model"), ("absent", "is no fine-tuned model")]
+)
+def test_predicting_needs_a_fine_tuned_model(model, word, base, tmp_path, capsys) -> None:
+    given = ["--model", str(base / model), "--predict", str(base / "dev.tsv")]
+    assert main([*given, "--output", str(tmp_path / "x")]) == USER_ERROR
+    assert word in capsys.readouterr().err and not (tmp_path / "x").exists()

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megabert import distributed, pretrained
+from megabert.distributed import World
+from megabert.finetune import encoding, files, saved, tasks, training
+from megabert.finetune.training import Data, Diverged, Run, Settings, Split
+from megabert.pretrained import Pretrained
+from tests.finetune import problem
+from tests.ranks import run_ranks
+
+TASKS = {
+    "classify": tasks.custom("classify", text=["text"], label="label"),
+    "tag": tasks.custom("tag", metrics=["f1", "accuracy"]),
+    "span": tasks.preset("squad1.1"),
+}
+WRITERS = {"classify": problem.write_texts, "tag": problem.write_tags, "span": problem.write_questions}
+SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
+
+
+class Never:
+    """A stop that is requested at the n-th question."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.left = at
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.fixture
+def world() -> World:
+    return distributed.init(distributed.discover({}))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finetune")
+    problem.write_run(folder / "run")
+    for kind, write in WRITERS.items():
+        write(folder / f"{kind}.train", 60, 1)
+        write(folder / f"{kind}.dev", 30, 2)
+    return folder
+
+
+def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTINGS) -> Data:
+    task, splits = TASKS[kind], {}
+    examples = {name: files.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
+    labels = encoding.labels_of(task, examples["train"])
+    for name, part in examples.items():
+        lengths = (settings.max_length, settings.stride)
+        splits[name] = Split(part, encoding.encode(task, part, start.tokenizer, labels, *lengths))
+    return Data(task, labels, splits)
+
+
+def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
+    start = pretrained.load(base / "run")
+    data = data_of(base, kind, start, settings)
+    return Run(folder, "name", data, start, settings, world, 2).train(stop or Never())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "best" / saved.WEIGHTS)
+
+
+def change(**values: Any) -> Settings:
+    return replace(SETTINGS, **values)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_path, world) -> None:
+    settings = change(epochs=3 if kind == "tag" else 1, evaluations=2)
+    result = run(base, kind, tmp_path, world, settings)
+    per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).splits["train"].items) // 8)
+    assert result["steps"] == settings.epochs * per_epoch
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    main = TASKS[kind].metrics[0]
+    dev = [line[f"dev/{main}"] for line in lines if f"dev/{main}" in line]
+    assert len(dev) == 2 * settings.epochs
+    assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
+    assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / f"predictions-dev.{training.SUFFIXES[kind]}").stat().st_size > 100
+    found = saved.load(tmp_path, world.device)
+    assert (
+        found.results["dev"] == result["scores"]["dev"]
+        and found.described.labels
+        == ({"classify": ("even", "odd"), "tag": ("B-A", "B-B", "O"), "span": ()}[kind])
+    )
+    if kind == "tag":
+        assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world) -> None:
+    settings = change(evaluations=2, dropout=0.1)
+    whole = run(base, "classify", tmp_path / "whole", world, settings)
+    for ask in (1, 3, 7, 5):  # before the first update, between, after an evaluation, never
+        stopped = run(base, "classify", tmp_path / "parts", world, settings, Never(ask))
+        assert stopped is None
+    parts = run(base, "classify", tmp_path / "parts", world, settings)
+    assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    def dev_lines(folder: Path) -> list[str]:
+        return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "dev/" in line]
+
+    assert dev_lines(tmp_path / "whole") == dev_lines(tmp_path / "parts")
+
+
+def test_seeds_differ_and_a_seed_repeats(base, tmp_path, world) -> None:
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        run(base, "classify", tmp_path / str(number), world, change(epochs=1, seed=seed, dropout=0.1))
+        found.append(weights(tmp_path / str(number)))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["head.output.weight"], found[2]["head.output.weight"])
+
+
+def test_from_scratch_begins_elsewhere(base, tmp_path, world) -> None:
+    start = pretrained.load(base / "run")
+    data = data_of(base, "classify", start)
+    name = "embeddings.position"
+    kept = Run(tmp_path / "a", "a", data, start, SETTINGS, world, 5)
+    assert torch.equal(kept.module.encoder.state_dict()[name], start.weights[name])
+    new = Run(tmp_path / "b", "b", data, start, change(from_scratch=True), world, 5)
+    assert not torch.equal(new.module.encoder.state_dict()[name], start.weights[name])
+
+
+def test_patience_ends_a_run_and_the_best_weights_stay(base, tmp_path, world) -> None:
+    result = run(base, "classify", tmp_path, world, change(lr=1e-12, epochs=9, patience=2))
+    per_epoch = 8
+    assert result["steps"] == 3 * per_epoch and result["best_step"] == per_epoch
+    start = pretrained.load(base / "run").weights["embeddings.position"]
+    assert (weights(tmp_path)["encoder.embeddings.position"] - start).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("head", ["linear", "bilstm"])
+def test_a_frozen_run_keeps_the_encoder_and_saves_it(head, base, tmp_path, world) -> None:
+    settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)
+    stopped = run(base, "tag", tmp_path, world, settings, Never(12))
+    assert stopped is None
+    saved_names = load_file(next((tmp_path / "checkpoints").glob("step-*")) / "weights.safetensors")
+    assert all(name.startswith("head.") for name in saved_names)
+    result = run(base, "tag", tmp_path, world, settings)
+    start, found = pretrained.load(base / "run").weights, weights(tmp_path)
+    for name in ("embeddings.word.weight", "layers.3.feed_forward.weight"):
+        assert torch.equal(found[f"encoder.{name}"], start[name])
+    assert result["scores"]["dev"]["f1"] > 0.5
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
+    start = pretrained.load(base / "run")
+    start.weights["embeddings.norm_weight"][0] = float("nan")
+    data = data_of(base, "classify", start)
+    with pytest.raises(Diverged, match="10 updates in a row"):
+        Run(tmp_path, "name", data, start, change(batch=4), world, 5).train(Never())
+
+
+@pytest.mark.parametrize(
+    "settings, word",
+    [
+        (change(max_length=64), "--max-length 64: the model has 32 positions"),
+        (change(batch=9, micro_batch=2), "--micro-batch 2"),
+        (change(head="bilstm"), "--head bilstm"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, word, base) -> None:
+    start = pretrained.load(base / "run")
+    data = data_of(base, "classify", start)
+    with pytest.raises(ValueError, match=word):
+        training.describe(data, start, settings, 1)
+
+
+def train_on_ranks(world: World, base: str, folder: str, micro_batch: int) -> dict[str, Any]:
+    return run(
+        Path(base), "classify", Path(folder), world, change(zero=1, micro_batch=micro_batch, dropout=0.0)
+    )
+
+
+@pytest.mark.dist
+def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path) -> None:
+    # 60 items in batches of 8: the last update of an epoch holds 4, fewer than there are ranks x micro-steps
+    found = []
+    for ranks, micro_batch in ((1, 0), (2, 1)):
+        folder = tmp_path / f"{ranks}-{micro_batch}"
+        results = run_ranks(ranks, train_on_ranks, str(base), str(folder), micro_batch)
+        assert all({**r, "settings": 0} == {**results[0], "settings": 0} for r in results)
+        found.append(weights(folder))
+    worst = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+    assert worst < 2e-4, worst
