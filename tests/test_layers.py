@@ -53,7 +53,6 @@ ALLOWED = {
     "finetune.scores": {"finetune.encoding", "finetune.files", "finetune.tasks"},
     "finetune.batches": {"finetune.encoding", "packing"},
     "finetune.heads": {"config", "model"},
-    "checkpoint": {"config", "distributed", "optim", "partition"},  # the engine calls nothing in it
     "distill": {"config", "engine", "model", "pretrained"},
 }
 WITHOUT_TORCH = {
