@@ -13,6 +13,12 @@ from megabert.finetune.__main__ import USER_ERROR, main
 from megabert.stopping import SIGNALS
 from tests.finetune import problem
 
+BERT = {
+    **{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"intermediate_size": 64, "vocab_size": 45, "max_position_embeddings": 32, "type_vocab_size": 2},
+    **{"hidden_act": "gelu", "layer_norm_eps": 1e-12},
+}
+
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
@@ -32,7 +38,7 @@ def base(tmp_path_factory) -> Path:
     (folder / "unlabelled.tsv").write_text("text\nw1 w2\nw2 w1\n")
     (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
     (folder / "pickle").mkdir()
-    (folder / "pickle" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (folder / "pickle" / "config.json").write_text(json.dumps(BERT))
     (folder / "pickle" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": print}))
     (folder / "other").mkdir()
     (folder / "other" / "notes.txt").write_text("mine")
@@ -62,13 +68,13 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"metric": "bleu"}, "metric 'bleu'"),
         ({"model": "absent"}, "no such folder"),
         ({"model": "other"}, "no run folder"),
-        ({"model": "pickle"}, "error:"),
+        ({"model": "pickle"}, "nothing of it was run"),
         ({"train": ""}, "--train is missing"),
         ({"train": "absent.tsv"}, "absent.tsv"),
         ({"dev": "unseen.tsv"}, "unseen.tsv"),
         ({"dev": "unlabelled.tsv"}, "label"),
         ({"label": "stars"}, "stars"),
-        ({"max_length": "512"}, "the model has 16 positions|the model has 32 positions"),
+        ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
         ({"grid": "momentum=1,2"}, "--grid momentum"),
         ({"grid": "batch=0,8"}, "--batch 0"),
         ({"seeds": "0"}, "--seeds 0"),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.finetune import problem
-from tests.integration.conftest import ROOT, command
+from tests.integration.conftest import ROOT, command, free_port
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SMALL = ("--max-length", "32", "--batch", "8", "--log-interval", "1")
@@ -121,8 +121,8 @@ def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     deepspeed = Path(sys.executable).with_name("deepspeed")
     heads = {
-        "torchrun": [str(torchrun), "--nproc_per_node", "2", "--master_port", "0"],
-        "deepspeed": [str(deepspeed), "--num_gpus", "2", "--master_port", "29771", "--module"],
+        "torchrun": [str(torchrun), "--nproc_per_node", "2", "--master_port", str(free_port())],
+        "deepspeed": [str(deepspeed), "--num_gpus", "2", "--master_port", str(free_port()), "--module"],
     }
     scores = {}
     for name, head in heads.items():
