@@ -69,6 +69,13 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
         f"Written from the run's own files; versions: {_versions(found.state)}. Any setting that is not here is in "
         f"the run's config, SHA-256 {found.state.get('config_sha256', 'unknown')}.",
     ]
+    if cfg.distill.teacher:
+        d = cfg.distill
+        parts.insert(
+            3,
+            f"Distilled from `{Path(d.teacher).name}`: soft targets at temperature {d.temperature:g} (weight {d.soft:g}), "
+            f"the language model's own loss ({d.mlm:g}), cosine of the last hidden states ({d.cosine:g}).",
+        )
     if cfg.init_from:
         parts.insert(3, f"Training began from the weights of `{Path(cfg.init_from).name}`.")
     return "\n\n".join(parts) + "\n"

@@ -66,6 +66,12 @@ def test_overrides_win_over_the_file(tmp_path):
     assert (config.data.path, config.precision) == ("some/where", "fp32")
 
 
+def test_a_preset_may_set_the_masking(tmp_path):
+    (tmp_path / "own.toml").write_text('[data.masking]\nrate = 0.4\nstrategy = "span"\n')
+    masking = c.load(str(tmp_path / "own.toml")).data.masking
+    assert (masking.rate, masking.strategy, masking.mask) == (0.4, "span", 0.8)
+
+
 def test_accumulation_is_derived_and_exact():
     config = c.load("", ["batch.global_size=96", "batch.micro_size=8"])
     assert c.accumulation(config, 1) == 12

@@ -115,7 +115,8 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
 def test_a_whole_copy_agrees_with_its_teacher(tmp_path: Path) -> None:
     built = student(config(teacher_run(tmp_path), model__layers=4)).train()
     batch = tiny.batch(1, range(3))
-    _, _, soft, cosine, _, _, agreed, similar = built(**batch.inputs())
+    with torch.no_grad():
+        _, _, soft, cosine, _, _, agreed, similar = built(**batch.inputs())
     assert abs(float(soft)) < 1e-3 and abs(float(cosine)) < 1e-3
     assert int(agreed) == batch.predictions and float(similar) == pytest.approx(batch.tokens, abs=1e-3)
 

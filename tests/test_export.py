@@ -193,6 +193,13 @@ def test_the_card_gives_the_recipe(tmp_path: Path) -> None:
     assert "| updates | 1,200 |" in text and "| schedule | budget, warm-up 6% of 30 minutes |" in text
 
 
+def test_the_card_names_the_teacher(tmp_path: Path) -> None:
+    found = pretrained.load(runs.make(tmp_path / "run"))
+    cfg = config.from_dict(found.config.model_dump() | {"distill": {"teacher": "/a/b/big", "soft": 3.0}})
+    text = model_card.render(dataclasses.replace(found, config=cfg), "m", "BertForPreTraining")
+    assert "Distilled from `big`: soft targets at temperature 2 (weight 3), " in text and "/a/b" not in text
+
+
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
