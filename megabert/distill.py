@@ -98,9 +98,8 @@ class Student(BertForPreTraining):
         )
         return *losses, (logits.argmax(-1) == labels).sum(), nsp_correct, agreed, cosine.sum().detach()
 
-    @staticmethod
-    def counts(batch: Any) -> tuple[int, ...]:
-        return batch.predictions, batch.nsp_pairs, batch.predictions, batch.tokens
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return *super().counts(batch), batch.predictions, batch.tokens
 
 
 def soft_loss(logits: Tensor, wanted: Tensor, real: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -289,10 +289,9 @@ class BertForPreTraining(nn.Module):
         nsp_loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())
 
-    @staticmethod
-    def counts(batch: Any) -> tuple[int, ...]:
+    def counts(self, batch: Any) -> tuple[int, ...]:
         """Over how many items each loss of `batch` is summed."""
-        return batch.predictions, batch.nsp_pairs
+        return batch.predictions, batch.nsp_pairs if self.cfg.nsp else 0
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] -> logits over the real vocabulary [N, V]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,8 @@ def test_model_without_nsp() -> None:
     assert not any("nsp" in name or "pooler" in name for name, _ in built.named_parameters())
     out, _ = gradients(built, inputs)
     assert out.nsp_loss_sum == 0 and out.nsp_correct == 0 and out.mlm_loss_sum > 0
+    counts = SimpleNamespace(predictions=4, nsp_pairs=1)  # the data may have pairs all the same
+    assert built.counts(counts) == (4, 0) and model().counts(counts) == (4, 1)
 
 
 def test_vocabulary_padding() -> None:
