@@ -192,7 +192,7 @@ def build(
     `weights` are a pre-trained model's by name, None: all random, as torch's generator says. `config.model` is the
     model's, but for its dropout.
     """
-    model = BertForPreTraining(config.model, config.ops, device.type, dtype)
+    model = BertForPreTraining(config.model, config.ops, device.type, dtype, config.data.masking.causal)
     if weights is not None:
         model.load_state_dict(weights)
     if shape.frozen:
