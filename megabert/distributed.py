@@ -96,6 +96,7 @@ class World:
         return tensor.tolist()
 
 
+_described: list[str] = []  # variables of the environment that `init` set
 _control: dist.ProcessGroup | None = (
     None  # gloo group of all ranks; None means the default group is gloo already
 )
@@ -161,7 +162,9 @@ def init(world: World) -> World:
         ("MASTER_ADDR", address[0]),
         ("MASTER_PORT", address[1]),
     ):
-        os.environ.setdefault(name, str(value))
+        if name not in os.environ:
+            os.environ[name] = str(value)
+            _described.append(name)
     _control = None if world.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         _share_cores(world)
@@ -169,13 +172,15 @@ def init(world: World) -> World:
 
 
 def shutdown() -> None:
-    """Leave the process group, if one is running."""
+    """Leave the process group, if one is running, and take back the variables that described it."""
     global _control
     if dist.is_initialized():
         # A gloo thread may still hold the last collective's tensors, and it needs the GIL to drop them. If the interpreter
         # is finalizing by then, the process aborts: 6 of 80 ranks did, none that let go of the GIL here for a moment.
         time.sleep(SETTLE_SECONDS)
         dist.destroy_process_group()
+    while _described:
+        os.environ.pop(_described.pop(), None)
     _control = None
 
 

@@ -144,6 +144,21 @@ def test_the_helper_relays_a_failure_of_one_rank():
         run_ranks(2, fail_on_one)
 
 
+def test_a_group_leaves_no_variables_behind():
+    script = """
+import os
+from megabert import distributed
+os.environ["RANK"] = "0"
+before = dict(os.environ)
+distributed.init(distributed.discover({}))
+assert os.environ["LOCAL_RANK"] == "0" and os.environ["MASTER_PORT"] == "0"
+distributed.shutdown()
+assert dict(os.environ) == before
+"""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "OMP_")) and "RANK" not in k}
+    subprocess.run([sys.executable, "-c", script], env=clean, cwd=ROOT, timeout=60, check=True)
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path

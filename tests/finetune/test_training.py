@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ class Never:
         return self.left == 0
 
 
-@pytest.fixture
-def world() -> World:
-    return distributed.init(distributed.discover({}))
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield distributed.init(distributed.discover({}))
+    distributed.shutdown()
 
 
 @pytest.fixture(scope="module")
