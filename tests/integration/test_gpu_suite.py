@@ -21,6 +21,7 @@ def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_small_run_on_the_cpu(corpus: Path, tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = suite("--only", "tests", "ops", "step 128 ours", "--corpus", str(corpus), "--json", str(target))

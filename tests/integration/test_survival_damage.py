@@ -34,6 +34,7 @@ def damaged(dataset, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_stop_ends_every_rank_with_one_line(damaged, tmp_path):
     (row,) = damaged_rows(damaged, 1)
     with pytest.raises(DamagedRow):

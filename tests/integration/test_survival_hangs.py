@@ -58,6 +58,7 @@ def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
     assert "distributed_c10d" in stacks[0] or "in explain" in stacks[0], stacks[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_killed(dataset, tmp_path):
     job = Job(dataset, tmp_path / "run", WATCHED)
     job.wait_for("step       3/")

@@ -42,6 +42,7 @@ def trouble(run) -> list[dict]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_skipped_spike_is_applied_on_no_rank_and_can_be_replayed(dataset, tmp_path):
     run = tmp_path / "run"
     job, codes = run_with(dataset, run, "spikes.policy=skip", "zero.stage=2", ranks=2)
@@ -93,6 +94,7 @@ def test_spikes_again_and_again_end_the_run(dataset, tmp_path):
     assert len(trouble(run)) == 2
 
 
+@pytest.mark.slow
 def test_warn_says_so_and_goes_on(dataset, tmp_path):
     run = tmp_path / "run"
     job, codes = run_with(dataset, run, ranks=1)

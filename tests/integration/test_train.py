@@ -97,6 +97,7 @@ def test_the_script_and_a_lone_rank_and_init_from(dataset, tmp_path):
     assert "batch.global_size" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_left_to_right_learns_and_is_evaluated(dataset, tmp_path):
     run, causal = tmp_path / "run", ("data.masking.strategy=causal", "model.nsp=false")
     done = train(dataset, run, *causal)

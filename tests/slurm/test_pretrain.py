@@ -163,10 +163,8 @@ def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path
     assert losses == uninterrupted(tmp_path, dataset, len(losses), total)
 
 
-@pytest.mark.parametrize(
-    "scontrol",
-    [pytest.param(True, id="scontrol"), pytest.param(False, id="without scontrol", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scontrol", [True, False], ids=["scontrol", "without scontrol"])
 def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, dataset, curve, tmp_path) -> None:
     env = {} if scontrol else {"PATH": without_scontrol(tmp_path), "MASTER_ADDR": "127.0.0.1"}
     job = Job(cluster, tmp_path, dataset, **env)
