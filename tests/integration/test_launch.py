@@ -47,6 +47,7 @@ def submit(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_phase_2_starts_from_phase_1_and_a_second_job_passes_over_both(dataset, tmp_path) -> None:
     runs = tmp_path / "my runs"  # a path with a space in it
     env = {"PHASE1": "tiny", "PHASE2": "tiny", "RUNS": str(runs), "SLURM_NTASKS": "1"}

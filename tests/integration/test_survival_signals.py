@@ -61,12 +61,13 @@ def uninterrupted(dataset, tmp_path_factory):
     return {m["step"]: (m["train/loss"], m["data/row_digest"]) for m in metrics(run) if "train/loss" in m}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "driver", "number"),
     [
         ("waiting for data", WAITING_FOR_DATA, signal.SIGUSR2),
-        pytest.param("saving", SAVING, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("evaluating", EVALUATING, signal.SIGUSR1, marks=pytest.mark.slow),
+        ("saving", SAVING, signal.SIGTERM),
+        ("evaluating", EVALUATING, signal.SIGUSR1),
     ],
 )
 def test_a_signal_to_one_rank_saves_on_all_and_the_curve_goes_on(
