@@ -17,7 +17,6 @@ checkpoint or ZeRO partition. Once trained, the student is a run as any other.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shlex
 import sys
@@ -33,7 +32,7 @@ from megabert import pretrained
 from megabert.config import Config, ModelConfig
 from megabert.engine import DTYPES
 from megabert.model import IGNORE, BertForPreTraining
-from megabert.pretrained import Pretrained
+from megabert.pretrained import Pretrained, fingerprint
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
 SAME = ("hidden", "heads", "ffn", "norm", "max_positions", "vocab_size")  # of teacher and student
@@ -168,15 +167,6 @@ def first_weights(weights: Mapping[str, Tensor], layers: int, student: ModelConf
             if name.startswith(prefix):
                 result[f"layers.{ours}.{name.removeprefix(prefix)}"] = tensor
     return result
-
-
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values."""
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(name.encode())
-        found.update(weights[name].contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:

@@ -6,6 +6,8 @@ nothing is run.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,15 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     if found.vocab_size != cfg.model.vocab_size:
         raise ValueError(f"{found.path}: {found.vocab_size} pieces, but the model has {cfg.model.vocab_size}")
     return Pretrained(run_dir, weights, state, cfg, found)
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and values."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode())
+        found.update(weights[name].contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def manifest_of(found: Pretrained) -> Manifest | None:

@@ -107,9 +107,9 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
         origin = name.replace("layers.1.", "layers.3.")
         assert tensor.equal(found.weights[origin]), name
     assert built.terms == ("mlm", "nsp", "soft", "cosine")
-    assert built.provenance == {"teacher": distill.fingerprint(found.weights)}
+    assert built.provenance == {"teacher": pretrained.fingerprint(found.weights)}
     found.weights["nsp.bias"][0] += 1
-    assert built.provenance != {"teacher": distill.fingerprint(found.weights)}
+    assert built.provenance != {"teacher": pretrained.fingerprint(found.weights)}
 
 
 def test_a_whole_copy_agrees_with_its_teacher(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
     for stage in (0, 1, 2, 3):
         cfg = config(Path(teacher), zero__stage=stage, model__dropout=0.1 if stage == 2 else 0.0)
         engine = Engine(cfg, lambda cfg=cfg: student(cfg), world)
-        before = distill.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
+        before = pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
         results = [engine.train_update(tiny.update(s, cfg, world), 0.003) for s in range(2)]
         if stage == 2:
             saving = Checkpoints(Path(folder), world, CheckpointConfig(asynchronous=False))
@@ -223,7 +223,7 @@ def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
         found[f"{stage} eval"] = engine.eval_sums(tiny.update(9, cfg, world).batches).tolist()
         weights = engine.consolidated_weights()
         found[f"{stage} names"] = sorted(weights)
-        after = distill.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
+        after = pretrained.fingerprint(engine.module.teacher.state_dict())  # type: ignore[operator, union-attr]
         found[f"{stage} teacher"] = before == after
     return found
 

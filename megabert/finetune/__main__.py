@@ -146,14 +146,11 @@ def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Sett
 
 def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, Any]:
     """What decides the results besides the settings, in a form that can be compared."""
-    digest = hashlib.sha256()
-    for name in sorted(start.weights):
-        digest.update(name.encode() + start.weights[name].contiguous().numpy().tobytes())
     found = {
         "task": task.name,
         "kind": task.kind,
         **{"text": list(task.text), "label": task.label, "metrics": list(task.metrics)},
-        "model_sha256": digest.hexdigest(),
+        "model_sha256": pretrained.fingerprint(start.weights),
         "limit": args.limit,
     }
     for name in ("train", "dev", "test"):
