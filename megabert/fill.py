@@ -14,10 +14,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megabert import checkpoint, hf_tokenizer, pretrained
 from megabert.foreign import HEADS
+from megabert.packing import pack
 from megabert.pretrained import Pretrained
 
 MLM_HEAD, POOLER, NSP_HEAD = HEADS.values()
@@ -57,9 +59,9 @@ class Filler:
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
         encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
-        ids, most = torch.tensor([encoded.ids], dtype=torch.int32), self.found.config.model.max_positions
-        length = ids.shape[1]
-        masks = (ids[0] == self.found.tokenizer.mask_id).nonzero().flatten()
+        ids, most = np.array(encoded.ids), self.found.config.model.max_positions
+        length = len(ids)
+        masks = torch.from_numpy((ids == self.found.tokenizer.mask_id).nonzero()[0])
         if not len(masks):
             raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
         if length > most:
@@ -67,15 +69,7 @@ class Filler:
         causal = self.found.config.data.masking.causal
         if causal and len(masks) > 1:
             raise ValueError(f"the run was trained left to right and fills in one {MASK}, not {len(masks)}")
-        place = torch.arange(length, dtype=torch.int32)[None]
-        inputs = {
-            "input_ids": ids,
-            "segment_ids": torch.tensor([encoded.type_ids], dtype=torch.int32),
-            "position_ids": place,
-            "key_start": torch.zeros(1, length, dtype=torch.int32),
-            "key_end": place + 1 if causal else torch.full_like(place, length),
-            "lengths": torch.tensor([[length]], dtype=torch.int32),
-        }
+        inputs = pack([ids], [encoded.type_ids.count(0)], causal=causal).inputs()
         keep = torch.cat(
             [masks - int(causal), masks.new_zeros(1)]
         )  # the masks (or what is before), then [CLS]
