@@ -44,17 +44,18 @@ class Described:
     max_length: int
     stride: int
     long: Any
-    causal: bool
     config: Config
 
     @property
     def layout(self) -> Layout:
         """How its items become batches."""
-        return Layout(self.task.kind, self.max_length, self.causal, self.shape.head == "bilstm")
+        return Layout(
+            self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm"
+        )
 
     def tree(self) -> dict[str, Any]:
         """As JSON."""
-        plain = {name: getattr(self, name) for name in ("labels", "max_length", "stride", "long", "causal")}
+        plain = {name: getattr(self, name) for name in ("labels", "max_length", "stride", "long")}
         parts = {"task": asdict(self.task), "shape": asdict(self.shape), "config": self.config.model_dump()}
         return plain | parts
 
@@ -105,7 +106,7 @@ def load(source: str | Path, device: torch.device) -> Finetuned:
             task,
             tuple(tree["labels"]),
             Shape(**tree["shape"]),
-            *(tree["max_length"], tree["stride"], tree["long"], tree["causal"]),
+            *(tree["max_length"], tree["stride"], tree["long"]),
             configuration.from_dict(tree["config"]),
         )
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])

@@ -144,9 +144,8 @@ def describe(data: Data, start: Pretrained, settings: Settings, world_size: int)
         *(data.task.kind, outputs_of(data.task, data.labels), settings.head, settings.width, settings.freeze)
     )
     shape.check(config.model.layers)
-    causal = start.config.data.masking.strategy == "causal"
     lengths = (settings.max_length, settings.stride, settings.long)
-    return Described(data.task, data.labels, shape, *lengths, causal, config)
+    return Described(data.task, data.labels, shape, *lengths, config)
 
 
 class Run:
