@@ -81,3 +81,16 @@ def pack(
             at = end
     a, b, c, d, e, f = map(torch.from_numpy, (ids, segments, positions, first, last, lengths))
     return Packed(a, b, c, d, e, f, starts)
+
+
+def groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Indices of sequences of these lengths, the longest first, in groups of at most `tokens` tokens (never none)."""
+    found: list[list[int]] = []
+    room = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not found or room < lengths[i]:
+            found.append([])
+            room = tokens
+        found[-1].append(i)
+        room -= lengths[i]
+    return found

@@ -8,7 +8,7 @@ import torch
 
 from megabert.config import ModelConfig, OpsConfig
 from megabert.model import BertForPreTraining
-from megabert.packing import pack
+from megabert.packing import groups, pack
 
 SIZES = [3, 16, 1, 7, 9, 2, 8, 5, 12, 4]
 
@@ -62,3 +62,12 @@ def test_what_does_not_fit_is_refused():
         pack([np.arange(9)], [9], 8)
     with pytest.raises(ValueError, match="0"):
         pack([np.arange(0)], [0], 8)
+
+
+def test_groups_hold_every_sequence_once_and_no_more_tokens_than_allowed():
+    lengths = np.random.default_rng(3).integers(3, 15, 100).tolist()
+    found = groups(lengths, 50)
+    assert sorted(i for group in found for i in group) == list(range(100))
+    assert all(sum(lengths[i] for i in group) <= 50 for group in found)
+    assert len(found) <= 1.2 * sum(lengths) / 50
+    assert [len(group) for group in groups(lengths, 1)] == [1] * 100

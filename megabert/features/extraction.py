@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megabert.features.vectors import Part
-from megabert.packing import pack
+from megabert.packing import groups, pack
 from megabert.pretrained import Pretrained
 
 POOLS = ("none", "cls", "mean", "max")
@@ -103,8 +103,7 @@ class Extractor:
         self.found, self.pool, self.batch_tokens, self.dtype = found, pool, batch_tokens, dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = found.model(self.device)
-        strategy: str = found.config.data.masking.strategy
-        self.causal = strategy == "causal"  # such a model reads a text at its last token
+        self.causal = found.config.data.masking.causal  # such a model reads a text at its last token
         self.width = model.hidden * (1 if self.layers.weights else len(self.layers.indices))
 
     def items(self, texts: Sequence[tuple[str, str | None]]) -> list[Item]:
@@ -146,7 +145,7 @@ class Extractor:
         ends = lengths.cumsum()
         rows = int(ends[-1]) if self.pool == "none" else len(items)
         vectors = np.empty((rows, self.width), self.dtype)
-        for batch in self._batches(lengths):
+        for batch in groups(lengths.tolist(), self.batch_tokens):
             with np.errstate(over="ignore"):  # said below
                 found = self._vectors([items[i] for i in batch]).astype(self.dtype)
             if not np.isfinite(found).all():
@@ -160,17 +159,6 @@ class Extractor:
                 at += lengths[i]
         ids = np.concatenate([item.ids for item in items])
         return Part(vectors, ids, lengths, np.array([item.truncated for item in items]))
-
-    def _batches(self, lengths: np.ndarray) -> Iterator[list[int]]:
-        batch: list[int] = []
-        tokens = 0
-        for i in np.argsort(-lengths, kind="stable").tolist():
-            if batch and tokens + lengths[i] > self.batch_tokens:
-                yield batch
-                batch, tokens = [], 0
-            batch.append(i)
-            tokens += lengths[i]
-        yield batch
 
     @torch.no_grad()
     def _vectors(self, items: Sequence[Item]) -> np.ndarray:

@@ -137,16 +137,3 @@ def updates(
         parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)
         yield Update(step, [collate([items[i] for i in part], layout) for part in parts[rank::ranks]])
         step += 1
-
-
-def chunks(items: Sequence[Item], tokens: int) -> list[list[int]]:
-    """Indices of `items`, longest first, in groups of at most `tokens` tokens (but never none)."""
-    groups: list[list[int]] = []
-    room = 0
-    for i in sorted(range(len(items)), key=lambda i: -len(items[i].ids)):
-        if not groups or room < len(items[i].ids):
-            groups.append([])
-            room = tokens
-        groups[-1].append(i)
-        room -= len(items[i].ids)
-    return groups

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from megabert.distributed import World
 from megabert.finetune import encoding, files, saved, scores
-from megabert.finetune.batches import EVALUATION_TOKENS, Layout, chunks, collate
+from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
 from megabert.finetune.encoding import Item
 from megabert.finetune.heads import Finetuner
+from megabert.packing import groups as groups_of
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def logits_of(
     """
     training = module.training
     module.eval()
-    groups = chunks(items, tokens)
+    groups = groups_of([len(item.ids) for item in items], tokens)
     sizes = [[sum(len(items[i].positions) for i in group) for group in groups[r :: world.size]]
              for r in range(world.size)]  # fmt: skip
     outputs = module.shape.outputs

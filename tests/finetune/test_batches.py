@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megabert.finetune import batches
-from megabert.finetune.batches import Layout, chunks, collate, order, updates
+from megabert.finetune.batches import Layout, collate, order, updates
 from tests.finetune import small
 
 
@@ -97,12 +97,3 @@ def test_a_batch_without_items_reads_nothing() -> None:
         batch = collate([], layout(kind))
         assert batch.items == 0 and len(batch.read) == 0 and len(batch.targets) == 0
         assert batch.packed.input_ids.shape == (1, 16)
-
-
-def test_chunks_hold_every_item_once_and_no_more_tokens_than_allowed() -> None:
-    items = small.items("classify", 100)
-    groups = chunks(items, 50)
-    assert sorted(i for group in groups for i in group) == list(range(100))
-    assert all(sum(len(items[i].ids) for i in group) <= 50 for group in groups)
-    assert len(groups) <= 1.2 * sum(len(item.ids) for item in items) / 50
-    assert [len(group) for group in chunks(items, 1)] == [1] * 100
