@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import hardware
 
-ROOT = Path(__file__).resolve().parents[1]
 DEV_SHARE = 10  # every 10th article or sentence is development data where there is no such file
 SQUAD_TRAIN, SQUAD_DEV = 12_000, 2_000  # questions: all 87,599 take hours on two cores
 
@@ -106,7 +103,7 @@ def finetune(
     settings = f"{case.options} --lr {args.lr} --batch {args.batch} --seeds {args.seeds} {extra}"
     command = [sys.executable, "-m", "megabert.finetune", "--model", str(args.model), *shlex.split(settings)]
     command += ["--train", str(files[0]), "--dev", str(files[1]), "--output", str(output)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(command, cwd=hardware.ROOT, check=True)
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
     figures = point["scores"]["dev"]
@@ -156,7 +153,7 @@ def main() -> None:
     add(
         "--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1"
     )
-    add("--work", type=Path, default=ROOT / "runs/finetune", help="folder of the runs")
+    add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")

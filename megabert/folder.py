@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all: it is written beside its place and renamed into it."""
+"""A folder, or a file, appears whole or not at all: it is written beside its place and renamed into it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file `path` with `data` in it, in place of one that was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _put(temporary: Path, target: Path, replaced: Path) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from megabert.config import Config
 from megabert.data import Loader
 from megabert.distributed import World
 from megabert.engine import Engine
+from megabert.folder import write_whole
 from megabert.ledger import Ledger
 from megabert.metrics import JsonLines, Meter, TensorBoard, duration, matmul_tflops
 from megabert.shards import Dataset
@@ -137,9 +136,7 @@ def build(args: argparse.Namespace, config: Config, world: World, stop: Stop, wa
     if writes and world.is_main:
         (run_dir / "config.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n")
         # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
-        copied = run_dir / dataset.tokenizer_path.name
-        shutil.copyfile(dataset.tokenizer_path, copied.with_name(f"{copied.name}.new"))
-        os.replace(copied.with_name(f"{copied.name}.new"), copied)
+        write_whole(run_dir / dataset.tokenizer_path.name, tokenizer.data)
     run = Run(
         *(config, world, run_dir, dataset, tokenizer, engine, checkpoints, peak, provenance),
         *(stop, watchdog, writes),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
-from megabert.folder import appearing
+from megabert.folder import appearing, write_whole
 
 
 def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
@@ -77,3 +79,32 @@ def test_what_another_program_wrote_is_never_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said), appearing(tmp_path / name, "mark", overwrite=True):
             raise AssertionError("must not be entered")
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for data in (b"first", b"2"):
+        write_whole(path, data)
+        assert path.read_bytes() == data and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "taken", b"data")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(path, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -50,7 +50,7 @@ ALLOWED = {
     "finetune.tasks": set(),
     "finetune.files": {"finetune.tasks"},
     "finetune.encoding": {"finetune.files", "finetune.tasks", "tokenizer"},
-    "finetune.scores": {"finetune.encoding", "finetune.files", "finetune.tasks"},
+    "finetune.scores": {"folder", "finetune.encoding", "finetune.files", "finetune.tasks"},
     "finetune.batches": {"finetune.encoding", "packing"},
     "finetune.heads": {"config", "model"},
     "distill": {"config", "engine", "model", "pretrained"},

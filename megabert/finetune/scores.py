@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import string
 import warnings
@@ -22,6 +21,7 @@ import numpy as np
 from megabert.finetune.encoding import Item
 from megabert.finetune.files import Example, Question
 from megabert.finetune.tasks import Task
+from megabert.folder import write_whole
 
 MAX_ANSWER = 30  # tokens; this and the next are those of Devlin et al. 2019's own code
 N_BEST = 20
@@ -312,9 +312,4 @@ def _json(tree: dict[str, Any]) -> str:
 
 def _put(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, text.encode())

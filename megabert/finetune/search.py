@@ -8,7 +8,6 @@ result is there.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megabert.finetune.training import RESULT, Settings
+from megabert.folder import write_whole
 
 AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
 COMMON, SUMMARY = "settings.json", "summary.json"
@@ -143,6 +143,4 @@ def common_settings(settings: Settings, grid: Mapping[str, Any], facts: Mapping[
 
 def write_json(path: Path, tree: Any) -> None:
     """The file appears whole."""
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(json.dumps(tree, indent=1) + "\n")
-    os.replace(draft, path)
+    write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())

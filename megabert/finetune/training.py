@@ -38,6 +38,7 @@ from megabert.finetune.heads import Shape
 from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.saved import Described
 from megabert.finetune.tasks import Task
+from megabert.folder import write_whole
 from megabert.metrics import JsonLines, TensorBoard
 from megabert.pretrained import Pretrained
 from megabert.stopping import Stop
@@ -328,9 +329,7 @@ class Run:
             for sink in self.sinks:
                 if isinstance(sink, TensorBoard):
                     sink.hparams({f"dev/{name}": v for name, v in found["dev"].items()})
-            draft = self.folder / f".{RESULT}"
-            draft.write_text(json.dumps(result, indent=1) + "\n")
-            draft.replace(self.folder / RESULT)
+            write_whole(self.folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
             shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
         return result
 
