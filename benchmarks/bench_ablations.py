@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -58,18 +57,15 @@ def command_of(args: argparse.Namespace, variant: str) -> list[str]:
 
 def call(command: list[str], args: argparse.Namespace, log: Path) -> None:
     """Runs a command to its end, its output in `log`. Raises ValueError when it fails."""
-    threads, path = str(args.threads), os.pathsep.join([str(hardware.ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": path}
+    env = hardware.environment(OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         code = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
     if code:
         last = (log.read_text().splitlines() or [""])[-1]
-        raise ValueError(f"{shown(command)} failed (exit {code}: {last:.200}); its output is in {log}")
-
-
-def shown(command: list[str]) -> str:
-    return shlex.join(command).replace(sys.executable, "python").replace(f"{hardware.ROOT}/", "")
+        raise ValueError(
+            f"{hardware.shown(command)} failed (exit {code}: {last:.200}); its output is in {log}"
+        )
 
 
 def train(args: argparse.Namespace, variant: str) -> Result:
@@ -89,7 +85,7 @@ def train(args: argparse.Namespace, variant: str) -> Result:
     ]
     rates = sorted(line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line)
     return {
-        "command": shown(command),
+        "command": hardware.shown(command),
         "curve": curve,
         "final": curve[-1],
         "tokens_per_second": round(rates[len(rates) // 2], 1) if rates else None,
@@ -136,7 +132,7 @@ def fine_tune(args: argparse.Namespace, variant: str, spec: str) -> Result:
     summary = json.loads((output / "summary.json").read_text())
     best, metric = summary["points"][0], summary["settings"]["metrics"][0]
     return {
-        "command": shown(command),
+        "command": hardware.shown(command),
         "metric": metric,
         "runs": best["runs"],
         **best["scores"]["dev"][metric],

@@ -114,6 +114,17 @@ def describe() -> str:
     return f"{cores()} cores, {cpu_model()}" + (f"; {len(devices)} x {devices[0]}" if devices else "; no GPU")
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment in which a command finds megabert, also in a clone that is not installed."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path} | more
+
+
+def shown(command: list[str]) -> str:
+    """A command as one would type it in the clone's folder."""
+    return shlex.join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
+
+
 def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
     """Write `result` with `about()` added, through a temporary file, so that a reader never sees half of it."""
     target = Path(path)

@@ -2,7 +2,7 @@
 
 No piece of a SentencePiece model that splits at whitespace and puts a dummy prefix crosses a word, and its
 score is a sum over pieces: the best segmentation of a sentence is the concatenation of its words' best ones.
-(Rounding of the running sum can break a near tie differently; tests count how seldom.) The contents of
+(In a model that data_prep did not train, rounding of the running sum can break a near tie differently.) The contents of
 the cache never change what comes out. What filters and deduplication need of a word (`filters.FACTS`) is in the cache too.
 Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """

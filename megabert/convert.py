@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from megabert import checkpoint, foreign
-from megabert.config import ModelConfig
+from megabert.config import Config
 from megabert.folder import appearing
 from megabert.foreign import Foreign
 
@@ -32,17 +32,17 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
         state = found.state()
         checkpoint.write_start(new, found.weights, state)
         (new / "config.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
-        (new / "config.toml").write_text(toml(found.config.model, run.resolve()))
+        (new / "config.toml").write_text(toml(found.config, run.resolve()))
     return found
 
 
-def toml(model: ModelConfig, run: Path) -> str:
+def toml(config: Config, run: Path) -> str:
     """A configuration that starts from `run`; all else is the default and the command line's."""
     lines = [f"init_from = {json.dumps(str(run), ensure_ascii=False)}", "", "[model]"]
-    return (
-        "\n".join(lines + [f"{key} = {json.dumps(value)}" for key, value in model.model_dump().items()])
-        + "\n"
-    )
+    lines += [f"{key} = {json.dumps(value)}" for key, value in config.model.model_dump().items()]
+    if config.data.masking.causal:
+        lines += ["", "[data.masking]", 'strategy = "causal"']
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     if done.ignored:
         shown = ", ".join(done.ignored[:4]) + (", …" if len(done.ignored) > 4 else "")
         print(f"left out, as pre-training has no place for them: {shown}")
+    if done.config.data.masking.causal:
+        print("it is a decoder, so it goes on left to right (data.masking.strategy=causal)")
     model, tokenizer = done.config.model, Path(args.run, done.tokenizer.file_name)
     print(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} pieces. To go on:")
     print(f"  python -m data_prep build --tokenizer {tokenizer} --input PATH… --output DATA")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert import huggingface
-from megabert.config import Config, ModelConfig, OpsConfig
+from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.model import BertForPreTraining
 from megabert.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
 
@@ -60,12 +60,14 @@ class Foreign:
 def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
     """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
 
-    Heads that are missing are initialised as in a new model; with `nsp` false pooler and next-sentence head are left
-    out. Raises ValueError naming what cannot be converted; nothing of the folder is run.
+    Heads that are missing are initialised as in a new model; with `nsp` false, and in a decoder, pooler and next-sentence
+    head are left out. Raises ValueError naming what cannot be converted; nothing of the folder is run.
     """
     config_file = folder / CONFIG
-    model = huggingface.from_huggingface_config(read_json(config_file), str(config_file))
-    model = model.model_copy(update={"nsp": nsp})
+    tree = read_json(config_file)
+    model = huggingface.from_huggingface_config(tree, str(config_file))
+    causal = huggingface.is_causal(tree, str(config_file))
+    model = model.model_copy(update={"nsp": nsp and not causal})
     file, tensors = read_weights(folder)
     weights, initialised, ignored = complete(tensors, model, str(file))
     found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
@@ -75,7 +77,10 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
         )
     ours = huggingface.from_huggingface(weights, model)
     warning = case_warning(folder, found)
-    return Foreign(folder, Config(model=model), ours, found, tuple(initialised), tuple(ignored), warning)
+    data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
+    return Foreign(
+        folder, Config(model=model, data=data), ours, found, tuple(initialised), tuple(ignored), warning
+    )
 
 
 def is_model_folder(folder: Path) -> bool:

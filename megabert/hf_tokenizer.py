@@ -6,7 +6,8 @@ them the `tokenizers` library's:
 
     a special piece that a text spells out ("[MASK]") becomes the special id, which is what filling it in needs
     it sums a unigram model's scores in fp64 and word by word, SentencePiece in fp32 over the whole text: where two
-        segmentations score the same up to rounding, either may win
+        segmentations score the same up to rounding, either may win (never in a model that data_prep trained: its
+        scores have exact sums)
     it cannot compose what takes more than five bytes (kana and a separate voicing mark, Hangul in separate letters) nor
         two marks at once, and composes some marks after characters that are replaced themselves; NFC text has next to
         none of these

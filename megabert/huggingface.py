@@ -60,7 +60,6 @@ _FIXED: dict[str, tuple[Any, Any]] = {
     "hidden_act": ("gelu", "gelu"),
     "position_embedding_type": ("absolute", "absolute"),
     "type_vocab_size": (2, 2),
-    "is_decoder": (False, False),
     "add_cross_attention": (False, False),
     "tie_word_embeddings": (True, True),
     "pad_token_id": (0, 0),
@@ -214,6 +213,14 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         return configuration.from_dict({"model": fields}).model
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def is_causal(tree: Mapping[str, Any], where: str) -> bool:
+    """Whether the model of a Hugging Face `config.json` reads left to right. Raises ValueError for what is no answer."""
+    found = tree.get("is_decoder", False)
+    if not isinstance(found, bool):
+        raise ValueError(f"{where}: is_decoder must be true or false, is {found!r:.40}")
+    return found
 
 
 def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default: Any = None) -> Any:

@@ -12,6 +12,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +192,8 @@ class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
 
     device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
-    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without vocabulary size or for a backend that cannot run there.
+    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without
+    vocabulary size or for a backend that cannot run there.
     """
 
     def __init__(
@@ -234,16 +236,18 @@ class BertForPreTraining(nn.Module):
 
     def hidden_states(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
-        lengths: Tensor, seed: Tensor | None = None,
+        lengths: Tensor, seed: Tensor | None = None, count: int | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """L + 1 tensors [B, T, D]: what the first layer reads, then what each layer gives; the last is `encode`'s.
+
+        With `count` the first so many, and no layer behind them is computed.
 
         Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
         the last layer is normalised. Arguments as in `encode`.
         """
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        *before, (last, _) = self._run(*inputs, None, seed)
-        return [stream for _, stream in before] + [last]
+        states = enumerate(islice(self._run(*inputs, None, seed), count))
+        return [normed if index == len(self.layers) else stream for index, (normed, stream) in states]
 
     def _run(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,

@@ -63,9 +63,9 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
         "## Corpus",
         _table(_corpus(found)),
         "## Recipe",
-        _table(_recipe(found)),
+        _table(recipe(found)),
         "## Figures",
-        _table(_figures(found)),
+        _table(figures(found) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
         f"Written from the run's own files; versions: {_versions(found.state)}. Any setting that is not here is in "
         f"the run's config, SHA-256 {found.state.get('config_sha256', 'unknown')}.",
     ]
@@ -76,8 +76,6 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
             f"Distilled from `{Path(d.teacher).name}`: soft targets at temperature {d.temperature:g} (weight {d.soft:g}), "
             f"the language model's own loss ({d.mlm:g}), cosine of the last hidden states ({d.cosine:g}).",
         )
-    if cfg.init_from:
-        parts.insert(3, f"Training began from the weights of `{Path(cfg.init_from).name}`.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -94,7 +92,8 @@ def _corpus(found: Pretrained) -> dict[str, Any]:
     return rows | {"row length": manifest.seq_len, "rows": f"{manifest.rows:,}"}
 
 
-def _recipe(found: Pretrained) -> dict[str, Any]:
+def recipe(found: Pretrained) -> dict[str, Any]:
+    """How a model was trained: what is shown beside each name."""
     cfg = found.config
     if not found.step:
         return {"updates": "none"}
@@ -102,10 +101,14 @@ def _recipe(found: Pretrained) -> dict[str, Any]:
     shown = (
         f"{masking.rate:.0%} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
     )
+    began = "random weights"
+    if source := cfg.init_from or cfg.distill.teacher:
+        began = f"the weights of {Path(source).name}"
     length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
     if schedule.name == "budget":
         length, warmup = "", f"{schedule.budget_warmup:.0%} of {schedule.budget_minutes:g} minutes"
     return {
+        "began from": began,
         "updates": f"{found.step:,}{length}",
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
@@ -118,7 +121,8 @@ def _recipe(found: Pretrained) -> dict[str, Any]:
     }
 
 
-def _figures(found: Pretrained) -> dict[str, Any]:
+def figures(found: Pretrained) -> dict[str, Any]:
+    """What its own run measured of it; where nothing was, it says so."""
     seconds = found.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     entries = _entries(found.run_dir / "metrics.jsonl", found.step)
@@ -131,7 +135,7 @@ def _figures(found: Pretrained) -> dict[str, Any]:
             label = ", ".join(part for part in (shown, where) if part)
             at = f" (update {entry['step']:,})" if entry else ""
             rows[label] = f"{entry[key]:.4g}{at}" if entry else UNKNOWN
-    return rows | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}
+    return rows
 
 
 def _entries(path: Path, last: int) -> list[dict[str, Any]]:

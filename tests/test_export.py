@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megabert import config, export, huggingface, model_card, pretrained
+from megabert import config, convert, export, huggingface, model_card, pretrained
 from megabert.checkpoint import load_weights
 from megabert.config import ModelConfig
 from tests import runs
@@ -133,6 +133,14 @@ def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
         torch.zeros_like(place), place + 1, place[:, -1:] + 1,
     )[0]  # fmt: skip
     assert (ours.mlm_logits(hidden) - peer(**made).logits[0]).abs().max() <= 1e-5
+    assert convert.main(["--model", str(folder), "--run", str(tmp_path / "back")]) == 0
+    assert "goes on left to right" in capsys.readouterr().out
+    again = pretrained.load(tmp_path / "back")
+    assert again.config.data.masking.causal and not again.config.model.nsp
+    assert found.weights.keys() == again.weights.keys()
+    assert all(tensor.equal(again.weights[name]) for name, tensor in found.weights.items())
+    goes_on = config.load(str(tmp_path / "back" / "config.toml"))
+    assert goes_on.model == again.config.model and goes_on.data.masking.causal
     card = (folder / "README.md").read_text()
     assert (
         "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
@@ -188,7 +196,7 @@ def test_the_card_gives_the_recipe(tmp_path: Path) -> None:
 
     text = card(total_steps=3000, warmup_steps=300)
     assert "| updates | 1,200 of 3,000 |" in text and "| schedule | linear, warm-up 300 updates |" in text
-    assert "Training began from the weights of `first`." in text and "/a/b" not in text
+    assert "| began from | the weights of first |" in text and "/a/b" not in text
     text = card(name="budget", budget_minutes=30.0)
     assert "| updates | 1,200 |" in text and "| schedule | budget, warm-up 6% of 30 minutes |" in text
 

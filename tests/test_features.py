@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,18 @@ def test_a_left_to_right_model_reads_a_text_at_its_last_token(run: Path) -> None
     shared = part.lengths[0] - 1  # without [SEP]; what follows changes nothing
     np.testing.assert_allclose(part.vectors[:shared], part.vectors[ends[0] :][:shared], atol=1e-5)
     assert np.abs(part.vectors[shared] - part.vectors[ends[0] + shared]).max() > 0.01
+
+
+def test_an_interrupted_extraction_leaves_nothing(
+    run: Path, lines: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    def part(self: Extractor, items: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Extractor, "part", part)
+    assert features.main(command(run, lines, tmp_path / "v.npz")) == 130
+    assert one_line(capsys) == "error: interrupted; nothing was written\n"
+    assert list(tmp_path.iterdir()) == [lines]
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

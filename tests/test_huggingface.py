@@ -158,7 +158,7 @@ def test_the_first_releases_configs_are_a_bert_s() -> None:
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ({"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
         ({"type_vocab_size": 1}, "type_vocab_size=1"),
-        ({"is_decoder": True}, "is_decoder=True"),
+        ({"add_cross_attention": True}, "add_cross_attention=True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
@@ -172,3 +172,16 @@ def test_a_config_that_ours_cannot_have_is_refused_by_its_field(change: dict[str
     with pytest.raises(ValueError, match=r"config\.json: ") as caught:
         huggingface.from_huggingface_config(tree, "config.json")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "causal"), [({}, False), ({"is_decoder": False}, False), ({"is_decoder": True}, True)]
+)
+def test_a_decoder_is_causal(tree: dict[str, Any], causal: bool) -> None:
+    assert huggingface.is_causal(tree, "config.json") is causal
+
+
+@pytest.mark.parametrize("value", ["true", 1, None])
+def test_what_says_neither_decoder_nor_encoder_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^config\.json: is_decoder must be true or false"):
+        huggingface.is_causal({"is_decoder": value}, "config.json")

@@ -338,6 +338,14 @@ def test_hidden_states_are_transformers_own(norm: Any, choice: OpsConfig) -> Non
         ).hidden_states
         for got, state in zip(states, want, strict=True):
             assert (got[part] - state).abs().max() <= 1e-5
+    ran = []
+    for index, layer in enumerate(ours.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    for count in range(1, len(states) + 1):
+        ran.clear()
+        first = ours.hidden_states(**inputs, count=count)
+        assert ran == list(range(count - 1)) and len(first) == count
+        assert all(got.equal(state) for got, state in zip(first, states[:count], strict=True))
 
 
 def test_a_model_without_vocabulary_is_refused() -> None:

@@ -165,7 +165,8 @@ class Extractor:
         """fp32 [n, D] where pooled, else [N, D], the tokens of the items behind each other."""
         sequences = [item.ids for item in items]
         packed = pack(sequences, [item.second for item in items], causal=self.causal).to(self.device)
-        hidden = self.layers.of(self.model.hidden_states(**packed.inputs())).flatten(0, 1)  # (B * T, D)
+        states = self.model.hidden_states(**packed.inputs(), count=1 + max(self.layers.indices))
+        hidden = self.layers.of(states).flatten(0, 1)  # (B * T, D)
         lengths = np.array([len(ids) for ids in sequences])
         if self.pool == "cls":
             at = packed.starts + (lengths - 1 if self.causal else 0)

@@ -149,7 +149,7 @@ class Finetuner(nn.Module):
             if self.shape.head == "linear":
                 hidden = encoder.encode(**inputs, keep=read)
             else:
-                layers = encoder.hidden_states(**inputs)[-FEATURE_LAYERS:]
+                layers = encoder.hidden_states(**inputs, count=None)[-FEATURE_LAYERS:]
                 hidden = torch.cat([layer.flatten(0, 1)[read] for layer in layers], -1)  # (P, 4D)
         return self.head(hidden.to(self.head.output.weight.dtype), places)
 

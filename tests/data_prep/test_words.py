@@ -53,10 +53,8 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
     assert encoded.sentence_lengths.sum() == len(encoded.tokens)
     cut = np.split(encoded.tokens, np.cumsum(encoded.sentence_lengths)[:-1])
     different = [(a.tolist(), b) for a, b in zip(cut, flat, strict=True) if a.tolist() != b]
-    # Ties ("-----" is "-" "----" or "----" "-") and near ties of a running fp32 sum fall differently: 1 of 79,333
-    # sentences of Wikipedia, some drawn tables here. The pieces are as many each time.
-    assert len(flat) > 3000 and len(different) <= len(flat) // 500
-    assert all(len(a) == len(b) for a, b in different)
+    # Drawn tables have ties: "-----" is "-" "----" or "----" "-".
+    assert len(flat) > 3000 and not different
     # A full cache, an empty one and one that was just dropped give the same tokens.
     for _ in range(2):
         for document in documents:
