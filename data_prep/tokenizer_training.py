@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -141,7 +142,8 @@ def exact(model: bytes) -> bytes:
     Which of two segmentations that score nearly alike wins then depends neither on the text around a word nor on the
     library: SentencePiece and Hugging Face's tokenizers search in the same order.
     """
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    messages: Any = sentencepiece_model_pb2  # its classes are made at import
+    proto = messages.ModelProto.FromString(model)
     for piece in proto.pieces:
         piece.score = round(piece.score * STEPS) / STEPS
     return proto.SerializeToString()

@@ -52,10 +52,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", default="", help="its tokenizer, where the model's folder has none")
     add("--output", required=True, help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed)")
+    add(
+        "--null-threshold",
+        type=float,
+        metavar="P",
+        help="with --predict: no answer where that is likelier than P (0.5)",
+    )
     add("--task", default="", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
     add("--text", action="append", default=[], metavar="COLUMN", help="text column; twice for a pair")
     add("--label", default="", metavar="COLUMN", help="label column")
+    add(
+        "--labels",
+        nargs="+",
+        default=[],
+        metavar="LABEL",
+        help="in the order of the classes; F1 is of the last",
+    )
+    add("--id", default="", metavar="COLUMN", help="of the predictions file (without: numbered from 0)")
     add("--metric", action="append", default=[], help="several times; the first decides what is best")
     add("--train", default="", metavar="FILE")
     add("--dev", default="", metavar="FILE", help="decides about the best weights and early stopping")
@@ -118,8 +132,9 @@ def task_of(args: argparse.Namespace) -> Task:
     if bool(args.task) == bool(args.kind):
         raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
     if args.kind:
-        return tasks.custom(args.kind, text=args.text, label=args.label, metrics=args.metric)
+        return tasks.custom(args.kind, args.text, args.label, args.metric, args.id, args.labels)
     given = {"text": tuple(args.text), "label": args.label, "metrics": tuple(args.metric)}
+    given |= {"id": args.id, "labels": tuple(args.labels)}
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
@@ -153,6 +168,8 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
         "model_sha256": pretrained.fingerprint(start.weights),
         "limit": args.limit,
     }
+    if args.labels:
+        found["labels"] = args.labels
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
             found[f"{name}_sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -219,9 +236,12 @@ def main(argv: list[str] | None = None) -> int:
         keep_freed_memory()
         world = distributed.init(world)
         if args.predict:
-            count = prediction.predict_file(args.model, args.predict, args.output, world)
+            chosen = {} if args.null_threshold is None else {"null_threshold": args.null_threshold}
+            count = prediction.predict_file(args.model, args.predict, args.output, world, **chosen)
             say(world, f"{args.output}: {count:,} predictions")
             return OK
+        if args.null_threshold is not None:
+            raise ValueError("--null-threshold: is for --predict")
         return run_all(args, world, Stop())
     except (ValueError, OSError, Diverged) as error:
         if world is None or world.is_main:

@@ -58,9 +58,7 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
         )
         labels = tuple(sorted(found))
     if len(labels) < 2:
-        raise ValueError(
-            f"task {task.name}: all examples have the label {labels[0]!r}; two at least are needed"
-        )
+        raise ValueError(f"task {task.name}: {labels[0]!r} is the only label; two at least are needed")
     if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
         raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
     return labels

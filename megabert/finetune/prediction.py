@@ -53,11 +53,15 @@ def logits_of(
     return logits
 
 
-def predict_file(source: str | Path, path: str | Path, output: str | Path, world: World) -> int:
+def predict_file(
+    source: str | Path, path: str | Path, output: str | Path, world: World, null_threshold: float = 0.5
+) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; how many there are.
 
-    Raises ValueError naming what cannot be used; nothing is written then.
+    A question that may have no answer gets none where its probability is above `null_threshold`. Raises ValueError naming what cannot be used; nothing is written then.
     """
+    if not 0 <= null_threshold <= 1:
+        raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
     found = saved.load(source, world.device)
     described = found.described
     examples = files.read(described.task, path, labelled=False)
@@ -70,6 +74,7 @@ def predict_file(source: str | Path, path: str | Path, output: str | Path, world
     predictions: list[Any] = scores.decode(
         *(described.task, examples, items, [reshape(x, described.task.kind) for x in logits]),
         described.labels,
+        null_threshold,
     )
     if world.is_main:
         scores.write(described.task, examples, predictions, output)

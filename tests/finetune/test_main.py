@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megabert.finetune.__main__ import USER_ERROR, main
+from megabert.finetune.__main__ import USER_ERROR, main, parse, task_of
+from megabert.finetune.tasks import custom
 from megabert.stopping import SIGNALS
 from tests.finetune import problem
 
@@ -83,6 +84,11 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"dropout": "1"}, "--dropout 1"),
         ({"log_interval": "0"}, "--log-interval 0"),
         ({"head": "bilstm"}, "--head bilstm"),
+        ({"labels": "even"}, "train.tsv, line .*'odd' is none of even"),
+        ({"labels": "even odd even"}, "even, odd, even are not distinct"),
+        ({"labels": "even both"}, "train.tsv, line .*'odd'"),
+        ({"id": "number"}, "number"),
+        ({"null_threshold": "0.3"}, "--null-threshold: is for --predict"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(changes, word, base, tmp_path, capsys) -> None:
@@ -91,6 +97,15 @@ def test_a_mistake_is_one_line_and_leaves_nothing(changes, word, base, tmp_path,
     assert text.startswith("error: ") and text.count("\n") == 1, text
     assert re.search(word, text), text
     assert not (tmp_path / "out").exists()
+
+
+def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
+    described = task_of(parse(arguments(base, tmp_path, labels="odd even", id="number", metric="f1")))
+    assert described == custom("classify", ["text"], "label", ["f1"], id="number", labels=["odd", "even"])
+    preset = task_of(
+        parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n"))
+    )
+    assert (preset.labels, preset.id, preset.label) == (("bad", "good"), "n", "label")
 
 
 def test_a_folder_with_other_things_is_left_as_it_is(base, capsys) -> None:

@@ -11,6 +11,7 @@ from megabert import pretrained
 from megabert.distributed import World, discover
 from megabert.finetune import encoding, files, heads, prediction, saved, tasks, training
 from megabert.finetune.batches import collate
+from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split
 from tests.finetune import problem
 from tests.ranks import run_ranks
@@ -18,15 +19,11 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A saved model that was never trained."""
-    base = tmp_path_factory.mktemp("saved")
+def save_untrained(base: Path, task: Task, file: Path) -> Path:
+    """`base/best`, a model of `task` that was never trained; gives `base`."""
     problem.write_run(base / "run")
-    problem.write_texts(base / "texts.tsv", 50, 1)
     start = pretrained.load(base / "run")
-    task = tasks.custom("classify", text=["text"], label="label")
-    examples = files.read(task, base / "texts.tsv")
+    examples = files.read(task, file)
     labels = encoding.labels_of(task, examples)
     items = encoding.encode(task, examples, start.tokenizer, labels, 32)
     data = Data(task, labels, {"train": Split(examples, items)})
@@ -36,6 +33,13 @@ def folder(tmp_path_factory) -> Path:
     module = heads.build(described.config, described.shape, start.weights, CPU, torch.float32)
     saved.save(base / "best", described, module.state_dict(), start.tokenizer, {"step": 3})
     return base
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("saved")
+    task = tasks.custom("classify", text=["text"], label="label")
+    return save_untrained(base, task, problem.write_texts(base / "texts.tsv", 50, 1))
 
 
 def test_what_was_saved_is_what_is_loaded(folder: Path) -> None:
@@ -122,6 +126,21 @@ def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> Non
     assert prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({})) == 2
     lines = (tmp_path / "out").read_text().splitlines()
     assert len(lines) == 3 and all(line.split("\t")[-1] in ("even", "odd") for line in lines[1:])
+
+
+def test_the_threshold_decides_what_has_no_answer(tmp_path: Path) -> None:
+    file = problem.write_questions(tmp_path / "questions.json", 20, 1)
+    base = save_untrained(tmp_path, tasks.preset("squad2.0"), file)
+    empty = []
+    for number, threshold in enumerate((0.0, 1.0)):
+        output = tmp_path / f"{number}.json"
+        assert prediction.predict_file(base, file, output, discover({}), threshold) == 20
+        empty.append(sum(not answer for answer in json.loads(output.read_text()).values()))
+    assert empty == [20, 0]
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"--null-threshold .*: is a probability, 0 to 1"):
+            prediction.predict_file(base, file, tmp_path / "no.json", discover({}), wrong)
+    assert not (tmp_path / "no.json").exists()
 
 
 def test_a_description_is_json_of_its_own(folder: Path) -> None:
