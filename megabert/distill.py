@@ -39,7 +39,7 @@ SAME = ("hidden", "heads", "ffn", "norm", "max_positions", "vocab_size")  # of t
 
 
 class Student(BertForPreTraining):
-    """In training its losses are `terms`, each times its weight, and the teacher runs too; in evaluation it is plain BERT.
+    """In training its losses are `terms`, and the teacher runs too; in evaluation it is plain BERT.
 
     Figures beside the losses: of `soft`, how often student and teacher prefer the same id; of `cosine`, the mean cosine.
     `provenance` is what a checkpoint says of the teacher.
@@ -51,7 +51,8 @@ class Student(BertForPreTraining):
         dtype, causal = DTYPES[config.precision], config.data.masking.causal
         super().__init__(config.model, config.ops, device.type, dtype, causal)
         self.terms = (*self.terms, "soft", "cosine")
-        self.settings = config.distill
+        self.weights = (config.distill.mlm, 1.0, config.distill.soft, config.distill.cosine)
+        self._temperature = config.distill.temperature
         first = first_weights(teacher.weights, teacher.config.model.layers, config.model)
         self.load_state_dict(first)
         guide = BertForPreTraining(teacher.config.model, config.ops, device.type, dtype, causal)
@@ -70,7 +71,7 @@ class Student(BertForPreTraining):
             none = torch.zeros_like(mlm)
             return mlm, nsp, none, none, *correct, none, none
         assert not args
-        settings, inputs = self.settings, {name: batch[name] for name in ENCODED}
+        inputs = {name: batch[name] for name in ENCODED}
         labels, at = batch["mlm_labels"].flatten(), batch["mlm_positions"].flatten()
         hidden = self.encode(**inputs, seed=batch.get("seed")).flatten(0, 1)  # (B * T, D)
         with torch.no_grad():
@@ -79,7 +80,7 @@ class Student(BertForPreTraining):
             wanted_logits = self.teacher.mlm_logits(wanted.index_select(0, at))
         logits = self.mlm_logits(hidden.index_select(0, at))  # (B * K, V)
         mlm = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
-        soft, agreed = soft_loss(logits, wanted_logits, labels != IGNORE, settings.temperature)
+        soft, agreed = soft_loss(logits, wanted_logits, labels != IGNORE, self._temperature)
         # A row in which nothing is predicted is a filler, which counts for nothing.
         real = (inputs["key_end"] > 0) & (batch["mlm_labels"] != IGNORE).any(1, keepdim=True)
         cosine = F.cosine_similarity(hidden.float(), wanted.float(), dim=-1) * real.flatten()
@@ -89,12 +90,7 @@ class Student(BertForPreTraining):
             scores = self.nsp_logits(hidden.index_select(0, batch["cls_positions"].flatten())).float()
             nsp = F.cross_entropy(scores, follows, ignore_index=IGNORE, reduction="sum")
             nsp_correct = (scores.argmax(-1) == follows).sum()
-        losses = (
-            settings.mlm * mlm,
-            nsp,
-            settings.soft * soft,
-            settings.cosine * (real.sum() - cosine.sum()),
-        )
+        losses = (mlm, nsp, soft, real.sum() - cosine.sum())
         return *losses, (logits.argmax(-1) == labels).sum(), nsp_correct, agreed, cosine.sum().detach()
 
     def counts(self, batch: Any) -> tuple[int, ...]:

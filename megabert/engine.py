@@ -1,9 +1,10 @@
 """One update is one call: DeepSpeed runs it, and this is the only file that knows DeepSpeed.
 
 Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
-update. A module that trains here names its losses in `terms`, says in `counts(batch)` over how many items a batch sums
-each, and returns the k sums followed by k counts of right answers. A non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device
-inside an update except what DeepSpeed itself reads (the gradient norm, once).
+update. A module that trains here names its k losses in `terms`, says in `weights` what each counts in their sum and in
+`counts(batch)` over how many items a batch sums each, and returns the k sums followed by k counts of right answers. A
+non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device inside an
+update except what DeepSpeed itself reads (the gradient norm, once).
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class UpdateResult:
 
     `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
     scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
-    without either is a bad update. `host_loss` is the sum of the losses, read without waiting for the optimizer.
+    without either is a bad update. `host_loss` is `loss`, read without waiting for the optimizer.
     """
 
+    loss: Tensor  # weighted sum of the losses
     losses: Tensor  # [k], means over the update's items
     correct: Tensor  # [k]
     counts: Tensor  # [k]
@@ -107,6 +109,7 @@ class Engine:
         settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
         module: Any = model if isinstance(model, nn.Module) else model()
         self.terms: tuple[str, ...] = module.terms
+        self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
         clip = None
         if config.zero.stage == 0:
@@ -163,7 +166,7 @@ class Engine:
         if self.world.size > 1:
             dist.all_reduce(totals)
         # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
-        scale = self.world.size * self.accumulation / totals.clamp(min=1).float()
+        scale = self.world.size * self.accumulation / totals.clamp(min=1).float() * self._weights.float()
         terms = len(counts)
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
         loss_scale, loss_scale_floor = self._loss_scale()
@@ -173,7 +176,8 @@ class Engine:
             if number == self.accumulation:
                 if self.world.size > 1:
                     dist.all_reduce(sums)
-                host_loss = HostCopy((sums[:terms] / totals.clamp(min=1)).sum())
+                weighted = (sums[:terms] / totals.clamp(min=1) * self._weights).sum()
+                host_loss = HostCopy(weighted)
                 vetoed = veto is not None and veto(float(host_loss))
             loss = (torch.stack(output[:terms]) * scale).sum()
             # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
@@ -191,7 +195,7 @@ class Engine:
             norm = norm / loss_scale
             self._update_scale(False)
         means = sums[:terms] / totals.clamp(min=1)
-        return UpdateResult(means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
+        return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
 
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any]) -> Tensor:

@@ -68,19 +68,19 @@ def loss_table(output: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.T
 
 
 def measured(result: UpdateResult) -> torch.Tensor:
-    """fp32 [2 k + 1] on the device: the loss and the accuracy of each of k terms, then the gradient norm."""
+    """fp32 [2 k + 2] on the device: the loss, the loss and the accuracy of each of k terms, the gradient norm."""
     terms = torch.stack([result.losses, result.accuracies], 1).flatten()
     norm = torch.as_tensor(result.grad_norm, dtype=torch.float32, device=terms.device)
-    return torch.cat([terms.float(), norm.view(1)])
+    return torch.cat([result.loss.float().view(1), terms.float(), norm.view(1)])
 
 
 def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
     """`train/…` figures of one row of `measured`, or of a mean of rows; a term without a name is left out."""
-    *pairs, norm = row.tolist()
-    values = {"train/loss": sum(pairs[::2])}
-    for term, loss, accuracy in zip(terms, pairs[::2], pairs[1::2], strict=True):
+    loss, *pairs, norm = row.tolist()
+    values = {"train/loss": loss}
+    for term, its, accuracy in zip(terms, pairs[::2], pairs[1::2], strict=True):
         if term:
-            values |= {f"train/{term}_loss": loss, f"train/{term}_accuracy": accuracy}
+            values |= {f"train/{term}_loss": its, f"train/{term}_accuracy": accuracy}
     return values | {"train/grad_norm": norm}
 
 

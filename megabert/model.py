@@ -210,6 +210,7 @@ class BertForPreTraining(nn.Module):
         ops = ops or OpsConfig()
         self.cfg = cfg
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
+        self.weights: tuple[float, ...] = (1.0, 1.0)
         self.backends = Backends(
             *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in Backends._fields)
         )

@@ -15,6 +15,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
 from megabert.distributed import World
 from megabert.engine import Engine
+from megabert.metrics import figures, measured
 from megabert.model import BertForPreTraining
 from tests import runs, tiny
 from tests.ranks import run_ranks
@@ -43,7 +44,7 @@ def student(cfg: Config) -> distill.Student:
 def oracle(
     cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch
 ) -> list[Tensor]:
-    """The weighted loss sums (mlm, nsp, soft, cosine), position by position as the paper writes them."""
+    """The loss sums (mlm, nsp, soft, cosine), position by position as the paper writes them."""
     inputs = {name: batch.inputs()[name] for name in distill.ENCODED}
     hidden, wanted = ours.encode(**inputs).flatten(0, 1), theirs.encode(**inputs).flatten(0, 1).detach()
     mlm, soft, cosine, nsp = (hidden.new_zeros(()) for _ in range(4))
@@ -65,8 +66,7 @@ def oracle(
     for at, label in zip(firsts, batch.nsp_labels.flatten().tolist(), strict=True):
         if label >= 0:
             nsp = nsp - ours.nsp_logits(hidden[at : at + 1])[0].softmax(-1)[label].log()
-    d = cfg.distill
-    return [d.mlm * mlm, nsp, d.soft * soft, d.cosine * cosine]
+    return [mlm, nsp, soft, cosine]
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -106,7 +106,7 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
     for name, tensor in built.state_dict().items():
         origin = name.replace("layers.1.", "layers.3.")
         assert tensor.equal(found.weights[origin]), name
-    assert built.terms == ("mlm", "nsp", "soft", "cosine")
+    assert built.terms == ("mlm", "nsp", "soft", "cosine") and built.weights == (2.0, 1.0, 5.0, 1.0)
     assert built.provenance == {"teacher": pretrained.fingerprint(found.weights)}
     found.weights["nsp.bias"][0] += 1
     assert built.provenance != {"teacher": pretrained.fingerprint(found.weights)}
@@ -122,17 +122,16 @@ def test_a_whole_copy_agrees_with_its_teacher(tmp_path: Path) -> None:
 
 
 def test_it_learns_from_the_teacher_alone(tmp_path: Path) -> None:
-    built = student(config(teacher_run(tmp_path), distill__mlm=0.0, model__nsp=False)).train()
+    built = student(config(teacher_run(tmp_path), model__nsp=False)).train()
     batch, optimizer = tiny.batch(1, range(4)), torch.optim.Adam(built.parameters(), 0.003)
     losses = []
     for _ in range(40):
         output = built(**batch.inputs())
-        losses.append([float(x.detach()) for x in output[:4]])
+        losses.append([float(x.detach()) for x in output[2:4]])
         optimizer.zero_grad()
-        sum(output[:4]).backward()
+        (5 * output[2] + output[3]).backward()
         optimizer.step()
-    assert all(a == b == 0 for a, b in zip(losses[0][:2], losses[-1][:2], strict=True))
-    assert losses[-1][2] < 0.2 * losses[0][2] and losses[-1][3] < 0.5 * losses[0][3], (losses[0], losses[-1])
+    assert losses[-1][0] < 0.2 * losses[0][0] and losses[-1][1] < 0.5 * losses[0][1], (losses[0], losses[-1])
 
 
 def test_evaluation_is_plain_bert(tmp_path: Path) -> None:
@@ -199,6 +198,36 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
     assert found.optimizer == teacher.optimizer and found.batch == teacher.batch and found.ops == teacher.ops
     with pytest.raises(ValueError, match="--layers 5: the teacher has 4"):
         distill.student_overrides(teacher, "/runs/teacher", 5)
+
+
+def weighed(world: World, teacher: str) -> dict[str, Any]:
+    """One update under several weights of the losses, from the same weights of the model."""
+    found = {}
+    for mlm, soft, cosine in ((1.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0), (2.0, 5.0, 1.0)):
+        weights = {"distill__mlm": mlm, "distill__soft": soft, "distill__cosine": cosine}
+        cfg = config(Path(teacher), model__nsp=False, optimizer__clip=1e9, **weights)
+        result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(
+            tiny.update(0, cfg, world), 0.003
+        )
+        values = figures(measured(result), ("mlm", "", "soft", "cosine"))
+        found[f"{mlm:g} {soft:g} {cosine:g}"] = values | {"host": float(result.host_loss)}
+    return found
+
+
+@pytest.mark.dist
+def test_a_weight_scales_a_loss_in_the_update_and_not_in_the_figures(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, weighed, str(teacher_run(tmp_path)))
+    one, two, none, all_three = found.values()
+    for values in (two, none, all_three):
+        for name in ("mlm", "soft", "cosine"):
+            assert values[f"train/{name}_loss"] == pytest.approx(one[f"train/{name}_loss"], rel=1e-6)
+            assert values[f"train/{name}_loss"] > 0
+    assert one["train/grad_norm"] > 0
+    assert two["train/grad_norm"] == pytest.approx(2 * one["train/grad_norm"], rel=1e-5)
+    assert none["train/grad_norm"] == none["train/loss"] == 0 and one["train/loss"] == one["train/mlm_loss"]
+    want = sum(w * all_three[f"train/{name}_loss"] for name, w in (("mlm", 2), ("soft", 5), ("cosine", 1)))
+    assert all_three["train/loss"] == pytest.approx(want, rel=1e-6)
+    assert all_three["host"] == pytest.approx(want, rel=1e-6)
 
 
 def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:

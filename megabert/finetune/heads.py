@@ -113,7 +113,7 @@ class Finetuner(nn.Module):
         """`encoder` loses its pre-training heads; the pooler becomes the text head's."""
         super().__init__()
         cfg = encoder.cfg
-        self.shape, self.terms = shape, (shape.kind,)
+        self.shape, self.terms, self.weights = shape, (shape.kind,), (1.0,)
         pooler = getattr(encoder, "pooler", None)
         for name in PRETRAINING_HEADS:
             if hasattr(encoder, name):
