@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -259,7 +258,7 @@ def test_an_interrupted_extraction_leaves_nothing(
     run: Path, lines: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     def part(self: Extractor, items: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Extractor, "part", part)
     assert features.main(command(run, lines, tmp_path / "v.npz")) == 130
