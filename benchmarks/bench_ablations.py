@@ -222,7 +222,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--run", default="runs/ablations", help="folder of the runs")
     add("--json", type=Path, required=True, help="results; variants in it already are kept")
     add("--plot", type=Path, help=".svg or .png")
-    add("overrides", nargs="*", metavar="section.key=value", help="configuration of all variants")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="configuration of all variants; first, as --tasks takes what follows",
+    )
     return parser.parse_intermixed_args(argv)
 
 
