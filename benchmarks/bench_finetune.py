@@ -171,6 +171,7 @@ def main() -> None:
     add("--json", type=Path, help="write the result here; other tasks in it stay")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    model = described(args.model)
     results: dict[str, Any] = {}
     if args.json and args.json.exists():
         results = json.loads(args.json.read_text())["tasks"]
@@ -184,9 +185,7 @@ def main() -> None:
             rows[start] = finetune(case, start, extra, files, args)
             results[case.name] = {"metric": case.metric, "rows": rows} | compare(rows, case.metric)
             if args.json:
-                hardware.write_json(
-                    args.json, {"model": described(args.model), "seeds": args.seeds, "tasks": results}
-                )
+                hardware.write_json(args.json, {"model": model, "seeds": args.seeds, "tasks": results})
     print(table(results))
 
 

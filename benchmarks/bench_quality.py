@@ -84,7 +84,7 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
     result: Result = {
         "system": "megabert",
         "minutes": args.minutes,
-        "command": shlex.join(command).replace(sys.executable, "python").replace(f"{hardware.ROOT}/", ""),
+        "command": hardware.shown(command),
         "curve": [],
     }
     with open(run / "train.log", "w") as log:

@@ -176,7 +176,8 @@ class Engine:
             if number == self.accumulation:
                 if self.world.size > 1:
                     dist.all_reduce(sums)
-                weighted = (sums[:terms] / totals.clamp(min=1) * self._weights).sum()
+                means = sums[:terms] / totals.clamp(min=1)
+                weighted = (means * self._weights).sum()
                 host_loss = HostCopy(weighted)
                 vetoed = veto is not None and veto(float(host_loss))
             loss = (torch.stack(output[:terms]) * scale).sum()
@@ -194,7 +195,6 @@ class Engine:
         if self._scale_loss and not skipped:
             norm = norm / loss_scale
             self._update_scale(False)
-        means = sums[:terms] / totals.clamp(min=1)
         return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
 
     @torch.no_grad()

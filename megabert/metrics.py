@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megabert.config import Config, ModelConfig
+from megabert.folder import write_whole
 
 if TYPE_CHECKING:
     from megabert.data import Update
@@ -144,9 +144,7 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
-            draft = path.with_suffix(".tmp")
-            draft.write_text("".join(f"{line}\n" for line in kept))
-            os.replace(draft, path)
+            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
         self._file = open(path, "a")  # noqa: SIM115 - lives as long as the run
 
     def write(self, values: dict[str, Any]) -> None:

@@ -52,9 +52,8 @@ def test_no_article_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     train, dev = (json.loads(path.read_text())["data"] for path in bench.squad(tmp_path, tmp_path))
     assert [a["title"] for a in dev] == ["t0", "t10", "t20"]
     assert len(train) == 27 and not {a["title"] for a in train} & {a["title"] for a in dev}
-    assert [len(a["paragraphs"]) for a in train] == [4] * 27 and [len(a["paragraphs"]) for a in dev] == [
-        2
-    ] * 3
+    assert [len(a["paragraphs"]) for a in train] == [4] * 27
+    assert [len(a["paragraphs"]) for a in dev] == [2] * 3
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def predict_file(
 ) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; how many there are.
 
-    A question that may have no answer gets none where its probability is above `null_threshold`. Raises ValueError naming what cannot be used; nothing is written then.
+    A question that may have no answer gets none where its probability is above `null_threshold`. Raises ValueError naming
+    what cannot be used; nothing is written then.
     """
     if not 0 <= null_threshold <= 1:
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")

@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megabert.finetune.training import RESULT, Settings
-from megabert.folder import write_whole
+from megabert.finetune.training import RESULT, Settings, write_json
 
 AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
 COMMON, SUMMARY = "settings.json", "summary.json"
@@ -139,8 +138,3 @@ def common_settings(settings: Settings, grid: Mapping[str, Any], facts: Mapping[
     """What all runs of a command share: `facts` about model, task and files, and the settings off the grid."""
     plain = {k: v for k, v in asdict(settings).items() if k != "seed" and k not in grid}
     return {**facts, **plain, "grid": sorted(grid)}
-
-
-def write_json(path: Path, tree: Any) -> None:
-    """The file appears whole."""
-    write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())

@@ -329,7 +329,7 @@ class Run:
             for sink in self.sinks:
                 if isinstance(sink, TensorBoard):
                     sink.hparams({f"dev/{name}": v for name, v in found["dev"].items()})
-            write_whole(self.folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+            write_json(self.folder / RESULT, result)
             shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
         return result
 
@@ -354,3 +354,8 @@ class Run:
     def say(self, text: str) -> None:
         if self.world.is_main:
             print(f"{self.name}  {text}", flush=True)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """The file appears whole."""
+    write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
