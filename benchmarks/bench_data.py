@@ -25,15 +25,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hardware
 import numpy as np
 import torch
 
-from megabert.data import Loader
-from megabert.masking import Masking, Vocabulary
-from megabert.memory import keep_freed_memory
-from megabert.shards import Dataset, write_manifest, write_shard
-from megabert.tokenizer import Tokenizer
+from benchmarks.common import hardware
+from megabert.common.malloc import keep_freed_memory
+from megabert.data.loader import Loader
+from megabert.data.masking import Masking, Vocabulary
+from megabert.data.shards import Dataset, write_manifest, write_shard
+from megabert.data.tokenizer import Tokenizer
 
 VOCAB, SLOTS, BLOCK_ROWS = 30_000, 8, 256
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hardware
-import measure
+from benchmarks.common import hardware, measure
 
 sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
 
@@ -40,8 +39,9 @@ def compare(args: argparse.Namespace) -> Result:
     """Both models on the same held-out rows. Raises ValueError when they have not the same tokenizer or task."""
     import torch
 
-    from megabert import evaluate, pretrained
-    from megabert.distill import ENCODED
+    from megabert import pretrained
+    from megabert.training import evaluation
+    from megabert.training.distillation import ENCODED
 
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,8 +54,8 @@ def compare(args: argparse.Namespace) -> Result:
     tasks = {(s["task"], s["metric"]) for s in scores.values() if s}
     if len(tasks) > 1:
         raise ValueError("--teacher-scores and --student-scores are of different tasks")
-    rows = evaluate.held_out(args.data, cfg)
-    batch = next(iter(evaluate.fixed_batches(rows, tokenizer, cfg))).to(device)
+    rows = evaluation.held_out(args.data, cfg)
+    batch = next(iter(evaluation.fixed_batches(rows, tokenizer, cfg))).to(device)
     inputs = {name: batch.inputs()[name] for name in ENCODED}
     models, sides = {}, {}
     for name, one in found.items():
@@ -70,8 +70,8 @@ def compare(args: argparse.Namespace) -> Result:
     result: Result = {"precision": args.precision, "threads": args.threads, "sides": {}}
     for name, one in found.items():
         speed = {k: batch.sequences / s for k, s in measure.quantiles(seconds[name]).items()}
-        figures = evaluate.summary(
-            evaluate.batch_sums(models[name], evaluate.fixed_batches(rows, tokenizer, cfg), device)
+        figures = evaluation.summary(
+            evaluation.batch_sums(models[name], evaluation.fixed_batches(rows, tokenizer, cfg), device)
         )
         result["sides"][name] = {
             "layers": one.config.model.layers,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hardware
+from benchmarks.common import hardware
 
 sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
 
@@ -121,7 +121,8 @@ def finetune(
 
 def described(model: Path) -> dict[str, Any]:
     """How the model was pre-trained, and what that run measured of it."""
-    from megabert import model_card, pretrained
+    from megabert import pretrained
+    from megabert.pretrained import model_card
 
     found = pretrained.load(model)
     return model_card.recipe(found) | model_card.figures(found)

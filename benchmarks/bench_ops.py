@@ -21,15 +21,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hardware
 import torch
 import torch.nn.functional as F
-from measure import Memory, in_turn, quantiles, synchronise
 from torch import Tensor
 
-from megabert import ops
-from megabert.memory import keep_freed_memory
-from megabert.metrics import matmul_tflops
+from benchmarks.common import hardware
+from benchmarks.common.measure import Memory, in_turn, quantiles, synchronise
+from megabert.common.malloc import keep_freed_memory
+from megabert.model import ops
+from megabert.training.metrics import matmul_tflops
 
 Call = Callable[[], object]
 

@@ -27,11 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hardware
 import numpy as np
 
-from data_prep import sources, streams
-from data_prep.problems import Problems
+from benchmarks.common import hardware
+from data_prep.common.errors import Problems
+from data_prep.readers import decompress
+from data_prep.readers import tasks as sources
 
 ROOT = hardware.ROOT
 RECORDED_PEER = 0.93  # MB/s a core
@@ -55,7 +56,7 @@ def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
             break
         path = folder / f"{len(paths):05d}-{Path(piece.path).stem}"
         with open(path, "wb") as file:
-            for chunk in streams.read_chunks(piece.path, piece.compression):
+            for chunk in decompress.read_chunks(piece.path, piece.compression):
                 left -= file.write(chunk)
         paths.append(str(path))
     return paths
@@ -69,7 +70,7 @@ def packed(inputs: list[str], megabytes: float) -> list[str]:
         if left <= 0:
             break
         paths.append(piece.path)
-        left -= sum(len(chunk) for chunk in streams.read_chunks(piece.path, piece.compression))
+        left -= sum(len(chunk) for chunk in decompress.read_chunks(piece.path, piece.compression))
     return paths
 
 

@@ -25,14 +25,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hardware
-from quality_report import ACCURACY, LOSS, Result, compare, plot
+from benchmarks.common import hardware
+from benchmarks.common.curves import ACCURACY, LOSS, Result, compare, plot
 
 sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
 
 if TYPE_CHECKING:
-    from hf_plain_loop import Recipe
-
+    from benchmarks.peers.hf_plain_loop import Recipe
     from megabert.config import Config
 
 
@@ -124,7 +123,7 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
 def peer_config(args: argparse.Namespace) -> Config:
     """Our config of the peer's size: post-LN, as Hugging Face's BERT is; held-out rows and masks are those of ours."""
     from megabert import config
-    from megabert.shards import Manifest
+    from megabert.data.shards import Manifest
 
     fixed = [f"model.vocab_size={Manifest.load(args.data).vocab_size}", "model.nsp=false", "model.norm=post"]
     shared = [key for key in shlex.split(args.ours) if key.startswith(("eval.", "data.masking."))]
@@ -133,9 +132,8 @@ def peer_config(args: argparse.Namespace) -> Config:
 
 def run_theirs(args: argparse.Namespace) -> Iterator[Result]:
     """Trains the peer for the budget, with the best of a grid of short runs where `--tune-minutes` asks for one."""
-    from hf_plain_loop import Recipe
-
-    from megabert.shards import Manifest
+    from benchmarks.peers.hf_plain_loop import Recipe
+    from megabert.data.shards import Manifest
 
     manifest = Manifest.load(args.data)
     ours = peer_config(args).batch.global_size * manifest.statistics["sequences"] / manifest.rows
@@ -157,11 +155,11 @@ def run_theirs(args: argparse.Namespace) -> Iterator[Result]:
 
 def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
     """Yields the result so far after each evaluation, and in the end once more with the figures in fp32."""
-    import hf_plain_loop
     import torch
 
-    from megabert.huggingface import from_huggingface
-    from megabert.tokenizer import Tokenizer
+    from benchmarks.peers import hf_plain_loop
+    from megabert.data.tokenizer import Tokenizer
+    from megabert.pretrained.hf_names import from_huggingface
 
     torch.set_num_threads(args.threads)
     cfg = peer_config(args)
@@ -189,17 +187,17 @@ def score(weights: dict[str, Any], cfg: Config, data: Path, dtype: str) -> dict[
     """Held-out figures of weights under our names, by `megabert.evaluate`'s own code, computed in `dtype`."""
     import torch
 
-    from megabert import evaluate
-    from megabert.model import BertForPreTraining
-    from megabert.tokenizer import Tokenizer
+    from megabert.data.tokenizer import Tokenizer
+    from megabert.model.bert import BertForPreTraining
+    from megabert.training import evaluation
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = BertForPreTraining(cfg.model, cfg.ops)
     model.load_state_dict(weights)
     tokenizer = Tokenizer.load(data / "tokenizer.model")
-    batches = evaluate.fixed_batches(evaluate.held_out(str(data), cfg), tokenizer, cfg)
+    batches = evaluation.fixed_batches(evaluation.held_out(str(data), cfg), tokenizer, cfg)
     return scores(
-        evaluate.summary(evaluate.batch_sums(model.to(device, getattr(torch, dtype)), batches, device))
+        evaluation.summary(evaluation.batch_sums(model.to(device, getattr(torch, dtype)), batches, device))
     )
 
 
@@ -245,7 +243,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.run, args.data = os.path.abspath(args.run), args.data.resolve()
-    from megabert.shards import Manifest
+    from megabert.data.shards import Manifest
 
     try:
         manifest = Manifest.load(args.data)

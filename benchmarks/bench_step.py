@@ -27,21 +27,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hardware
 import torch
-from hf_step import HuggingFace, padded
-from measure import Memory, quantiles, synchronise
 
+from benchmarks.common import hardware
+from benchmarks.common.measure import Memory, quantiles, synchronise
+from benchmarks.peers.hf_step import HuggingFace, padded
 from megabert import config as configuration
-from megabert import distributed
+from megabert.common.malloc import M_MMAP_MAX, keep_freed_memory
 from megabert.config import Config
-from megabert.data import Loader, Update
-from megabert.engine import DTYPES, Engine
-from megabert.memory import M_MMAP_MAX, keep_freed_memory
-from megabert.metrics import matmul_tflops, training_flops
-from megabert.model import BertForPreTraining
-from megabert.shards import Dataset
-from megabert.tokenizer import Tokenizer
+from megabert.data.loader import Loader, Update
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed import process_group
+from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.model.bert import BertForPreTraining
+from megabert.model.flops import training_flops
+from megabert.training.metrics import matmul_tflops
 
 SIZES = {
     "mini": {"layers": 4, "hidden": 256, "heads": 4},
@@ -74,7 +75,7 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
 class Ours:
     """The project's training step."""
 
-    def __init__(self, cfg: Config, world: distributed.World) -> None:
+    def __init__(self, cfg: Config, world: process_group.World) -> None:
         torch.manual_seed(cfg.seed)
         module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
         self.backends = {name: f"{c.name} ({c.reason})" for name, c in module.backends._asdict().items()}
@@ -102,7 +103,9 @@ def map_large_blocks() -> None:
         mallopt(name, value)
 
 
-def measure(args: argparse.Namespace, dropout: float, world: distributed.World, data: Path) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, dropout: float, world: process_group.World, data: Path
+) -> dict[str, Any]:
     device, dataset = world.device, Dataset(data)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     cfg = make_config(args, dropout)
@@ -263,7 +266,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     results = []
     try:
-        world = distributed.init(distributed.discover({}))
+        world = process_group.init(process_group.discover({}))
         with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
             data = prepare(args, Path(folder))
             print(hardware.describe(), flush=True)
@@ -274,7 +277,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        distributed.shutdown()
+        process_group.shutdown()
     if args.json:
         hardware.write_json(args.json, {"benchmark": "step", "unit": "real tokens/s", "results": results})
     return 0

@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hardware
-from survival import survive
-from survival_life import ROOT, Case, Server
-from survival_soak import soak
+from benchmarks.common import hardware
+from benchmarks.survival.kills import survive
+from benchmarks.survival.life import ROOT, Case, Server
+from benchmarks.survival.soak import soak
 
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
 CASES = (  # the last number is each one's share of the kills

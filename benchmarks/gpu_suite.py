@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hardware
+from benchmarks.common import hardware
 
 ROOT = hardware.ROOT
 TORCH_OPS = ["layer=torch", "mlm_loss=torch"]
@@ -46,7 +46,7 @@ def step_stage(name: str, seq_len: int, args: argparse.Namespace, data: Path, ba
 
 def stages(args: argparse.Namespace, work: Path) -> list[Stage]:
     device = ["--device", args.device, *(["--small"] if args.small else [])]
-    chosen_tests = ["tests/ops/test_philox.py"] if args.small else ["-m", "gpu", "tests/ops"]
+    chosen_tests = ["tests/csrc/test_philox.py"] if args.small else ["-m", "gpu", "tests/model/ops"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests]
     attention = "varlen" if args.device == "cuda" else "native"
     short, long = work / "seq128", work / "seq512"

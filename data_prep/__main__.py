@@ -10,13 +10,15 @@ import re
 import sys
 from pathlib import Path
 
-from data_prep import parallel, report, rules
 from data_prep.build import build
+from data_prep.common.errors import BadInput
+from data_prep.common.records import FORMATS
+from data_prep.executor import pool
+from data_prep.filters import rules
 from data_prep.options import DEDUP, BuildOptions
-from data_prep.pieces import FORMATS
-from data_prep.problems import BadInput
-from data_prep.sources import Corpus, ReadOptions
-from megabert import shards
+from data_prep.readers.tasks import Corpus, ReadOptions
+from data_prep.report import summary as report
+from megabert.data import shards
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -155,8 +157,8 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 def _build(args: argparse.Namespace) -> int:
     options, inputs = _options(args), corpora(args.input, args.weight)
-    executor = parallel.make(_workers(args))
-    if isinstance(executor, parallel.Ranks) and not executor.is_root:
+    executor = pool.make(_workers(args))
+    if isinstance(executor, pool.Ranks) and not executor.is_root:
         executor.serve()
         return 0
     try:
@@ -182,30 +184,30 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from data_prep import verification
+    from data_prep.report import verify_dataset
 
     found = 0
-    for problem in verification.verify(
-        args.folder, _workers(args) or parallel.default_workers(), not args.quiet
+    for problem in verify_dataset.verify(
+        args.folder, _workers(args) or pool.default_workers(), not args.quiet
     ):
         print(problem)
         found += 1
     if not found:
-        for folder in verification.datasets(args.folder):
+        for folder in verify_dataset.datasets(args.folder):
             print(f"{folder}: whole, {shards.Manifest.load(folder).rows} rows")
     return 1 if found else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    parallel.collect_seldom()
+    pool.collect_seldom()
     try:
         if args.command == "build":
             return _build(args)
         if args.command == "inspect":
-            from data_prep import inspection
+            from data_prep.report import inspect_dataset
 
-            print(inspection.inspect(args.folder, args.rows, args.seed, args.masking))
+            print(inspect_dataset.inspect(args.folder, args.rows, args.seed, args.masking))
             return 0
         return _verify(args)
     except ValueError as error:

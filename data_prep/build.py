@@ -19,28 +19,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep import (
-    dedup,
-    duplicates,
-    output,
-    page,
-    reading,
-    report,
-    sequences,
-    shuffle,
-    sources,
-    spool,
-    tokenizer_training,
-)
-from data_prep.journal import Journal, Stage, write_json
+from data_prep.common.errors import BadInput, Problems
+from data_prep.executor import output_folder, work_files
+from data_prep.executor.journal import Journal, Stage, write_json
+from data_prep.executor.pool import Local, Ranks
+from data_prep.executor.work_files import Done, Job, total
 from data_prep.options import BLOCK_ROWS, BuildOptions
-from data_prep.parallel import Local, Ranks
-from data_prep.problems import BadInput, Problems
-from data_prep.sequences import Draw, Kept
-from data_prep.sources import Corpus, Task
-from data_prep.spool import Done, Job, total
-from megabert import shards
-from megabert.tokenizer import Tokenizer
+from data_prep.readers import tasks as sources
+from data_prep.readers.tasks import Corpus, Task
+from data_prep.report import html_report, summary
+from data_prep.stages import dedup, sequences, shuffle, train_tokenizer
+from data_prep.stages import read as reading
+from data_prep.stages.sequences import Draw, Kept
+from data_prep.text import minhash
+from megabert.data import shards
+from megabert.data.tokenizer import Tokenizer
 
 
 class Meter:
@@ -81,7 +74,7 @@ def account(
             corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
         },
         "tokenizer_sha256": None if tokenizer_file is None else Tokenizer.load(tokenizer_file).sha256,
-        output.FILES: {
+        output_folder.FILES: {
             "count": len({piece.path for piece in pieces}),
             "bytes": sum(task.size for task in tasks),
             "digest": hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest(),
@@ -112,7 +105,7 @@ def build(
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
     known_by = account(corpora, tasks, options, tokenizer_file)
-    with output.opened(Path(folder), known_by, options.seq_lens, overwrite) as work:
+    with output_folder.opened(Path(folder), known_by, options.seq_lens, overwrite) as work:
         if work is None:
             return None
         journal = Journal(work, executor)
@@ -124,7 +117,7 @@ def build(
             datasets = {str(n): run.dataset(n, tokenizer) for n in options.seq_lens}
             journal.settle()
             finished = time.perf_counter()
-            facts = report.facts(
+            facts = summary.facts(
                 known_by, corpora, tokenizer, run.read_by_corpus, run.everything, problems, datasets
             )
             run.commit(facts, known_by)
@@ -140,7 +133,7 @@ def build(
         "mb_per_second": None if run.resumed else megabytes / seconds,
         "mb_per_second_per_worker": None if run.resumed else megabytes / seconds / executor.size,
         "stage_seconds": dict(run.everything.seconds),
-        "peak_memory": max(run.everything.peak, spool.peak_memory()),
+        "peak_memory": max(run.everything.peak, work_files.peak_memory()),
     }
 
 
@@ -159,7 +152,7 @@ class Build:
         meter: Meter,
     ) -> None:
         self.options, self.tasks, self.corpora = options, tasks, corpora
-        self._folders = output.folders(folder, options.seq_lens)
+        self._folders = output_folder.folders(folder, options.seq_lens)
         self._folder, self._work, self._meter = folder, work, meter
         self._journal = journal
         self.resumed = self._journal.holds_something()
@@ -183,13 +176,13 @@ class Build:
         """The tokenizer to use, in the work folder: a copy of the file, or one trained on a sample."""
         self._trained = tokenizer_file is None
         if tokenizer_file is None:
-            shares = tokenizer_training.shares(self.tasks, self.options)
-            samples = self._map("sample", tokenizer_training.sample, shares)
-            trained = self._map("train", tokenizer_training.train_item, [len(shares)])
+            shares = train_tokenizer.shares(self.tasks, self.options)
+            samples = self._map("sample", train_tokenizer.sample, shares)
+            trained = self._map("train", train_tokenizer.train_item, [len(shares)])
             self._journal.consume(samples, trained)
             path = self._work / "tokenizer.model"
         else:
-            path = self._work / output.TOKENIZERS[Tokenizer.load(tokenizer_file).kind]
+            path = self._work / output_folder.TOKENIZERS[Tokenizer.load(tokenizer_file).kind]
             shutil.copyfile(tokenizer_file, path)
         tokenizer = Tokenizer.load(path)
         self._job = replace(self._job, tokenizer=str(path), tokenizer_sha256=tokenizer.sha256)
@@ -227,7 +220,7 @@ class Build:
         options, tasks = self.options, len(self.tasks)
         documents = sum(done.facts["documents"] for done in results)
         kinds = []
-        for kind, records in (("documents", documents), ("near", documents * duplicates.BANDS)):
+        for kind, records in (("documents", documents), ("near", documents * minhash.BANDS)):
             if kind in options.dedup:
                 parts = dedup.ranges(kind, "read", tasks, records)
                 self._spools.append(self._map(f"same {kind}", dedup.find, parts))
@@ -267,19 +260,19 @@ class Build:
         slots = self.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
         held_drawn, held_entry = total(held.results), None
         if held_drawn.counts["sequences"]:
-            held_folder = folder / output.HELD_OUT
+            held_folder = folder / output_folder.HELD_OUT
             entries = self._write(held, "heldout", seq_len, slots, held_folder, tokenizer)
             manifest = self._manifest(
                 seq_len, slots, tokenizer, "../" + self._tokenizer_path.name, held_drawn, entries, None
             )
             self._manifests.append((held_folder, manifest))
-            held_entry = {"path": output.HELD_OUT, "rows": manifest["rows"]}
+            held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
         entries = self._write(train, "train", seq_len, slots, folder, tokenizer)
         manifest = self._manifest(
             seq_len, slots, tokenizer, self._tokenizer_path.name, drawn, entries, held_entry
         )
         self._manifests.append((folder, manifest))
-        return report.dataset_facts(manifest, drawn, held_drawn)
+        return summary.dataset_facts(manifest, drawn, held_drawn)
 
     def _write(
         self, drawn: Stage, kind: str, seq_len: int, slots: int, folder: Path, tokenizer: Tokenizer
@@ -287,7 +280,7 @@ class Build:
         """Shuffle, pack and write the sequences that a stage drew. Returns the entries of the shards."""
         folder.mkdir(parents=True, exist_ok=True)
         part = shuffle.Part(
-            kind, seq_len, slots, len(drawn.results), spool.id_dtype(tokenizer).name, str(folder)
+            kind, seq_len, slots, len(drawn.results), work_files.id_dtype(tokenizer).name, str(folder)
         )
         tokens = total(drawn.results).counts["tokens"]
         if groups := shuffle.merges(part, tokens):
@@ -320,7 +313,7 @@ class Build:
             "max_sequences": slots,
             "rows": rows,
             "block_rows": BLOCK_ROWS,
-            "dtype": spool.id_dtype(tokenizer).name,
+            "dtype": work_files.id_dtype(tokenizer).name,
             "tokenizer": {
                 "kind": tokenizer.kind,
                 "file": tokenizer_name,
@@ -328,7 +321,7 @@ class Build:
                 "vocab_size": tokenizer.vocab_size,
                 "special_ids": tokenizer.special_ids,
             },
-            "statistics": report.statistics(drawn, rows, seq_len),
+            "statistics": summary.statistics(drawn, rows, seq_len),
             "options": self.options.listed(self._trained),
             "shards": entries,
             "held_out": held_out,
@@ -338,11 +331,11 @@ class Build:
         """Everything but the manifests, then these, those of held-out parts first."""
         for folder in self._folders.values():
             shutil.copyfile(self._tokenizer_path, folder / self._tokenizer_path.name)
-        write_json(self._folder / output.REPORTS[0], facts)
-        (self._folder / output.REPORTS[1]).write_text(page.render(facts), encoding="utf-8")
-        write_json(self._folder / output.ACCOUNT, known_by)
+        write_json(self._folder / output_folder.REPORTS[0], facts)
+        (self._folder / output_folder.REPORTS[1]).write_text(html_report.render(facts), encoding="utf-8")
+        write_json(self._folder / output_folder.ACCOUNT, known_by)
         for folder, manifest in self._manifests:
             if held_out := manifest["held_out"]:
-                written = (folder / output.HELD_OUT / shards.MANIFEST).read_bytes()
+                written = (folder / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
                 held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()
             shards.write_manifest(folder, manifest)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from data_prep.clean import Form
-from data_prep.problems import BadInput
-from data_prep.rules import Rules
-from data_prep.sources import ReadOptions
+from data_prep.common.errors import BadInput
+from data_prep.filters.rules import Rules
+from data_prep.readers.tasks import ReadOptions
+from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
 DEDUP = ("documents", "near", "paragraphs")

@@ -52,9 +52,17 @@ pip() {
 }
 rm -f "$stamp"
 echo "installing into $VENV (the first time downloads torch: several minutes)"
-"$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --upgrade pip 'setuptools>=70' wheel ninja
-pip "$(grep '^torch==' constraints.txt)" numpy # first: DeepSpeed and csrc build against it
-DS_BUILD_OPS=0 pip --no-build-isolation deepspeed # its ops compile when first used; none is needed here
-pip --no-build-isolation -e '.[test]'
+pip --upgrade pip 'setuptools>=77' wheel ninja
+pip "$(grep '^torch==' constraints.txt)" numpy # first: csrc is built against it
+# Each dependency from its wheel, or from source by its own build requirements; only the project builds with the torch above.
+"$VENV/bin/python" - >"$VENV/requirements.txt" <<'PYTHON'
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+print("\n".join(sorted(line for line in wanted if not line.startswith("megabert["))))
+PYTHON
+DS_BUILD_OPS=0 pip -r "$VENV/requirements.txt" # DeepSpeed's operations compile when first used; none is needed here
+pip --no-build-isolation --no-deps -e .
 echo "$hash_packages $hash_native $here" >"$stamp"
 echo "ready: $VENV/bin/python"

@@ -12,10 +12,11 @@ import json
 import sys
 from pathlib import Path
 
-from megabert import checkpoint, foreign
+from megabert import checkpoint
+from megabert.common.atomic_io import appearing
 from megabert.config import Config
-from megabert.folder import appearing
-from megabert.foreign import Foreign
+from megabert.pretrained import hf_read
+from megabert.pretrained.hf_read import Foreign
 
 
 def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
@@ -25,8 +26,8 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
     """
     folder, run = Path(source), Path(run)
     if not folder.is_dir():
-        raise ValueError(f"{source}: no such folder; name one with {foreign.CONFIG} and {foreign.WEIGHTS[0]}")
-    found = foreign.read(folder, tokenizer, nsp)
+        raise ValueError(f"{source}: no such folder; name one with {hf_read.CONFIG} and {hf_read.WEIGHTS[0]}")
+    found = hf_read.read(folder, tokenizer, nsp)
     with appearing(run, "config.toml") as new:
         (new / found.tokenizer.file_name).write_bytes(found.tokenizer.data)
         state = found.state()

@@ -243,7 +243,7 @@ def backends() -> list[Finding]:
     """The native library, and what `auto` picks for each operation on this machine's device. Needs torch."""
     import torch
 
-    from megabert import ops
+    from megabert.model import ops
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if ops.MISSING:

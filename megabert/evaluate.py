@@ -1,4 +1,4 @@
-"""Held-out MLM (left to right where a run is) and NSP under a mask that never changes, so that any two evaluations can be compared.
+"""Held-out MLM (left to right where a run is) and NSP of a run's newest checkpoint, under a mask that never changes.
 
 python -m megabert.evaluate --run DIR --data DIR        prints one JSON line
 """
@@ -7,81 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
-import torch
-
-from megabert import checkpoint, config
-from megabert.config import Config
-from megabert.data import Batch, eval_batches
-from megabert.metrics import loss_table
-from megabert.model import BertForPreTraining
-from megabert.shards import Dataset
-from megabert.tokenizer import Tokenizer
-
-EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every run
-
-
-def held_out(data: str, config: Config) -> Dataset:
-    """The held-out split of a dataset folder, damaged rows left out where `data.on_damage` says so. Raises ValueError
-    when it has none."""
-    tolerant = config.data.on_damage == "skip"
-    dataset = Dataset(data, tolerant)
-    if dataset.manifest.held_out is None:
-        raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(Path(data) / dataset.manifest.held_out["path"], tolerant)
-
-
-def fixed_batches(
-    dataset: Dataset, tokenizer: Tokenizer, config: Config, rank: int = 0, world: int = 1
-) -> Iterable[Batch]:
-    """This rank's share of the first `eval.rows` held-out rows, each once, under the fixed mask."""
-    return eval_batches(
-        dataset,
-        tokenizer,
-        micro_batch=config.batch.micro_size,
-        seed=EVAL_SEED,
-        masking=config.data.masking,
-        rank=rank,
-        world=world,
-        max_rows=config.eval.rows,
-    )
-
-
-@torch.no_grad()
-def batch_sums(model: BertForPreTraining, batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
-    """Sums over `batches`, fp64 [6]: MLM loss, correct, predictions; NSP loss, correct, pairs. Leaves train/eval as it was."""
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
-    for batch in batches:
-        sums += loss_table(model(**batch.to(device).inputs()), model.counts(batch)).flatten()
-    model.train(was_training)
-    return sums
-
-
-def summary(sums: torch.Tensor) -> dict[str, float]:
-    """`eval/…` figures from the sums of all ranks, MLM's and NSP's first. Raises ValueError when nothing was predicted."""
-    mlm_loss, mlm_correct, predictions, nsp_loss, nsp_correct, pairs = sums[:6].tolist()
-    if not predictions:
-        raise ValueError("the held-out split has no token to predict")
-    loss = mlm_loss / predictions
-    values = {
-        "eval/mlm_loss": loss,
-        "eval/mlm_accuracy": mlm_correct / predictions,
-        "eval/perplexity": math.exp(min(loss, 700.0)),
-        "eval/predictions": predictions,
-    }
-    if pairs:
-        values |= {
-            "eval/nsp_loss": nsp_loss / pairs,
-            "eval/nsp_accuracy": nsp_correct / pairs,
-            "eval/pairs": pairs,
-        }
-    return values
+from megabert.training.evaluation import evaluate_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,24 +28,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, on the device at hand, in the run's precision."""
-    weights, state = checkpoint.load_weights(run)
-    tree = state["config"]
-    if rows:
-        tree = tree | {"eval": tree["eval"] | {"rows": rows}}
-    cfg = config.from_dict(tree)
-    tokenizer = Tokenizer.load(Dataset(data).tokenizer_path)
-    if tokenizer.sha256 != state["tokenizer"]:
-        raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[cfg.precision]
-    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.data.masking.causal)
-    model.load_state_dict(weights)
-    sums = batch_sums(model.to(device, dtype), fixed_batches(held_out(data, cfg), tokenizer, cfg), device)
-    return {"step": state["step"]} | summary(sums)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from megabert import hf_tokenizer, huggingface, model_card, pretrained
-from megabert.folder import appearing
-from megabert.pretrained import Pretrained
+from megabert import pretrained
+from megabert.common.atomic_io import appearing
+from megabert.pretrained import Pretrained, hf_names, hf_tokenizer, model_card
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 COPIES = (
@@ -31,8 +31,8 @@ def export(
     """
     found = pretrained.load(run, tokenizer)
     model = found.config.model
-    config = huggingface.to_huggingface_config(model, found.config.data.masking.causal)
-    weights = huggingface.to_huggingface(found.weights, model)
+    config = hf_names.to_huggingface_config(model, found.config.data.masking.causal)
+    weights = hf_names.to_huggingface(found.weights, model)
     files = hf_tokenizer.files(found.tokenizer, model.max_positions)
     files[CONFIG] = hf_tokenizer.as_json(config)
     name = Path(output).resolve().name
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     model = found.config.model
     causal = found.config.data.masking.causal
-    architecture = huggingface.to_huggingface_config(model, causal)["architectures"][0]
+    architecture = hf_names.to_huggingface_config(model, causal)["architectures"][0]
     print(f"{args.output}: {architecture} of step {found.step:,}, {model.vocab_size:,} pieces")
     if causal:
         print(

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert import checkpoint, hf_tokenizer, pretrained
-from megabert.foreign import HEADS
-from megabert.packing import pack
-from megabert.pretrained import Pretrained
+from megabert import checkpoint, pretrained
+from megabert.data.packing import pack
+from megabert.pretrained import Pretrained, hf_tokenizer
+from megabert.pretrained.hf_read import HEADS
 
 MLM_HEAD, POOLER, NSP_HEAD = HEADS.values()
 MASK = "[MASK]"

@@ -19,7 +19,7 @@ import sys
 if __package__ in (None, ""):  # run as a script: the package's parent, not the package, belongs on the path
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__":
-    from megabert.stopping import leave_when_signalled
+    from megabert.distributed.preemption import leave_when_signalled
 
     leave_when_signalled()  # before the slow imports
 
@@ -28,10 +28,13 @@ import json
 import time
 
 from megabert import config as configuration
-from megabert import distributed, plan
-from megabert.memory import keep_freed_memory
-from megabert.run import Run, build
-from megabert.steps import (
+from megabert.common.malloc import keep_freed_memory
+from megabert.distributed import process_group
+from megabert.distributed.preemption import REQUEUE, Stop, end_of_time, ignore_signals
+from megabert.distributed.watchdog import LOST_RANK, Watchdog
+from megabert.training import dry_run
+from megabert.training.run import Run, build
+from megabert.training.steps import (
     BadTraining,
     Refused,
     account,
@@ -46,8 +49,6 @@ from megabert.steps import (
     save,
     validate,
 )
-from megabert.stopping import REQUEUE, Stop, end_of_time, ignore_signals
-from megabert.watchdog import LOST_RANK, Watchdog
 
 OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
 
@@ -132,14 +133,14 @@ def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
     world, run, watchdog, met, good = None, None, None, False, False
     try:
-        world = distributed.discover()
+        world = process_group.discover()
         data = [f"data.path={args.data}"] if args.data else []
         config = configuration.load(args.config, data + args.overrides)
         if args.print_config:
             print(json.dumps(config.model_dump(), indent=2))
             return OK
         if args.dry_run:
-            plan.dry_run(
+            dry_run.dry_run(
                 *(config, world, args.world_size, args.tokens_per_sec, args.mfu, args.deepspeed_config)
             )
             return OK
@@ -150,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--replay {args.replay}: the first update is 1")
         ends = end_of_time(args.max_time, os.environ, started)
         keep_freed_memory()
-        world = distributed.init(world)
+        world = process_group.init(world)
         stop = Stop(ends)
         config = configuration.fit_micro_size(config, world.size)
         configuration.accumulation(config, world.size)
@@ -197,10 +198,10 @@ def main(argv: list[str] | None = None) -> int:
             watchdog.stop(good)
         if run is not None:
             run.close()
-        distributed.shutdown()
+        process_group.shutdown()
 
 
 if __name__ == "__main__":
-    code = distributed.leave_exit_code(main())
+    code = process_group.leave_exit_code(main())
     ignore_signals()
     sys.exit(code)

@@ -16,11 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
-from megabert import config, convert, export, foreign, pretrained
+from megabert import config, convert, export, pretrained
 from megabert.checkpoint import load_weights
-from megabert.huggingface import to_huggingface
-from megabert.tokenizer import Tokenizer
-from tests import runs, wordpiece
+from megabert.data.tokenizer import Tokenizer
+from megabert.pretrained import hf_read
+from megabert.pretrained.hf_names import to_huggingface
+from tests.helpers import runs, wordpiece
 
 SIZES = {  # layers, width, heads of every published size (Turc et al. 2019, Devlin et al. 2019)
     "tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8), "base": (12, 768, 12),
@@ -287,22 +288,22 @@ def test_a_full_run_folder_is_refused(tmp_path: Path, capsys) -> None:
 
 def test_names_without_a_prefix_are_those_of_the_encoder() -> None:
     assert (
-        foreign.present_name("encoder.layer.0.output.LayerNorm.gamma")
+        hf_read.present_name("encoder.layer.0.output.LayerNorm.gamma")
         == "bert.encoder.layer.0.output.LayerNorm.weight"
     )
     assert (
-        foreign.present_name("cls.predictions.transform.LayerNorm.beta")
+        hf_read.present_name("cls.predictions.transform.LayerNorm.beta")
         == "cls.predictions.transform.LayerNorm.bias"
     )
-    assert foreign.present_name("cls.predictions.bias") == "cls.predictions.bias"
+    assert hf_read.present_name("cls.predictions.bias") == "cls.predictions.bias"
 
 
 def test_our_names_for_theirs_are_complete() -> None:
     """`their_shapes` against the shapes of what export writes."""
     cfg = pretrained.config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
     written = to_huggingface(runs.model(cfg).state_dict(), cfg)
-    shapes = foreign.their_shapes(cfg)
+    shapes = hf_read.their_shapes(cfg)
     assert {
-        name: tuple(t.shape) for name, t in written.items() if not name.startswith(foreign.DECODER)
+        name: tuple(t.shape) for name, t in written.items() if not name.startswith(hf_read.DECODER)
     } == shapes
     assert json.loads(json.dumps(BertConfig().to_dict()))["tie_word_embeddings"] is True

@@ -13,10 +13,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megabert import config, convert, export, huggingface, model_card, pretrained
+from megabert import config, convert, export, pretrained
 from megabert.checkpoint import load_weights
 from megabert.config import ModelConfig
-from tests import runs
+from megabert.pretrained import hf_names, model_card
+from tests.helpers import runs
 
 HEADS = ("cls.", "bert.pooler.", "pooler.")
 
@@ -55,7 +56,7 @@ def test_every_auto_class_loads_it(exported, caplog) -> None:
             assert isinstance(model, whole) and not info["unexpected_keys"] and not caplog.records
     weights, _ = load_weights(run)
     cfg = pretrained.load(run).config.model
-    back = huggingface.from_huggingface(model.state_dict(), cfg)
+    back = hf_names.from_huggingface(model.state_dict(), cfg)
     assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
 
 
@@ -123,7 +124,7 @@ def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
     assert "is_decoder=true" in capsys.readouterr().out
     peer, info = warnings_while_loading(transformers.AutoModelForCausalLM, folder, caplog)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
-    assert type(peer).__name__ == huggingface.CAUSAL[norm]
+    assert type(peer).__name__ == hf_names.CAUSAL[norm]
     found = pretrained.load(run)
     ours, tokenizer = found.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
     made = tokenizer("the quick fox", "she sells shells", return_tensors="pt")
@@ -256,7 +257,7 @@ def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> No
 
 def test_the_config_that_is_written_is_what_transformers_reads(tmp_path: Path) -> None:
     cfg = ModelConfig(layers=3, hidden=24, heads=2, vocab_size=99, intermediate=40, layer_norm_eps=1e-6)
-    tree = huggingface.to_huggingface_config(cfg)
+    tree = hf_names.to_huggingface_config(cfg)
     (tmp_path / "config.json").write_text(json.dumps(tree))
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(read, name) for name in tree if name not in ("model_type", "dtype")} == {

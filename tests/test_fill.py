@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 
-from megabert import checkpoint, export, fill, pretrained, runlock
+from megabert import checkpoint, export, fill, pretrained
 from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig
-from megabert.distributed import World
-from megabert.engine import Snapshot
-from tests import runs
+from megabert.distributed import run_lock
+from megabert.distributed.process_group import World
+from megabert.engine.deepspeed_engine import Snapshot
+from tests.helpers import runs
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 
@@ -112,7 +113,7 @@ def test_one_text_prints_one_table(tmp_path: Path, capsys) -> None:
 
 def test_it_works_beside_a_run_that_holds_the_lock_and_changes_nothing(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
-    runlock.take(run, ALONE)
+    run_lock.take(run, ALONE)
     half = run / "checkpoints" / ".saving-00000009"
     half.mkdir()
     (half / "weights.safetensors").write_bytes(b"not yet")

@@ -12,7 +12,7 @@ previous checkpoint in place. Before anything is loaded every file is hashed aga
                                            `exp_avg:<parameter>:<first element>`; at ZeRO stage 0 rank 0 writes alone
 
 The pieces over all files cover every parameter exactly once, so any number of ranks at any ZeRO stage reads what any
-other wrote, each rank its own slices. There is no random-number state: `megabert.rng` makes it from the step.
+other wrote, each rank its own slices. There is no random-number state: `megabert.common.rng` makes it from the step.
 """
 
 from megabert.checkpoint.compatibility import check_compatible

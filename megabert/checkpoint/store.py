@@ -34,12 +34,12 @@ from megabert.checkpoint.tensors import (
     write_moments,
     write_weights,
 )
+from megabert.common.atomic_io import sync
 from megabert.config import CheckpointConfig
-from megabert.distributed import World, discover
-from megabert.folder import sync
+from megabert.distributed.process_group import World, discover
 
 if TYPE_CHECKING:
-    from megabert.engine import Engine, Snapshot
+    from megabert.engine.deepspeed_engine import Engine, Snapshot
 
 STEP = re.compile(r"step-(\d{8,})")
 SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed

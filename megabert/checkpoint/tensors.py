@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabert.checkpoint.manifest import WEIGHTS, Damaged, entry_of
-from megabert.optim import MOMENTS
-from megabert.partition import Piece
+from megabert.engine.optimizers import MOMENTS
+from megabert.engine.zero_layout import Piece
 
 
 def moments_file(rank: int, size: int) -> str:

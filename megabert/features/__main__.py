@@ -20,11 +20,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megabert import pretrained
-from megabert.features import vectors
+from megabert.features import writers
+from megabert.features.compare import comparison, uses_of
 from megabert.features.extraction import LAYERS, POOLS, Extractor
 from megabert.features.texts import texts_of
-from megabert.features.vectors import Form
-from megabert.features.words import comparison, uses_of
+from megabert.features.writers import Form
 from megabert.pretrained import Pretrained
 
 
@@ -41,7 +41,7 @@ def extract(
     """Write the vectors of the texts in `input`; `options` are Extractor's. Raises ValueError or OSError naming the
     mistake, before anything is computed where it can be known; `output` is there only when all went well."""
     path, target = Path(input), Path(output)
-    vectors.check(target)
+    writers.check(target)
     total = sum(1 for _ in texts_of(path, columns))
     if not total:
         raise ValueError(f"{path}: has no text in it")
@@ -54,7 +54,7 @@ def extract(
     form = Form(extractor.width, extractor.dtype, extractor.pool != "none", found.tokenizer.pieces, about)
     truncated = 0
     with (
-        vectors.appearing(target, form) as writer,
+        writers.appearing(target, form) as writer,
         tqdm(total=total, unit=" texts", disable=None, leave=False) as bar,
     ):
         for part in extractor.parts(texts_of(path, columns)):

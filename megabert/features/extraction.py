@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megabert.features.vectors import Part
-from megabert.packing import groups, pack
+from megabert.data.packing import groups, pack
+from megabert.features.writers import Part
 from megabert.pretrained import Pretrained
 
 POOLS = ("none", "cls", "mean", "max")

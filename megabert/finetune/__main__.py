@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from megabert.stopping import leave_when_signalled
+    from megabert.distributed.preemption import leave_when_signalled
 
     leave_when_signalled()  # before the slow imports
 
@@ -28,15 +28,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megabert import distributed, pretrained, runlock
-from megabert.distributed import World
-from megabert.finetune import encoding, files, prediction, search, tasks
+from megabert import pretrained
+from megabert.common.malloc import keep_freed_memory
+from megabert.distributed import process_group, run_lock
+from megabert.distributed.preemption import REQUEUE, Stop
+from megabert.distributed.process_group import World
+from megabert.finetune import datasets, encoding, prediction, search, tasks
 from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Diverged, Run, Settings, Split, describe
-from megabert.memory import keep_freed_memory
 from megabert.pretrained import Pretrained
-from megabert.stopping import REQUEUE, Stop
 
 OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
 
@@ -144,7 +145,7 @@ def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Sett
     for name, path in paths.items():
         if not path:
             raise ValueError(f"--{name} is missing: name a file")
-    examples = {name: files.read(task, path) for name, path in paths.items()}
+    examples = {name: datasets.read(task, path) for name, path in paths.items()}
     if args.limit:
         examples = {name: part[: args.limit] for name, part in examples.items()}
     labels = encoding.labels_of(task, examples["train"])
@@ -194,7 +195,7 @@ def run_all(args: argparse.Namespace, world: World, stop: Stop) -> int:
         describe(data, start, chosen, world.size)
     output = Path(args.output)
     together(world, lambda: search.refuse(output, common))
-    runlock.take(output, world)
+    run_lock.take(output, world)
     together(world, lambda: search.claim(output, common))
     results = []
     for name, chosen in runs.items():
@@ -232,9 +233,9 @@ def say(world: World, text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     args, world = parse(argv), None
     try:
-        world = distributed.discover()
+        world = process_group.discover()
         keep_freed_memory()
-        world = distributed.init(world)
+        world = process_group.init(world)
         if args.predict:
             chosen = {} if args.null_threshold is None else {"null_threshold": args.null_threshold}
             count = prediction.predict_file(args.model, args.predict, args.output, world, **chosen)
@@ -248,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_TRAINING if isinstance(error, Diverged) else USER_ERROR
     finally:
-        distributed.shutdown()
+        process_group.shutdown()
 
 
 if __name__ == "__main__":
-    sys.exit(distributed.leave_exit_code(main()))
+    sys.exit(process_group.leave_exit_code(main()))

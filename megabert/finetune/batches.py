@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megabert.data.packing import Packed, pack
 from megabert.finetune.encoding import Item
-from megabert.packing import Packed, pack
 
 WIDTH = (
     128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows

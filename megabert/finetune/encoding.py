@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megabert.finetune.files import Example, Question, Text, Words
+from megabert.data.tokenizer import Tokenizer
+from megabert.finetune.datasets import Example, Question, Text, Words
 from megabert.finetune.tasks import Task
-from megabert.tokenizer import Tokenizer
 
 MAX_QUESTION = 64  # tokens; Devlin et al. 2019's own code
 MIN_LENGTH = 8  # tokens of a window: three special ones and some of each part

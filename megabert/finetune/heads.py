@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config
-from megabert.model import BertForPreTraining, Linear
+from megabert.model.bert import BertForPreTraining, Linear
 
 KINDS = ("classify", "score", "tag", "span")
 HEADS = ("linear", "bilstm")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megabert.distributed import World
-from megabert.finetune import encoding, files, saved, scores
+from megabert.data.packing import groups as groups_of
+from megabert.distributed.process_group import World
+from megabert.finetune import datasets, encoding, metrics, save
 from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
 from megabert.finetune.encoding import Item
 from megabert.finetune.heads import Finetuner
-from megabert.packing import groups as groups_of
 
 
 @torch.no_grad()
@@ -63,22 +63,22 @@ def predict_file(
     """
     if not 0 <= null_threshold <= 1:
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
-    found = saved.load(source, world.device)
+    found = save.load(source, world.device)
     described = found.described
-    examples = files.read(described.task, path, labelled=False)
+    examples = datasets.read(described.task, path, labelled=False)
     items = encoding.encode(
         *(described.task, examples, found.tokenizer, described.labels, described.max_length),
         stride=described.stride,
         long=described.long,
     )
     logits = logits_of(found.module, items, described.layout, world)
-    predictions: list[Any] = scores.decode(
+    predictions: list[Any] = metrics.decode(
         *(described.task, examples, items, [reshape(x, described.task.kind) for x in logits]),
         described.labels,
         null_threshold,
     )
     if world.is_main:
-        scores.write(described.task, examples, predictions, output)
+        metrics.write(described.task, examples, predictions, output)
     return len(predictions)
 
 

@@ -25,23 +25,27 @@ import torch
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert import metrics, schedule
 from megabert.checkpoint import Checkpoints
+from megabert.common.atomic_io import write_whole
+from megabert.common.text import duration
 from megabert.config import Config
-from megabert.distributed import World
-from megabert.engine import DTYPES, Engine
-from megabert.finetune import heads, saved, scores
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.engine import lr_schedule
+from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.finetune import heads
+from megabert.finetune import metrics as scores
+from megabert.finetune import save as saved
 from megabert.finetune.batches import Update, steps_per_epoch, updates
+from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import Item
-from megabert.finetune.files import Example
 from megabert.finetune.heads import Shape
 from megabert.finetune.prediction import logits_of, reshape
-from megabert.finetune.saved import Described
+from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
-from megabert.folder import write_whole
-from megabert.metrics import JsonLines, TensorBoard
 from megabert.pretrained import Pretrained
-from megabert.stopping import Stop
+from megabert.training import metrics
+from megabert.training.sinks import JsonLines, TensorBoard
 
 RESULT = "result.json"
 SUFFIXES = {"classify": "tsv", "score": "tsv", "tag": "conll", "span": "json"}  # of predictions
@@ -222,7 +226,7 @@ class Run:
                 return False
             started = time.perf_counter()
             update = next(coming)
-            lr = schedule.learning_rate(self.config.schedule, settings.lr, progress.step)
+            lr = lr_schedule.learning_rate(self.config.schedule, settings.lr, progress.step)
             result = self.engine.train_update(update, lr)
             seconds = world.max_float(time.perf_counter() - started)
             progress.step += 1
@@ -275,7 +279,7 @@ class Run:
         self.say(
             f"step {self.progress.step:>6,}/{self.total:,}  loss {values.get('train/loss', math.nan):7.4f}"
             f"  right {accuracy:6.2%}  {items / seconds:7,.1f} items/s  {tokens / seconds:8,.0f} tok/s"
-            f"  lr {lr:.2e}  ETA {metrics.duration(left)}"
+            f"  lr {lr:.2e}  ETA {duration(left)}"
         )
         self.sums, self.window = None, [0.0, 0, 0, 0]
 

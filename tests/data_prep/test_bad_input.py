@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from data_prep import parallel
-from data_prep.problems import BadInput
+from data_prep.common.errors import BadInput
+from data_prep.executor import pool as parallel
 
 GOOD = "".join(
     "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)

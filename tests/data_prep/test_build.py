@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabert.shards import Dataset, verify
-from megabert.tokenizer import Tokenizer
+from megabert.data.shards import Dataset, verify
+from megabert.data.tokenizer import Tokenizer
 
 MPIRUN = Path(sys.executable).parent / "mpirun"
 

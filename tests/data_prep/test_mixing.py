@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import corpora
+from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
-from data_prep.problems import BadInput
-from data_prep.sources import Corpus, Piece, Task
-from data_prep.tokenizer_training import shares
-from megabert.shards import Dataset, verify
-from megabert.tokenizer import Tokenizer
+from data_prep.readers.tasks import Corpus, Piece, Task
+from data_prep.stages.train_tokenizer import shares
+from megabert.data.shards import Dataset, verify
+from megabert.data.tokenizer import Tokenizer
 
 
 def test_named_inputs_and_weights():

@@ -5,7 +5,7 @@ import pytest
 
 from megabert.finetune import batches
 from megabert.finetune.batches import Layout, collate, order, updates
-from tests.finetune import small
+from tests.helpers import finetune_items
 
 
 def layout(kind: str, **options: object) -> Layout:
@@ -14,7 +14,7 @@ def layout(kind: str, **options: object) -> Layout:
 
 @pytest.mark.parametrize("kind", ["classify", "score", "tag", "span"])
 def test_what_is_read_is_what_the_items_say(kind: str) -> None:
-    items = small.items(kind, 20)
+    items = finetune_items.items(kind, 20)
     batch = collate(items, layout(kind))
     flat = batch.packed.input_ids.flatten()
     want = np.concatenate([item.ids[item.positions] for item in items])
@@ -26,7 +26,7 @@ def test_what_is_read_is_what_the_items_say(kind: str) -> None:
 
 
 def test_places_say_which_positions_belong_to_an_item() -> None:
-    items = small.items("tag", 5)
+    items = finetune_items.items("tag", 5)
     batch = collate(items, layout("tag", sequences=True))
     assert batch.places is not None
     at = 0
@@ -38,20 +38,20 @@ def test_places_say_which_positions_belong_to_an_item() -> None:
 
 
 def test_a_causal_model_is_read_at_the_last_token() -> None:
-    items = small.items("classify", 6)
+    items = finetune_items.items("classify", 6)
     batch = collate(items, layout("classify", causal=True))
-    assert batch.packed.input_ids.flatten()[batch.read].tolist() == [small.SEP] * 6
+    assert batch.packed.input_ids.flatten()[batch.read].tolist() == [finetune_items.SEP] * 6
     ends, positions = batch.packed.key_end, batch.packed.position_ids
     seen = ends - batch.packed.key_start
     assert (seen[ends > 0] == positions[ends > 0] + 1).all()
-    spans = small.items("span", 6)
+    spans = finetune_items.items("span", 6)
     read = [batches.read_at(item, layout("span", causal=True)) for item in spans]
     assert [r[0] for r in read] == [len(item.ids) - 1 for item in spans]
     assert all((r[1:] == item.positions[1:]).all() for r, item in zip(read, spans, strict=True))
 
 
 def test_rows_are_at_least_as_wide_as_max_length_allows() -> None:
-    items = small.items("classify", 30)
+    items = finetune_items.items("classify", 30)
     assert collate(items, Layout("classify", 16)).packed.input_ids.shape[1] == 16
     wide = collate(items, Layout("classify", 512)).packed.input_ids
     assert wide.shape[1] == batches.WIDTH
@@ -68,7 +68,7 @@ def test_the_order_is_a_permutation_that_the_seed_and_the_epoch_decide() -> None
 
 @pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (2, 1), (1, 4), (2, 2), (3, 1)])
 def test_ranks_and_micro_steps_split_the_same_global_batches(ranks: int, micro_steps: int) -> None:
-    items = small.items("classify", 29)
+    items = finetune_items.items("classify", 29)
     streams = [updates(items, layout("classify"), 5, 12, 0, micro_steps, r, ranks) for r in range(ranks)]
     for step in range(7):  # epochs of 3 updates, the last one of each holds 5 items
         parts = [next(stream) for stream in streams]
@@ -82,7 +82,7 @@ def test_ranks_and_micro_steps_split_the_same_global_batches(ranks: int, micro_s
 
 
 def test_updates_begin_anywhere() -> None:
-    items = small.items("classify", 29)
+    items = finetune_items.items("classify", 29)
     stream = updates(items, layout("classify"), 5, 12, 0, 1)
     all_of_them = [next(stream) for _ in range(8)]
     later = updates(items, layout("classify"), 5, 12, 5, 1)

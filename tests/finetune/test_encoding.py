@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from megabert.data.tokenizer import SPECIAL_PIECES, Tokenizer
+from megabert.finetune.datasets import Question, Text, Words, read
 from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
-from megabert.finetune.files import Question, Text, Words, read
 from megabert.finetune.tasks import PRESETS, custom
-from megabert.tokenizer import SPECIAL_PIECES, Tokenizer
-from tests import wordpiece
+from tests.helpers import wordpiece
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "tasks"

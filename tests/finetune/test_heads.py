@@ -5,13 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from megabert.engine import Engine
+from megabert.engine.deepspeed_engine import Engine
 from megabert.finetune import heads
 from megabert.finetune.batches import Layout, Update, collate
 from megabert.finetune.heads import Finetuner, Shape
-from tests import tiny
-from tests.finetune import small
-from tests.ranks import run_ranks
+from tests.helpers import finetune_items, tiny
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -29,8 +28,8 @@ def layout(shape: Shape) -> Layout:
 
 
 def build(shape: Shape, seed: int = 3, dtype: torch.dtype = torch.float32, **overrides: object) -> Finetuner:
-    cfg = small.config(**overrides)
-    start = small.weights(cfg)
+    cfg = finetune_items.config(**overrides)
+    start = finetune_items.weights(cfg)
     torch.manual_seed(seed)
     return heads.build(cfg, shape, start, CPU, dtype)
 
@@ -39,7 +38,7 @@ def build(shape: Shape, seed: int = 3, dtype: torch.dtype = torch.float32, **ove
 def test_items_packed_together_get_the_logits_they_get_alone(name: str) -> None:
     shape = SHAPES[name]
     module = build(shape).eval()
-    items = small.items(shape.kind, 9)
+    items = finetune_items.items(shape.kind, 9)
     with torch.no_grad():
         together = module.logits(**collate(items, layout(shape)).reading())
         alone = torch.cat([module.logits(**collate([item], layout(shape)).reading()) for item in items])
@@ -49,7 +48,7 @@ def test_items_packed_together_get_the_logits_they_get_alone(name: str) -> None:
 
 
 def test_the_loss_of_classes_is_what_plain_torch_says() -> None:
-    items = small.items("classify", 9)
+    items = finetune_items.items("classify", 9)
     module = build(SHAPES["classify"]).eval()
     batch = collate(items, layout(SHAPES["classify"]))
     loss, right = module(**batch.inputs())
@@ -61,9 +60,9 @@ def test_the_loss_of_classes_is_what_plain_torch_says() -> None:
 
 
 def test_a_text_goes_through_the_pretrained_pooler() -> None:
-    cfg = small.config()
-    start = small.weights(cfg)
-    item = small.items("classify", 1)[0]
+    cfg = finetune_items.config()
+    start = finetune_items.weights(cfg)
+    item = finetune_items.items("classify", 1)[0]
     module = build(SHAPES["classify"]).eval()
     assert torch.equal(module.head.pooler.weight, start["pooler.weight"])
     ids = torch.from_numpy(item.ids)[None]
@@ -84,14 +83,16 @@ def test_a_text_goes_through_the_pretrained_pooler() -> None:
 def test_a_model_without_pooler_gets_a_new_one() -> None:
     module = build(SHAPES["score"], model__nsp=False)
     assert module.head.pooler.weight.std() > 0.01
-    assert module.logits(**collate(small.items("score", 2), layout(SHAPES["score"])).reading()).shape == (
+    assert module.logits(
+        **collate(finetune_items.items("score", 2), layout(SHAPES["score"])).reading()
+    ).shape == (
         2,
         1,
     )
 
 
 def test_scores_have_a_squared_loss_and_no_right_answers() -> None:
-    items = small.items("score", 7)
+    items = finetune_items.items("score", 7)
     module = build(SHAPES["score"]).eval()
     batch = collate(items, layout(SHAPES["score"]))
     loss, right = module(**batch.inputs())
@@ -101,7 +102,7 @@ def test_scores_have_a_squared_loss_and_no_right_answers() -> None:
 
 
 def test_the_loss_of_spans_is_over_the_positions_of_each_item_alone() -> None:
-    items = small.items("span", 8)
+    items = finetune_items.items("span", 8)
     module = build(SHAPES["span"]).eval()
     batch = collate(items, layout(SHAPES["span"]))
     loss, right = module(**batch.inputs())
@@ -119,7 +120,7 @@ def test_the_loss_of_spans_is_over_the_positions_of_each_item_alone() -> None:
 def test_the_bilstm_reads_both_ways_and_only_its_own_item() -> None:
     shape = SHAPES["bilstm"]
     module = build(shape).eval()
-    item = small.items("tag", 1, seed=4)[0]
+    item = finetune_items.items("tag", 1, seed=4)[0]
     assert len(item.positions) > 2
     with torch.no_grad():
         found = module.logits(**collate([item], layout(shape)).reading())
@@ -139,7 +140,7 @@ def test_a_frozen_encoder_neither_learns_nor_drops(name: str) -> None:
     encoder = module.fixed[0]
     assert not encoder.training and not any(p.requires_grad for p in encoder.parameters())
     assert all(key.startswith("head.") for key in module.state_dict())
-    batch = collate(small.items(shape.kind, 6), layout(shape))
+    batch = collate(finetune_items.items(shape.kind, 6), layout(shape))
     module.head.eval()  # the head's own dropout aside
     first, second = (module(**batch.inputs())[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -163,13 +164,13 @@ def test_an_empty_batch_adds_nothing_but_gives_every_parameter_a_gradient(name: 
 @pytest.mark.parametrize("name", SHAPES)
 def test_saved_weights_are_the_whole_model(name: str) -> None:
     shape = SHAPES[name]
-    cfg = small.config()
+    cfg = finetune_items.config()
     module = build(shape).eval()
     trained = dict(module.state_dict())
-    frozen = heads.frozen_weights(module, small.weights(cfg)) if shape.frozen else {}
+    frozen = heads.frozen_weights(module, finetune_items.weights(cfg)) if shape.frozen else {}
     other = heads.build(cfg, shape, None, CPU, torch.float32).eval()
     heads.load(other, trained | frozen)
-    batch = collate(small.items(shape.kind, 5), layout(shape))
+    batch = collate(finetune_items.items(shape.kind, 5), layout(shape))
     with torch.no_grad():
         assert torch.equal(module.logits(**batch.reading()), other.logits(**batch.reading()))
 
@@ -192,11 +193,11 @@ def learn(world, name: str, precision: str, stage: int) -> tuple[float, float]:
     """Mean loss of the first and the last three updates over the same items."""
     shape = SHAPES[name]
     overrides = {"precision": precision, "zero__stage": stage, "batch__micro_size": 16 // world.size}
-    cfg = small.config(batch__global_size=16, **overrides)
+    cfg = finetune_items.config(batch__global_size=16, **overrides)
     torch.manual_seed(3)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine = Engine(cfg, heads.build(cfg, shape, small.weights(cfg), CPU, dtype), world)
-    items = small.items(shape.kind, 16)
+    engine = Engine(cfg, heads.build(cfg, shape, finetune_items.weights(cfg), CPU, dtype), world)
+    items = finetune_items.items(shape.kind, 16)
     share = np.array_split(np.arange(16), world.size)[world.rank]
     batch = collate([items[i] for i in share], layout(shape))
     lr = 2e-2 if shape.frozen else 3e-3  # random features say less

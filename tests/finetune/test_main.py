@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megabert.distributed.preemption import SIGNALS
 from megabert.finetune.__main__ import USER_ERROR, main, parse, task_of
 from megabert.finetune.tasks import custom
-from megabert.stopping import SIGNALS
-from tests.finetune import problem
+from tests.helpers import finetune_problem
 
 BERT = {
     **{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -32,10 +32,10 @@ def signals() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("command")
-    problem.write_run(folder / "run")
+    finetune_problem.write_run(folder / "run")
     for name, seed in (("train", 1), ("dev", 2), ("test", 3)):
-        problem.write_texts(folder / f"{name}.tsv", 24, seed)
-        problem.write_tags(folder / f"{name}.conll", 24, seed)
+        finetune_problem.write_texts(folder / f"{name}.tsv", 24, seed)
+        finetune_problem.write_tags(folder / f"{name}.conll", 24, seed)
     (folder / "unlabelled.tsv").write_text("text\nw1 w2\nw2 w1\n")
     (folder / "unseen.tsv").write_text("label\ttext\nneither\tw1 w2\n")
     (folder / "pickle").mkdir()

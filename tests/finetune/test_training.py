@@ -10,20 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabert import distributed, pretrained
-from megabert.distributed import World
-from megabert.finetune import encoding, files, saved, tasks, training
+from megabert import pretrained
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.finetune import datasets, encoding, save, tasks, training
 from megabert.finetune.training import Data, Diverged, Run, Settings, Split
 from megabert.pretrained import Pretrained
-from tests.finetune import problem
-from tests.ranks import run_ranks
+from tests.helpers import finetune_problem
+from tests.helpers.ranks import run_ranks
 
 TASKS = {
     "classify": tasks.custom("classify", text=["text"], label="label"),
     "tag": tasks.custom("tag", metrics=["f1", "accuracy"]),
     "span": tasks.preset("squad1.1"),
 }
-WRITERS = {"classify": problem.write_texts, "tag": problem.write_tags, "span": problem.write_questions}
+WRITERS = {
+    "classify": finetune_problem.write_texts,
+    "tag": finetune_problem.write_tags,
+    "span": finetune_problem.write_questions,
+}
 SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
 
 
@@ -41,14 +46,14 @@ class Never:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    yield distributed.init(distributed.discover({}))
-    distributed.shutdown()
+    yield process_group.init(process_group.discover({}))
+    process_group.shutdown()
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
-    problem.write_run(folder / "run")
+    finetune_problem.write_run(folder / "run")
     for kind, write in WRITERS.items():
         write(folder / f"{kind}.train", 60, 1)
         write(folder / f"{kind}.dev", 30, 2)
@@ -57,7 +62,7 @@ def base(tmp_path_factory) -> Path:
 
 def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTINGS) -> Data:
     task, splits = TASKS[kind], {}
-    examples = {name: files.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
+    examples = {name: datasets.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
     labels = encoding.labels_of(task, examples["train"])
     for name, part in examples.items():
         lengths = (settings.max_length, settings.stride)
@@ -72,7 +77,7 @@ def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, s
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "best" / saved.WEIGHTS)
+    return load_file(folder / "best" / save.WEIGHTS)
 
 
 def change(**values: Any) -> Settings:
@@ -94,7 +99,7 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / f"predictions-dev.{training.SUFFIXES[kind]}").stat().st_size > 100
-    found = saved.load(tmp_path, world.device)
+    found = save.load(tmp_path, world.device)
     assert (
         found.results["dev"] == result["scores"]["dev"]
         and found.described.labels

@@ -14,8 +14,8 @@ from tests.integration.conftest import ROOT, command
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-import bench_ablations as bench
-import bench_distill
+from benchmarks import bench_ablations as bench
+from benchmarks import bench_distill
 
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),

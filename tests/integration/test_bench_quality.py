@@ -11,30 +11,30 @@ import torch
 import torch.nn.functional as F
 
 from megabert import config
-from megabert.evaluate import batch_sums, fixed_batches
-from megabert.huggingface import from_huggingface
-from megabert.model import BertForPreTraining
-from megabert.shards import Dataset
-from megabert.tokenizer import Tokenizer
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.model.bert import BertForPreTraining
+from megabert.pretrained.hf_names import from_huggingface
+from megabert.training.evaluation import batch_sums, fixed_batches
 
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import hf_plain_loop
-import quality_report
+from benchmarks.common import curves
+from benchmarks.peers import hf_plain_loop
 
 
 def curve(*points: tuple[float, float]) -> list[dict[str, float]]:
-    return [{"seconds": s, quality_report.LOSS: loss, quality_report.ACCURACY: 0.0} for s, loss in points]
+    return [{"seconds": s, curves.LOSS: loss, curves.ACCURACY: 0.0} for s, loss in points]
 
 
 def test_the_time_to_a_loss_is_linear_between_points() -> None:
     ours = curve((0, 10.0), (60, 6.0), (120, 4.0), (180, 5.0), (240, 3.0))
-    assert quality_report.time_to(ours, 5.0) == 90.0
-    assert quality_report.time_to(ours, 6.0) == 60.0
-    assert quality_report.time_to(ours, 3.5) == 225.0
-    assert quality_report.time_to(ours, 11.0) == 0.0
-    assert quality_report.time_to(ours, 2.9) is None
+    assert curves.time_to(ours, 5.0) == 90.0
+    assert curves.time_to(ours, 6.0) == 60.0
+    assert curves.time_to(ours, 3.5) == 225.0
+    assert curves.time_to(ours, 11.0) == 0.0
+    assert curves.time_to(ours, 2.9) is None
 
 
 def test_the_ratio_is_their_time_over_ours() -> None:
@@ -44,7 +44,7 @@ def test_the_ratio_is_their_time_over_ours() -> None:
         "hf": {"system": "huggingface", "curve": curve((0, 10.0), (1800, 4.5))},
     }
     report = {"runs": runs}
-    quality_report.compare(report)
+    curves.compare(report)
     assert runs["a"]["reached_peer_seconds"] == 550.0
     assert runs["a"]["ratio"] == report["ratio"] == round(1800 / 550, 3)
     assert runs["b"]["ratio"] is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.finetune import problem
+from tests.helpers import finetune_problem
 from tests.integration.conftest import ROOT, command, free_port
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -24,10 +24,10 @@ SMALL = ("--max-length", "32", "--batch", "8", "--log-interval", "1")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
-    problem.write_run(folder / "run")
+    finetune_problem.write_run(folder / "run")
     for name, seed in (("train", 1), ("dev", 2), ("test", 3)):
-        problem.write_texts(folder / f"{name}.tsv", 40, seed)
-        problem.write_tags(folder / f"{name}.conll", 40, seed)
+        finetune_problem.write_texts(folder / f"{name}.tsv", 40, seed)
+        finetune_problem.write_tags(folder / f"{name}.conll", 40, seed)
     return folder
 
 

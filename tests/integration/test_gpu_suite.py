@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megabert import ops
+from megabert.model import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megabert import pretrained
-from megabert.evaluate import fixed_batches, held_out
-from megabert.model import BertForPreTraining
+from megabert.model.bert import BertForPreTraining
+from megabert.training.evaluation import fixed_batches, held_out
 from tests.integration.conftest import command
 
 SHORT = (

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from megabert.shards import DamagedRow, Dataset
+from megabert.data.shards import DamagedRow, Dataset
+from tests.helpers.job import Job
 from tests.integration.conftest import metrics
-from tests.integration.job import Job
 
 pytestmark = pytest.mark.dist
 

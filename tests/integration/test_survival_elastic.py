@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.job import Job
 from tests.integration.conftest import metrics
-from tests.integration.job import Job
 
 COMMON = (
     *("precision=fp32", "schedule.total_steps=16", "model.dropout=0.0", "model.attention_dropout=0.0"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.job import Job
 from tests.integration.conftest import free_port
-from tests.integration.job import Job
 
 pytestmark = pytest.mark.dist
 TIMEOUT = 6  # seconds; an update takes 0.1

@@ -1,6 +1,6 @@
 """Twenty kills in every test run, two hundred under `make soak`: each run ends as the one that was never killed.
 
-The harness is `benchmarks/survival.py`. What it compares is every logged figure but times, bit for bit, the digest of the
+The harness is `benchmarks/survival/kills.py`. What it compares is every logged figure but times, bit for bit, the digest of the
 rows among them, and the hash of every file of the final checkpoint. That it would see a difference is tested here too.
 """
 
@@ -16,10 +16,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_survival
-import survival
-from survival_compare import differences
-from survival_life import Case, Life, Server
+from benchmarks import bench_survival
+from benchmarks.survival import kills
+from benchmarks.survival.compare import differences
+from benchmarks.survival.life import Case, Life, Server
 
 ONE = Case("one", 1, 120, 5, ("checkpoint.asynchronous=false",))
 TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
@@ -30,8 +30,8 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     server = Server()
     try:
         results = [
-            survival.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1, by_command=(5,)),
-            survival.survive(TWO, dataset, tmp_path / "two", server, kills=6, seed=2),
+            kills.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1, by_command=(5,)),
+            kills.survive(TWO, dataset, tmp_path / "two", server, kills=6, seed=2),
         ]
     finally:
         server.close()
@@ -116,9 +116,9 @@ def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
         ("warning: step-00000010/weights.safetensors is missing: going back to step-00000005", 5),
     ):
         life.output = lambda text=text: text
-        with pytest.raises(survival.Failure):
-            survival.check_resume(life, newest, survival.Outcome())
+        with pytest.raises(kills.Failure):
+            kills.check_resume(life, newest, kills.Outcome())
     life.output = lambda: "resuming from run/checkpoints/step-00000005 at step 5, 3 s trained"
-    outcome = survival.Outcome()
-    survival.check_resume(life, 5, outcome)
+    outcome = kills.Outcome()
+    kills.check_resume(life, 5, outcome)
     assert outcome.resumed_at == [5]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from tests.helpers.job import Job
 from tests.integration.conftest import metrics
-from tests.integration.job import Job
 
 SPIKES = (
     *("spikes.window=8", "spikes.threshold=8", "--stop-after", "16", "checkpoint.interval=4"),

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from megabert.stopping import SIGNALS
+from megabert.distributed.preemption import SIGNALS
+from tests.helpers.job import Job
 from tests.integration.conftest import metrics
-from tests.integration.job import Job
 
 pytestmark = pytest.mark.dist
 # each says where it is once, and stays there for two seconds on rank 1 while rank 0 waits for it

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from survival_soak import growth, look_at, soak, typical
+from benchmarks.survival.soak import growth, look_at, soak, typical
 
 LIMIT = 0.01
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megabert.evaluate import evaluate_run
+from megabert.training.evaluation import evaluate_run
 from tests.integration.conftest import ROOT, command, metrics
 
 SMALL = (

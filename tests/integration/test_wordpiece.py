@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megabert.data import Loader
-from megabert.evaluate import evaluate_run
-from megabert.masking import Masking
-from megabert.shards import Dataset
-from megabert.tokenizer import Tokenizer
-from tests import wordpiece
+from megabert.data.loader import Loader
+from megabert.data.masking import Masking
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.training.evaluation import evaluate_run
+from tests.helpers import wordpiece
+from tests.helpers.rows import make_dataset
 from tests.integration.conftest import command, metrics
-from tests.rows import make_dataset
 
 ROWS, LENGTH = 48, 32
 

@@ -1,0 +1,134 @@
+"""Every result file says what made it: the machine, the date, the command, the git revision, the package versions.
+
+Benchmarks call `write_json(path, result)`; the description is added under `"about"`, so a figure can always be traced
+back to the command that gives it again. Nothing here needs a GPU or any package but the standard library.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy")
+
+
+def _output(command: list[str]) -> str:
+    """A command's standard output, stripped; empty when it is not installed or fails."""
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    return match.group(1) if match else platform.processor() or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`."""
+    info = Path("/proc/cpuinfo")
+    match = re.search(r"flags\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    return set(match.group(1).split()) if match else set()
+
+
+def cores() -> int:
+    """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_gib() -> float:
+    info = Path("/proc/meminfo")
+    match = re.search(r"MemTotal:\s*(\d+) kB", info.read_text()) if info.is_file() else None
+    return round(int(match.group(1)) / 2**20, 1) if match else 0.0
+
+
+def gpus() -> list[str]:
+    """Name and memory of each NVIDIA device, from nvidia-smi."""
+    return _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]).splitlines()
+
+
+def revision() -> str:
+    """Short git revision, with `+changes` when tracked files differ from it."""
+    short = _output(["git", "rev-parse", "--short=12", "HEAD"])
+    return (
+        f"{short}+changes"
+        if short and _output(["git", "status", "--porcelain", "-uno"])
+        else short or "unknown"
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def label() -> str:
+    """Short name of the machine for file names, e.g. `cpu2` (2 cores) or `h200x1`."""
+    devices = gpus()
+    if devices:
+        word = re.search(r"[A-Z]+\d+\w*", devices[0])
+        return f"{(word.group(0) if word else 'gpu').lower()}x{len(devices)}"
+    return f"cpu{cores()}"
+
+
+def about() -> dict[str, Any]:
+    """Description of this machine and this command, ready for JSON. Memory in GiB, date in UTC."""
+    fast = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni"}
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "revision": revision(),
+        "hardware": {
+            "cpu": cpu_model(),
+            "cpu_features": sorted(cpu_flags() & fast),
+            "cores": cores(),
+            "memory_gib": memory_gib(),
+            "gpus": gpus(),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+        "versions": versions(),
+    }
+
+
+def describe() -> str:
+    """One line for a table or a plot's caption: cores, processor, devices."""
+    devices = gpus()
+    return f"{cores()} cores, {cpu_model()}" + (f"; {len(devices)} x {devices[0]}" if devices else "; no GPU")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment in which a command finds megabert, also in a clone that is not installed."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path} | more
+
+
+def shown(command: list[str]) -> str:
+    """A command as one would type it in the clone's folder."""
+    return shlex.join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
+
+
+def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
+    """Write `result` with `about()` added, through a temporary file, so that a reader never sees half of it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    part.write_text(json.dumps({"about": about(), **result}, indent=1) + "\n")
+    part.replace(target)

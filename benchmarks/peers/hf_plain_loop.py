@@ -1,0 +1,175 @@
+"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py`.
+
+The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
+longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, bf16 autocast, torch's fused AdamW with the
+Trainer's defaults (betas 0.9 and 0.999, decay 0.01 but not on biases and LayerNorm, gradients clipped at 1), and a
+learning rate with linear warm-up and linear decay to zero over the time budget. Time is the loop's own, data included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as WordTable
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+)
+
+from megabert.config import ModelConfig
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in every tokenizer of ours
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a Hugging Face user chooses."""
+
+    minutes: float
+    batch: int
+    lr: float = 5e-4
+    dropout: float = 0.1
+    warmup: float = 0.06  # share of the time budget
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 42
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Every sequence of a dataset, unpacked, as the collator takes it: ids [n] and special_tokens_mask [n]."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        ids, starts, lengths = [], [], []
+        base = 0
+        for first in range(0, dataset.rows, 8192):
+            rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
+            length = rows.bounds[:, :, 0].astype(np.int64)  # [n, S]
+            start = base + np.arange(len(length))[:, None] * rows.ids.shape[1] + np.cumsum(length, 1) - length
+            used = length > 0
+            ids.append(rows.ids.reshape(-1))
+            starts.append(start[used])
+            lengths.append(length[used])
+            base += rows.ids.size
+        self.ids, self.starts, self.lengths = map(np.concatenate, (ids, starts, lengths))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        start = self.starts[index]
+        ids = self.ids[start : start + self.lengths[index]]
+        special = (ids < len(SPECIALS)) & (ids != 1)  # an unknown token is text
+        return {"input_ids": ids.tolist(), "special_tokens_mask": special.astype(int).tolist()}
+
+
+def collator(tokenizer: Tokenizer) -> DataCollatorForLanguageModeling:
+    """Their collator over our ids: it asks a tokenizer for its size and its special ids only."""
+    table = {name: i for i, name in enumerate(SPECIALS)}
+    table |= {f"<{i}>": i for i in range(len(SPECIALS), tokenizer.vocab_size)}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=WordTable(WordLevel(table, unk_token="[UNK]")),
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+    assert len(fast) == tokenizer.vocab_size
+    return DataCollatorForLanguageModeling(fast, mlm=True, mlm_probability=0.15)
+
+
+def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
+    config = BertConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=size.ffn,
+        max_position_embeddings=size.max_positions,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        attn_implementation="sdpa",
+    )
+    return BertForMaskedLM(config)
+
+
+def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """The Trainer's groups: matrices decay, vectors (biases and LayerNorm) do not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
+
+
+def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch, each in another order."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    while True:
+        yield from DataLoader(
+            data,
+            batch_size=recipe.batch,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=collate,
+            generator=generator,
+        )
+
+
+def rate(recipe: Recipe, seconds: float) -> float:
+    """Learning rate after so much training: linear up over `warmup` of the budget, then linear down to zero."""
+    used = min(seconds / (60 * recipe.minutes), 1.0)
+    return recipe.lr * min(used / recipe.warmup, (1 - used) / (1 - recipe.warmup))
+
+
+def train(
+    dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: Recipe, every: float
+) -> Iterator[tuple[dict[str, float], BertForMaskedLM]]:
+    """Trains for the budget on the CPU or the first GPU.
+
+    Yields (seconds of training, step, real tokens so far; the model) before the first step, every `every` seconds of
+    training and at the end. What the caller does with the model then is not training time.
+    """
+    torch.manual_seed(recipe.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_of(size, recipe.dropout).to(device)
+    optimizer = optimizer_of(model, recipe)
+    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer), recipe)
+    seconds, due, step, tokens = 0.0, 0.0, 0, 0
+    while True:
+        over = seconds >= 60 * recipe.minutes
+        if over or seconds >= due:
+            yield {"seconds": round(seconds, 2), "step": step, "tokens": tokens}, model
+            due += every
+        if over:
+            return
+        model.train()
+        started = time.perf_counter()
+        batch = {name: value.to(device) for name, value in next(stream).items()}
+        for group in optimizer.param_groups:
+            group["lr"] = max(rate(recipe, seconds), recipe.lr * 1e-3)  # the first step is not wasted
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - started
+        step += 1
+        tokens += int(batch["attention_mask"].sum())

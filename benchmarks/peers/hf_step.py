@@ -1,0 +1,94 @@
+"""The peer of `bench_step.py`: Hugging Face's `BertForPreTraining` in the loop its users write.
+
+The same sequences as ours, one a row and padded, sdpa attention, autocast, torch's fused AdamW, gradients clipped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megabert.config import Config
+from megabert.data.loader import Update
+from megabert.engine.deepspeed_engine import DTYPES
+from megabert.model.flops import training_flops
+
+
+class HuggingFace:
+    """`BertForPreTraining` in a plain loop."""
+
+    def __init__(self, cfg: Config, device: torch.device) -> None:
+        from transformers import BertConfig
+        from transformers import BertForPreTraining as Peer
+
+        torch.manual_seed(cfg.seed)
+        m = cfg.model
+        peer = BertConfig(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden,
+            num_hidden_layers=m.layers,
+            num_attention_heads=m.heads,
+            intermediate_size=m.ffn,
+            max_position_embeddings=m.max_positions,
+            hidden_dropout_prob=m.dropout,
+            attention_probs_dropout_prob=m.attention_dropout,
+            attn_implementation="sdpa",
+        )
+        self.module = Peer(peer).to(device).train()
+        o = cfg.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=o.lr, eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+        self.device, self.clip, self.model = device, o.clip, m
+        self.autocast = torch.autocast(device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32")
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        losses = []
+        for batch in batches:
+            with self.autocast:
+                loss = self.module(**{name: t.to(self.device) for name, t in batch.items()}).loss / len(
+                    batches
+                )
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(torch.stack(losses).sum())
+
+    def executed_flops(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        """Every position, pads included, through the encoder, full attention and the vocabulary product."""
+        rows, width = sum(len(b["input_ids"]) for b in batches), batches[0]["input_ids"].shape[1]
+        return training_flops(self.model, rows * width, rows * width**2, rows * width, rows)
+
+
+def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
+    """The sequences of an update one a row, padded, in as many micro-batches, with the same masks and labels."""
+    rows = []
+    for b in update.batches:
+        labels = torch.full((b.input_ids.numel(),), -100)
+        used = b.mlm_labels >= 0
+        labels[b.mlm_positions[used].long()] = b.mlm_labels[used]
+        labels = labels.view_as(b.input_ids)
+        for r, s in (b.lengths > 0).nonzero().tolist():
+            start = int(b.lengths[r, :s].sum())
+            here = slice(start, start + int(b.lengths[r, s]))
+            rows.append((b.input_ids[r, here], b.segment_ids[r, here], labels[r, here], b.nsp_labels[r, s]))
+    batches = []
+    for part in np.array_split(np.arange(len(rows)), len(update.batches)):
+        ids, kinds = (torch.zeros(len(part), width, dtype=torch.long) for _ in range(2))
+        labels = torch.full((len(part), width), -100)
+        mask = torch.zeros(len(part), width, dtype=torch.long)
+        for i, (a, k, t, _) in enumerate(rows[j] for j in part):
+            ids[i, : len(a)], kinds[i, : len(a)], labels[i, : len(a)], mask[i, : len(a)] = a, k, t, 1
+        nsp = torch.stack([rows[j][3] for j in part])
+        batches.append(
+            {
+                "input_ids": ids,
+                "token_type_ids": kinds,
+                "attention_mask": mask,
+                "labels": labels,
+                "next_sentence_label": nsp,
+            }
+        )
+    return batches

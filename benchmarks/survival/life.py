@@ -1,0 +1,248 @@
+"""The ranks of a training run as their launcher sees them: started, watched from outside, killed, waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[2]
+SURVIVORS_END_WITHIN = 20.0  # seconds after one rank was killed
+ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
+LIFE_ENDS_WITHIN = 240.0  # seconds: a life that takes longer hangs
+POLL = 0.001
+TINY = (
+    *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),
+    *("optimizer.lr=2e-3", "schedule.warmup_steps=10", "log.interval=1", "log.tensorboard=false"),
+    *("eval.interval=0", "eval.rows=16", "peak_tflops=1.0", "data.workers=0", "checkpoint.keep=2"),
+)
+
+
+class Process(Protocol):
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class Server:
+    """The client of `survival_server.py`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(ROOT / "benchmarks/survival/server.py")]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the server has ended; its error is on stderr"
+        return json.loads(answer)
+
+    def start(self, argv: Sequence[str], env: dict[str, str], log: Path, slow: float) -> Forked:
+        return Forked(self, self.ask(argv=list(argv), env=env, log=str(log), slow=slow)["pid"])
+
+    def close(self) -> None:
+        self._process.communicate()  # the end of its input ends it, and every rank that is left with it
+
+
+class Forked:
+    """A rank that the server forked; `poll` as in subprocess."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self._server, self.pid, self._code = server, pid, None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._server.ask(poll=self.pid)["code"]
+        return self._code
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command: `world` ranks train `steps` updates with a checkpoint every `interval`."""
+
+    name: str
+    world: int
+    steps: int
+    interval: int
+    overrides: tuple[str, ...] = ()
+    writers: int = 0  # ranks that write a checkpoint's files; 0: all
+
+    @property
+    def slow_ranks(self) -> int:
+        return self.writers or self.world
+
+    def argv(self, data: Path, run: Path) -> list[str]:
+        steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")
+        return [
+            *("--config", "tiny", "--data", str(data), "--run", str(run), *TINY, *steps),
+            *self.overrides,
+        ]
+
+
+class Failure(AssertionError):
+    """A run did not survive; the text says how, with the end of its log."""
+
+
+class Life:
+    """The ranks of one start of a case's command, and what can be seen of them from outside."""
+
+    def __init__(
+        self,
+        case: Case,
+        data: Path,
+        run: Path,
+        server: Server | None,
+        slow: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        """`server` None: by the real command. `slow`: this rank's first write takes so many seconds longer."""
+        self.run, self.case, self.slow = run, case, slow
+        self.log = run.with_name(f"{run.name}.log")
+        self._begin = self.log.stat().st_size if self.log.exists() else 0
+        self._stale = set(self._saving())
+        argv, port = case.argv(data, run), free_port()
+        self.ranks: list[Process] = []
+        for rank in range(case.world):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            texts = {name: str(value) for name, value in env.items()}
+            if server:
+                self.ranks.append(server.start(argv, texts, self.log, slow[1] if rank == slow[0] else 0.0))
+                continue
+            with self.log.open("a") as log:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "megabert/train.py", *argv],
+                        cwd=ROOT,
+                        env=os.environ | texts | {"PYTHONPATH": str(ROOT)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+
+    def running(self) -> bool:
+        return all(rank.poll() is None for rank in self.ranks)
+
+    def output(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode(errors="replace")
+
+    def step(self) -> int:
+        """The last update that was logged, by this life or one before."""
+        return last_step(self.run)
+
+    def saving(self) -> list[tuple[str, int]]:
+        """(name, inode) of the folders that this life writes a checkpoint into now: one, or none."""
+        return [entry for entry in self._saving() if entry not in self._stale]
+
+    def _saving(self) -> list[tuple[str, int]]:
+        try:
+            with os.scandir(self.run / "checkpoints") as entries:
+                return [(e.name, e.inode()) for e in entries if re.fullmatch(r"\.saving-\d+", e.name)]
+        except FileNotFoundError:
+            return []
+
+    def kill(self, victims: Sequence[int]) -> tuple[str, float]:
+        """SIGKILL these ranks, then wait for the others; gives where it fell and how long the others took to end."""
+        before = self.saving()
+        logged = self.step()
+        for victim in victims:
+            os.kill(self.ranks[victim].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait(lambda: all(self.ranks[v].poll() is not None for v in victims), 10, "a killed rank stays")
+        committed = steps_of(self.run)
+        left = [rank for rank in self.ranks if rank.poll() is None]
+        try:
+            wait(lambda: all(rank.poll() is not None for rank in left), SURVIVORS_END_WITHIN, "")
+        except TimeoutError:
+            self.stop()
+            wait(lambda: all(rank.poll() is not None for rank in left), 10, "a killed rank stays")
+            if "parameters," in self.output():  # printed when all ranks have met
+                text = f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}"
+                raise Failure(text) from None
+            return ENDED_BY_LAUNCHER, 0.0
+        took = time.monotonic() - killed if left else 0.0
+        if any(int(name.removeprefix(".saving-")) not in committed for name, _ in before):
+            return "inside a checkpoint write", took
+        if before:
+            return "while a checkpoint is committed", took
+        return ("in training" if "step" in self.output() and logged else "in the start"), took
+
+    def end(self) -> None:
+        """Wait for every rank to end by itself with 0."""
+        try:
+            wait(lambda: all(rank.poll() is not None for rank in self.ranks), LIFE_ENDS_WITHIN, "hangs")
+        except TimeoutError as error:
+            self.stop()
+            raise Failure(f"{self.case.name}: {error}\n{self.output()[-3000:]}") from None
+        codes = [rank.poll() for rank in self.ranks]
+        if any(codes):
+            raise Failure(f"{self.case.name}: exit codes {codes}\n{self.output()[-3000:]}")
+
+    def stop(self) -> None:
+        """End what still runs of it."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGKILL)
+
+
+def in_sessions(sessions: set[int]) -> list[int]:
+    """Processes of these sessions: each rank leads its own, and its loader's workers stay in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) in sessions and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} for {seconds} s")
+        time.sleep(POLL)
+
+
+def free_port() -> int:
+    """A free port below those that the system gives to outgoing connections, which could take it first."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def last_step(run: Path) -> int:
+    """The last whole line of metrics.jsonl's step; 0 without one."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            found = re.findall(rb'"step": (\d+)[^\n]*\n', file.read())
+    except FileNotFoundError:
+        return 0
+    return int(found[-1]) if found else 0
+
+
+def steps_of(run: Path) -> list[int]:
+    """Committed checkpoints, oldest first."""
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))

@@ -1,0 +1,152 @@
+"""A run of thousands of updates and dozens of restarts must not grow: memory, descriptors, shared memory, disk.
+
+One run is watched from outside, process by process. Its first life is long and shows growth from its first part (after
+a warm-up) to its last. It is then restarted again and again, by SIGKILL and by SIGTERM in turn, and shows growth from its
+early lives to its late ones, each after its warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.survival.compare import logged
+from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
+
+EVERY = 0.2  # seconds between two looks
+WARM_UP = 0.2  # of the first life
+BATCH = 8  # rows an update, as survival_life.TINY says
+REQUEUE = 85  # exit code of a run that was asked to stop
+Sample = dict[str, float]
+
+
+def look_at(pids: list[int]) -> Sample:
+    """Sums over these processes: resident bytes, private and shared ones among them, open descriptors, threads."""
+    found: dict[str, float] = defaultdict(float)
+    for pid in pids:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended a moment ago
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        if "VmRSS" not in fields:
+            continue
+        found["processes"] += 1
+        found["resident_bytes"] += int(fields["VmRSS"].split()[0]) * 1024
+        found["private_bytes"] += int(fields["RssAnon"].split()[0]) * 1024
+        found["shared_bytes"] += int(fields["RssShmem"].split()[0]) * 1024
+        found["descriptors"] += descriptors
+        found["threads"] += int(fields["Threads"])
+    return dict(found)
+
+
+def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
+    """(step, what its processes hold) again and again until update `until` is logged, or the life has ended."""
+    sessions = {rank.pid for rank in life.ranks}
+    samples: list[tuple[int, Sample]] = []
+    while life.running() and (until is None or life.step() < until):
+        samples.append((life.step(), look_at(in_sessions(sessions))))
+        time.sleep(EVERY)
+    return samples
+
+
+def typical(samples: list[Sample]) -> Sample:
+    """The median of each figure over the moments at which most processes were there."""
+    most = max(sample.get("processes", 0) for sample in samples)
+    whole = [sample for sample in samples if sample.get("processes", 0) == most]
+    return {name: statistics.median(sample[name] for sample in whole) for name in whole[0]}
+
+
+def growth(before: Sample, after: Sample) -> dict[str, float]:
+    """Relative growth of each figure; what stays 0 grows by 0."""
+    return {
+        name: round(after[name] / before[name] - 1, 5) if before[name] else after[name] for name in before
+    }
+
+
+def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:
+    """The run; gives its growth and what it held. Raises Failure when it does not survive.
+
+    Two fifths of the updates belong to the first life, the others are shared by the lives after it. `data` is so small
+    that it is read whole in the warm-up: a shard, or its short last block, is mapped when it is first needed.
+    """
+    folder.mkdir(parents=True)
+    overrides = (
+        "zero.stage=1",
+        "data.workers=1",
+        "log.tensorboard=true",
+        "log.interval=5",
+        "checkpoint.keep=3",
+    )
+    case = Case("soak", 2, updates, 50, overrides)
+    server, started, rng = Server(), time.monotonic(), random.Random(seed)
+    run, alone = folder / "run", updates * 2 // 5
+    rows = json.loads((data / "manifest.json").read_text())["rows"]
+    assert rows <= BATCH * alone * WARM_UP, f"{data}: its {rows} rows take longer than the warm-up"
+    lives: list[Sample] = []
+    ends: dict[str, int] = defaultdict(int)
+    sessions: set[int] = set()
+    try:
+        for number in range(restarts):
+            first = max(steps_of(run), default=0)
+            life = Life(case, data, run, server)
+            sessions |= {rank.pid for rank in life.ranks}
+            share = (updates - first) / (restarts + 1 - number)
+            until = first + int(max(share, 70) * rng.uniform(0.8, 1.2)) if number else alone
+            samples = watch(life, min(until, updates - 10))
+            if not life.running():
+                raise Failure(f"soak: it ended before its restart\n{life.output()[-3000:]}")
+            if not number:
+                parts = [
+                    typical([sample for step, sample in samples if low * alone < step <= high * alone])
+                    for low, high in ((WARM_UP, 2 * WARM_UP), (1 - WARM_UP, 1.0))
+                ]
+            else:
+                lives.append(typical([sample for step, sample in samples if step >= first + 30]))
+            ends[end(life, bool(number % 2))] += 1
+        life = Life(case, data, run, server)
+        sessions |= {rank.pid for rank in life.ranks}
+        life.end()
+        wait(lambda: not in_sessions(sessions), 15.0, "soak: processes are left behind")
+    finally:
+        server.close()
+    logged_updates = [line["step"] for line in logged(run) if "train/loss" in line]
+    if logged_updates != list(range(5, updates + 1, 5)):
+        raise Failure(f"soak: logged updates are not 5, 10, .. {updates} once each: {logged_updates}")
+    third = max(1, len(lives) // 3)
+    early, late = typical(lives[:third]), typical(lives[-third:])
+    pids = {str(pid) for pid in sessions}
+    left = [name for name in os.listdir("/dev/shm") if pids & set(name.split("_"))]
+    return {
+        "updates": updates,
+        "updates_of_the_first_life": alone,
+        "restarts": dict(ends),
+        "overrides": list(overrides),
+        "first_life": {"early": parts[0], "late": parts[1], "growth": growth(*parts)},
+        "restarted": {"early": early, "late": late, "growth": growth(early, late)},
+        "shared_memory_files_left": len(left),
+        "checkpoints_left": len(steps_of(run)),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def end(life: Life, gently: bool) -> str:
+    """End a life by SIGTERM, which every rank must answer by saving and 85, or by SIGKILL; gives which."""
+    if not gently:
+        life.kill(range(life.case.world))
+        return "SIGKILL"
+    for rank in life.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    wait(lambda: all(rank.poll() is not None for rank in life.ranks), 60, "soak: SIGTERM")
+    codes = [rank.poll() for rank in life.ranks]
+    if codes != [REQUEUE] * life.case.world:
+        raise Failure(f"soak: exit codes {codes} after SIGTERM\n{life.output()[-3000:]}")
+    return "SIGTERM"

@@ -1,0 +1,1 @@
+"""Records, errors and hashes that all of data_prep shares."""

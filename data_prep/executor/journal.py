@@ -1,0 +1,147 @@
+"""A finished item of work is never done twice: a build that was killed takes it over, checked, and goes on.
+
+An item is known by a key: what is done (function, options, item) and the digest of all that the stages before reported,
+CRC-32 of their files included. So a record fits exactly when doing the item again would give the same bytes, whatever
+changed in between. Records are small JSON files, replaced atomically; the files they name are compared before use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.executor import work_files
+from data_prep.executor.pool import Local, Progress, Ranks
+from data_prep.executor.work_files import Done, Job
+
+FOLDER = "journal"
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Replace `path` by `value` as JSON, whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> Any:
+    """The JSON value of a record, None where there is no record or only a part of one."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+def _run(
+    function: Callable[[Job, Any], Done], job: Job, stage: str, digest: str, numbered: tuple[int, Any]
+) -> Done:
+    """One item, in whatever process: taken over from its record, or done and recorded."""
+    index, item = numbered
+    path = Path(job.work, FOLDER, stage, f"{index:07d}.json")
+    key = _digest((function.__name__, job, item, digest))
+    record = _load(path)
+    if record and record["key"] == key:
+        done = Done.from_json(record["done"])
+        if work_files.is_whole(job.work, done.files):
+            return done
+    done = function(job, item)
+    done.peak = work_files.peak_memory()
+    write_json(path, {"key": key, "done": done.as_json()})
+    return done
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage that ended: its results in the order of its items."""
+
+    name: str
+    key: str
+    results: list[Done]
+
+
+class Journal:
+    """Runs stages over an executor and keeps what they finished in the folder `work`."""
+
+    def __init__(self, work: Path, executor: Local | Ranks) -> None:
+        self._work, self._executor = work, executor
+        self._digest = ""
+        self._sweeper = ThreadPoolExecutor(1)
+        self._sweeping: list[Future[None]] = []
+
+    def holds_something(self) -> bool:
+        """Whether an earlier process finished an item here."""
+        return any((self._work / FOLDER).rglob("*.json"))
+
+    def map(
+        self,
+        name: str,
+        function: Callable[[Job, Any], Done],
+        job: Job,
+        items: Sequence[Any],
+        progress: Progress,
+    ) -> Stage:
+        """`function(job, item)` of every item; `progress` is told of each result as it arrives.
+
+        A build calls the same stages in the same order every time: what one reports decides what fits the next.
+        """
+        key = _digest((name, function.__name__, job, items, self._digest))
+        record = _load(self._work / FOLDER / f"{name}.json")
+        if record and record["key"] == key:
+            results = [Done.from_json(raw) for raw in record["results"]]
+            for done in results:
+                progress(done)
+        else:
+            (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
+            call = partial(_run, function, job, name, self._digest)
+            results = self._executor.map(call, list(enumerate(items)), progress)
+        self._digest = _digest(json.dumps([key, [done.identity() for done in results]], sort_keys=True))
+        return Stage(name, key, results)
+
+    def consume(self, stage: Stage, *makers: Stage) -> None:
+        """Delete the files of `stage`, which nothing reads any more now that `makers` have ended.
+
+        What was made of them is on the disk first, and then the results of `stage`, so that it is never asked for again.
+        Waiting for the disk is done in a thread; `settle` raises what went wrong there.
+        """
+        self._sweeping.append(self._sweeper.submit(self._consume, stage, makers))
+
+    def settle(self) -> None:
+        """Wait until everything consumed is gone. Raises OSError when the disk is full."""
+        while self._sweeping:
+            self._sweeping.pop(0).result()
+
+    def close(self) -> None:
+        """End the thread, whatever became of what it does: the work folder may go afterwards."""
+        self._sweeper.shutdown(wait=True, cancel_futures=True)
+
+    def _consume(self, stage: Stage, makers: tuple[Stage, ...]) -> None:
+        for done in (done for maker in makers for done in maker.results):
+            for name in done.files:
+                if (self._work / name).exists():  # else it was consumed itself
+                    with open(self._work / name, "rb") as file:
+                        os.fsync(file.fileno())
+        results = [done.as_json() for done in stage.results]
+        write_json(self._work / FOLDER / f"{stage.name}.json", {"key": stage.key, "results": results})
+        for done in stage.results:
+            for name in done.files:
+                (self._work / name).unlink(missing_ok=True)
+        shutil.rmtree(self._work / FOLDER / stage.name, ignore_errors=True)

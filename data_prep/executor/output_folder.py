@@ -1,0 +1,145 @@
+"""The folder of a build is empty, unfinished or whole, and what is whole is never touched without being told to.
+
+Unfinished means a work folder with `build.json`, the account of what is being built. A build with the same account goes
+on there; a whole dataset with the same account is left as it is; any other account is refused, and says what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.common.errors import BadInput, Unfinished
+from data_prep.executor.journal import write_json
+from megabert.data.shards import MANIFEST
+
+WORK = ".work"
+HELD_OUT = "held_out"
+ACCOUNT = "build.json"
+REPORTS = ("report.json", "report.html")
+TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
+FILES = "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
+
+
+def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
+    """Folder of the dataset of each row length: `output` itself where there is one, else seqN in it."""
+    return {n: output if len(seq_lens) == 1 else output / f"seq{n}" for n in seq_lens}
+
+
+def _is_ours(path: Path) -> bool:
+    name = path.name
+    if path.is_dir():
+        return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
+    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report")):
+        return name.endswith((".tar", ".tmp"))
+    return name in (MANIFEST, ACCOUNT, *REPORTS, *TOKENIZERS.values())
+
+
+def clear(output: Path) -> None:
+    """Remove what a build made of a folder, manifests first, so that nothing is ever whole in name and mixed in content."""
+    for path in sorted(output.rglob(MANIFEST)):
+        path.unlink()
+    for path in sorted(output.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif _is_ours(path):
+            path.unlink()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
+    """What differs between two accounts, one text each."""
+    for key in sorted(old.keys() | new.keys()):
+        label = f"{name}{key.replace('_', ' ')}"
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{label}: ")
+        elif a != b:
+            yield f"{label} was {a}, is {b}"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        raise BadInput(f"{path}: not valid JSON; --overwrite builds anew") from None
+
+
+def _is_whole(output: Path, seq_lens: tuple[int, ...]) -> bool:
+    return (output / ACCOUNT).is_file() and all(
+        (folder / MANIFEST).is_file() for folder in folders(output, seq_lens).values()
+    )
+
+
+def _prepare(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool) -> bool:
+    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already."""
+    foreign = [path.name for path in sorted(output.iterdir()) if not _is_ours(path)]
+    if foreign:
+        raise BadInput(
+            f"--output {output}: holds {foreign[0]}, which is no part of a dataset; name another folder"
+        )
+    if overwrite:
+        clear(output)
+    begun = output / WORK / ACCOUNT
+    if _is_whole(output, seq_lens) and not begun.exists():
+        if changed := list(differences(_load(output / ACCOUNT), account)):
+            raise BadInput(
+                f"--output {output}: holds a dataset of another build ({'; '.join(changed)}); --overwrite replaces it"
+            )
+        return False
+    if begun.exists():
+        old = _load(begun)
+        if changed := list(differences({**old, FILES: account[FILES]}, account)):
+            raise BadInput(
+                f"--output {output}: holds an unfinished build with other options ({'; '.join(changed)}); "
+                "give those to go on, or --overwrite to begin anew"
+            )
+        write_json(begun, account)
+        return True
+    if list(output.rglob(MANIFEST)):
+        raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+    clear(output)
+    (output / WORK).mkdir()
+    write_json(begun, account)
+    return True
+
+
+@contextlib.contextmanager
+def opened(
+    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool
+) -> Iterator[Path | None]:
+    """The work folder of the build that `account` tells of, or None when it is done already. One build at a time.
+
+    When the build ends, the work folder goes and the account stays. An error that the user mends by other options
+    leaves nothing; after any other one (a full disk, an interruption, bad input) the same command goes on.
+    """
+    if output.exists() and not output.is_dir():
+        raise BadInput(f"--output {output}: is a file; name a folder")
+    created = not output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    handle = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--output {output}: another build is writing there") from None
+        if not _prepare(output, account, seq_lens, overwrite):
+            yield None
+            return
+        try:
+            yield output / WORK
+        except (Unfinished, OSError, KeyboardInterrupt):
+            raise
+        except ValueError:
+            clear(output)
+            if created:
+                output.rmdir()
+            raise
+        shutil.rmtree(output / WORK)
+    finally:
+        os.close(handle)

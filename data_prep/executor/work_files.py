@@ -1,0 +1,219 @@
+"""What passes between the stages of a build: plain arrays in the work folder, each known by its size and CRC-32.
+
+A stage maps a function over items of work; an item reads files that earlier stages wrote and reports a `Done`. A document
+is known by its number: the task it was read by, then its place among the documents that task kept.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.options import BuildOptions
+from megabert.data.tokenizer import Tokenizer
+
+TASK_SHIFT = 32  # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
+EXAMPLES = 3  # of what was dropped under a reason, from one item of work
+EXAMPLE_CHARACTERS = 300
+
+DOCUMENT = np.dtype(
+    [("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")]
+)
+PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
+KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])  # a key to group by and who has it
+SEQUENCE = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1")])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every item of every stage needs to know. Its repr is part of what a finished item is known by."""
+
+    options: BuildOptions
+    tokenizer: str = field(repr=False)  # a path; `tokenizer_sha256` stands for its content
+    work: str = field(repr=False)
+    on_error: str = field(repr=False)  # an item that finished under "stop" is the same under "skip"
+    tokenizer_sha256: str = ""
+    held_limit: int = 0  # documents whose 64-bit hash is below are held out
+    weights: tuple[float, ...] = (1.0,)  # of the corpora
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.work, name)
+
+
+def _seconds() -> dict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class Done:
+    """What one item of work reports, and the sum of many.
+
+    `counts` are documents, sentences, tokens and the like; `dropped` maps a reason to documents; `histograms` maps a
+    name to counts by value; `facts` is for one item alone: numbers that the next stage plans with.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    histograms: dict[str, Counter[int]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> bytes, CRC-32
+    size: int = 0  # input bytes on disk, for the progress bar
+    seconds: dict[str, float] = field(default_factory=_seconds)
+    peak: int = 0  # bytes of memory, of the process that did it
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> Done:
+        done = Done(**raw)
+        done.counts, done.problems, done.dropped = map(Counter, (done.counts, done.problems, done.dropped))
+        done.histograms = {
+            name: Counter({int(value): n for value, n in counts.items()})
+            for name, counts in raw["histograms"].items()
+        }
+        done.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
+        done.seconds = defaultdict(float, raw["seconds"])
+        return done
+
+    def identity(self) -> dict[str, Any]:
+        """All of it that follows from the input and the options: not how long it took and where."""
+        return {name: value for name, value in self.as_json().items() if name not in ("seconds", "peak")}
+
+    def drop(self, reason: str, documents: int, sentences: int, tokens: int, examples: list[str]) -> None:
+        """Count documents that end here, and keep the first few as examples."""
+        if documents:
+            self.dropped[reason] += documents
+            self.counts["dropped sentences"] += sentences
+            self.counts["dropped tokens"] += tokens
+            self.example(reason, examples)
+
+    def example(self, reason: str, texts: list[str]) -> None:
+        kept = self.examples.setdefault(reason, [])
+        kept += [text[:EXAMPLE_CHARACTERS] for text in texts[: EXAMPLES - len(kept)]]
+
+    def histogram(self, name: str, values: np.ndarray) -> None:
+        """Count integer values, above 64 by the power of two below them, so that the number of bars is bounded."""
+        exact = np.asarray(values, np.int64)
+        rounded = np.where(exact <= 64, exact, 1 << np.log2(np.maximum(exact, 1)).astype(np.int64))
+        self.count(name, rounded)
+
+    def count(self, name: str, values: np.ndarray) -> None:
+        found, counts = np.unique(values, return_counts=True)
+        self.histograms.setdefault(name, Counter()).update(
+            dict(zip(found.tolist(), counts.tolist(), strict=True))
+        )
+
+
+def total(results: list[Done]) -> Done:
+    """The sum of what items report; `facts` and `files` are left out."""
+    whole = Done()
+    for done in results:
+        for mine, its in (
+            (whole.counts, done.counts), (whole.problems, done.problems), (whole.dropped, done.dropped),
+        ):  # fmt: skip
+            mine.update(its)
+        for reason, texts in done.examples.items():
+            whole.example(reason, texts)
+        for name, counts in done.histograms.items():
+            whole.histograms.setdefault(name, Counter()).update(counts)
+        for name, seconds in done.seconds.items():
+            whole.seconds[name] += seconds
+        whole.peak = max(whole.peak, done.peak)
+    return whole
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, bytes."""
+    # ru_maxrss begins with what the parent had when it started this process.
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+class Writer:
+    """Appends arrays to a file of the work folder and leaves its size and CRC-32 in `done`."""
+
+    def __init__(self, job: Job, name: str, done: Done) -> None:
+        self._done, self._name = done, name
+        self._size, self._crc = 0, 0
+        self._file = open(job.path(name), "wb")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def write(self, array: np.ndarray) -> None:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self._file.write(data)
+        self._size += len(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+    def __exit__(self, *failed: object) -> None:
+        self._file.close()
+        self._done.files[self._name] = (self._size, self._crc)
+
+
+def write(job: Job, name: str, array: np.ndarray, done: Done) -> None:
+    with Writer(job, name, done) as file:
+        file.write(array)
+
+
+def read(job: Job, name: str, dtype: np.dtype | str, first: int = 0, count: int = -1) -> np.ndarray:
+    """Items [first, first + count) of a file of the work folder; all of them by default."""
+    dtype = np.dtype(dtype)
+    return np.fromfile(job.path(name), dtype, count, offset=first * dtype.itemsize)
+
+
+def keyed(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """KEYED records of keys uint64 [n] and numbers uint64 [n]."""
+    records = np.empty(len(keys), KEYED)
+    records["key"], records["number"] = keys, numbers
+    return records
+
+
+def by_key(records: np.ndarray) -> np.ndarray:
+    return records[np.argsort(records["key"], kind="stable")]
+
+
+def key_range(job: Job, name: str, dtype: np.dtype, index: int, count: int) -> np.ndarray:
+    """Records of a file ordered by 64-bit `key` whose keys lie in part `index` of `count` equal ones."""
+    if not os.path.getsize(job.path(name)):
+        return np.zeros(0, dtype)
+    mapped = np.memmap(job.path(name), dtype, "r")
+    low, high = ((index + i) * (1 << 64) // count for i in (0, 1))
+    keys = mapped["key"]
+    return np.array(mapped[bisect_left(keys, low) : bisect_left(keys, high)])
+
+
+def task_and_place(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(task, place in it), both int64 [n], of documents or paragraphs by number, uint64 [n]."""
+    places = numbers & np.uint64((1 << TASK_SHIFT) - 1)
+    return (numbers >> np.uint64(TASK_SHIFT)).astype(np.int64), places.astype(np.int64)
+
+
+def checksum(path: str | Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
+    """Whether all of `files` are there with the bytes they were written with."""
+    paths = {os.path.join(work, name): written for name, written in files.items()}
+    return all(os.path.isfile(path) and checksum(path) == written for path, written in paths.items())
+
+
+def id_dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 65_535 else np.uint32)

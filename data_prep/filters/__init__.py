@@ -1,0 +1,1 @@
+"""Quality filters of documents."""

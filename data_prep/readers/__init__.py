@@ -1,0 +1,1 @@
+"""From input names to documents: files, compression, encodings, formats."""

@@ -1,0 +1,168 @@
+"""Rows of a Parquet or Arrow file become texts batch by batch; nothing else of the file is kept in memory.
+
+A Parquet file is read by row groups, so that several workers can share it; an Arrow file (with or without a footer,
+as Feather 2 and Hugging Face `datasets` write them) from its first batch to its last. A row has a number, from 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers import formats
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, open_regular
+
+BATCH_ROWS = 256
+
+Row = tuple[int, str]
+
+
+@contextlib.contextmanager
+def _arrow_errors(path: str) -> Iterator[None]:
+    """Everything that pyarrow raises for bytes that are not a table, as BadInput."""
+    import pyarrow
+
+    try:
+        yield
+    except BadInput:
+        raise
+    except MemoryError:
+        raise BadInput(f"{path}: damaged table (its sizes ask for more memory than there is)") from None
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path}: damaged or truncated table ({reason})") from None
+
+
+def _column(path: str, schema: Any, field: str) -> int:
+    """Index of the text column. Raises BadInput listing the columns, or naming its type when that is no text."""
+    import pyarrow.types as types
+
+    names = list(schema.names)
+    if names.count(field) != 1:
+        listed = ", ".join(names) or "none"
+        raise BadInput(f"{path}: no column {field!r} (it has {listed}); name one with --text-field")
+    type_ = schema.field(field).type
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    if not (_is_text(type_) or types.is_null(type_)):
+        raise BadInput(f"{path}: column {field!r} is {type_}, not text; name another with --text-field")
+    return names.index(field)
+
+
+def _is_text(type_: Any) -> bool:
+    import pyarrow.types as types
+
+    return any(
+        is_type(type_)
+        for is_type in (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+        )
+    )
+
+
+def row_groups(path: str) -> int:
+    """Number of row groups of a Parquet file. Raises BadInput when its footer can't be read."""
+    import pyarrow.parquet as parquet
+
+    with open_regular(path) as file, _arrow_errors(path):
+        return int(parquet.read_metadata(file).num_row_groups)
+
+
+def read(
+    path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
+) -> Iterator[Row]:
+    """(row number, text) of a table; for Parquet of the row groups [start, end). Null values are counted and left out.
+
+    Raises BadInput where the file is damaged or has no such column.
+    """
+    with open_regular(path) as file:
+        batches = (
+            _parquet(path, file, start, end, text_field)
+            if format_ == "parquet"
+            else _arrow(path, file, text_field)
+        )
+        while True:
+            with _arrow_errors(path):
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                row, column = batch
+                values = _values(column)
+            for value in values:
+                if value is None:
+                    problems.dropped[formats.NULL] += 1
+                else:
+                    try:
+                        yield row, value.decode()
+                    except UnicodeDecodeError:
+                        problems.bad(path, row, "invalid UTF-8", unit="row")
+                row += 1
+
+
+def _values(column: Any) -> list[bytes | None]:
+    """Values of an array as bytes: whether they are UTF-8 is for us to say. Checks the array's offsets first."""
+    import pyarrow
+    import pyarrow.types as types
+
+    if types.is_dictionary(column.type):
+        column.validate()
+        column.indices.validate(full=True)
+        column = column.dictionary_decode()
+    if types.is_null(column.type):
+        return [None] * len(column)
+    binary = column.cast(pyarrow.large_binary()) if types.is_string_view(column.type) else column
+    if types.is_string(column.type):
+        binary = column.view(pyarrow.binary())
+    elif types.is_large_string(column.type):
+        binary = column.view(pyarrow.large_binary())
+    binary.validate(full=True)
+    return binary.to_pylist()
+
+
+def _parquet(path: str, file: Any, start: int, end: int | None, field: str) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet as parquet
+
+    table = parquet.ParquetFile(file, memory_map=False, pre_buffer=False)
+    metadata = table.metadata
+    _column(path, table.schema_arrow, field)
+    groups = range(start, metadata.num_row_groups if end is None else end)
+    row = sum(metadata.row_group(i).num_rows for i in range(start))
+    for i in groups:
+        group = metadata.row_group(i)
+        for j in range(group.num_columns):
+            chunk = group.column(j)
+            if chunk.path_in_schema != field:
+                continue
+            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+            if size > max(BOMB_BYTES, BOMB_RATIO * packed):
+                raise BadInput(f"{path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
+    for batch in table.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[field], use_threads=False):
+        yield row, batch.column(0)
+        row += batch.num_rows
+
+
+def _arrow(path: str, file: Any, field: str) -> Iterator[tuple[int, Any]]:
+    from pyarrow import ipc
+
+    has_footer = file.read(6) == b"ARROW1"
+    file.seek(0)
+    source = ipc.open_file(file) if has_footer else ipc.open_stream(file)
+    index = _column(path, source.schema, field)
+    file.seek(0)
+    options = ipc.IpcReadOptions(included_fields=[index], use_threads=False)
+    source = ipc.open_file(file, options=options) if has_footer else ipc.open_stream(file, options=options)
+    row = 0
+    batches = (source.get_batch(i) for i in range(source.num_record_batches)) if has_footer else source
+    for batch in batches:
+        for i in range(0, batch.num_rows, BATCH_ROWS):
+            part = batch.column(0).slice(i, BATCH_ROWS)
+            yield row, part
+            row += len(part)

@@ -1,0 +1,199 @@
+"""A file is a stream of unpacked byte chunks, found by content, bounded in memory, never silently short.
+
+gzip, bzip2, xz and zstd are told by their first bytes. A compressed file that ends inside its stream, or
+is damaged, is an error with its name and the number of bytes that could be unpacked. A bzip2 file of many
+streams can be cut: a range of its bytes owns the streams that start in it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import zstandard
+
+from data_prep.common.errors import BadInput
+
+MAGIC = (
+    (b"\x1f\x8b", "gz"),
+    (b"BZh", "bz2"),
+    (b"\xfd7zXZ\x00", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zst"),
+    (b"\x50\x2a\x4d\x18", "zst"),  # a skippable frame, with which pzstd opens its files
+)
+SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
+BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # header and the first block's magic number, pi in BCD
+PLAIN_CHUNK = 1 << 20
+# Input bytes given to a decompressor at once. zstd can't bound its output, and one 4-byte block may stand
+# for 128 KiB, so it is fed little: a bomb then costs 32 MB at a time.
+FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
+MAX_OUT = 4 << 20
+# Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read.
+BOMB_BYTES, BOMB_RATIO = 100 << 20, 200
+ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+
+
+@dataclass
+class Edge:
+    """Where a range ends in unpacked bytes; for a range of a bzip2 file None until reading gets there."""
+
+    end: int | None = None
+
+
+def open_regular(path: str) -> BinaryIO:
+    """The file, open for reading. Raises BadInput for a pipe, device or socket, without waiting on it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise BadInput(f"{path}: not a regular file")
+    return file
+
+
+def compression_of(head: bytes) -> str:
+    """Name of the compression whose magic bytes open `head`, or ""."""
+    return next((name for magic, name in MAGIC if head.startswith(magic)), "")
+
+
+class _Gzip:
+    """zlib's decompressor with the (data, max_length) interface of bz2 and lzma."""
+
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._inner.unconsumed_tail
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+
+
+class _Zstd:
+    """zstandard's decompressor with the same interface; its output is bounded by FEED alone."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        self._inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._inner.decompress(data)
+
+
+def _decompressor(kind: str) -> Any:
+    if kind == "bz2":
+        return bz2.BZ2Decompressor()
+    if kind == "xz":
+        return lzma.LZMADecompressor(memlimit=512 << 20)
+    return _Gzip() if kind == "gz" else _Zstd()
+
+
+def first_stream(path: str, start: int, end: int) -> int | None:
+    """Offset of the first bzip2 stream that starts in bytes [start, end) of a file; 0 where `start` is 0."""
+    if start == 0:
+        return 0
+    with open_regular(path) as file:
+        file.seek(start)
+        kept = b""
+        while start < end and (data := file.read(min(PLAIN_CHUNK, end + 9 - start))):
+            data, start = kept + data, start + len(data)
+            if match := BZ2_STREAM.search(data):
+                return start - len(data) + match.start()
+            kept = data[-9:]
+    return None
+
+
+def read_chunks(
+    path: str, compression: str = "", start: int = 0, stop: int | None = None, edge: Edge | None = None
+) -> Iterator[bytes]:
+    """Unpacked bytes of a file in chunks of about 1 to a few MB, from byte `start` (where a stream starts) to its end.
+
+    Concatenated streams are read through; zeros after the last one are padding. `edge.end` is set to the bytes
+    unpacked before the first stream that starts at byte `stop` or later, once that is reached. Raises BadInput where
+    a compressed stream is damaged, cut short, or unpacks to more than BOMB_RATIO times its size.
+    """
+    parts: list[bytes] = []
+    size = 0
+    try:
+        for chunk in _unpack(path, compression, start, stop, edge):
+            parts.append(chunk)
+            size += len(chunk)
+            if size >= PLAIN_CHUNK:
+                yield b"".join(parts)
+                parts, size = [], 0
+    except BadInput:
+        if parts:
+            yield b"".join(parts)  # what came before the damage
+        raise
+    if parts:
+        yield b"".join(parts)
+
+
+def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edge | None) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        file.seek(start)
+        if not compression:
+            while chunk := file.read(PLAIN_CHUNK):
+                yield chunk
+            return
+        packed, unpacked = 0, 0
+        inner = _decompressor(compression)
+        began = False
+        while data := file.read(FEED[compression]):
+            packed += len(data)
+            while True:
+                if not began:
+                    data = data.lstrip(b"\0")
+                    if edge and edge.end is None and stop is not None and start + packed - len(data) >= stop:
+                        edge.end = unpacked
+                    if not data:
+                        break
+                began = True
+                try:
+                    out = inner.decompress(data, MAX_OUT)
+                except ERRORS as error:
+                    raise BadInput(
+                        f"{path}: damaged {compression} data after {unpacked} unpacked bytes ({error})"
+                    ) from None
+                unpacked += len(out)
+                if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
+                    raise BadInput(
+                        f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
+                        "if it is real, unpack it first"
+                    )
+                if out:
+                    yield out
+                if inner.eof:
+                    data, inner, began = inner.unused_data, _decompressor(compression), False
+                elif inner.needs_input:
+                    break
+                else:
+                    data = b""
+        if began:
+            raise BadInput(
+                f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes"
+            )

@@ -1,0 +1,168 @@
+"""What the bytes of one piece are, and the documents in them: format and encoding by content, then one pass.
+
+Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which the
+first document that is its own can be told, and reads on past its end until its last document is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
+from data_prep.readers import decompress, encodings, formats, mediawiki
+from data_prep.readers.decompress import Edge
+from data_prep.readers.formats import ELEMENTS
+
+SNIFF = 1 << 18  # bytes that decide the encoding
+EXPANSION = 4  # unpacked bytes a compressed one, a rough figure that only steers grouping
+
+
+def inspect(piece: Piece, head: bytes, options: ReadOptions) -> Piece:
+    """The piece with its format and encoding, by the first unpacked bytes. Raises BadInput where they don't tell."""
+    path, format_ = piece.path, options.format
+    if format_ in (AUTO, *TABLES) and (found := formats.table_format(head)):
+        if piece.compression:
+            raise BadInput(f"{path}: a table inside {piece.compression} data; unpack it first")
+        return replace(piece, format=found, encoding=encodings.UTF8)
+    if format_ in TABLES:
+        raise BadInput(f"{path}: no Parquet or Arrow file")
+    encoding = encodings.check(options.encoding)
+    if encoding == AUTO:  # XML is in UTF-8 where it names nothing else, and a dump names nothing else
+        is_dump = formats.XML_HEAD.match(head.removeprefix(formats.BOM).lstrip())
+        encoding = encodings.UTF8 if is_dump else encodings.decide(path, head)
+    if encoding != encodings.UTF8:
+        head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
+    if format_ == AUTO:
+        suffix = os.path.splitext(path)[1]
+        if suffix in decompress.SUFFIXES:
+            suffix = os.path.splitext(os.path.splitext(path)[0])[1]
+        format_ = formats.detect(path, suffix, head[: formats.HEAD])
+    return replace(piece, format=format_, encoding=encoding)
+
+
+def documents_of(options: ReadOptions, size: int, compression: str) -> str:
+    """What a document is in a text file of `size` bytes on disk: file, blank-line or line."""
+    if options.text_documents != "auto":
+        return options.text_documents
+    limit = formats.AUTO_FILE_LIMIT // (EXPANSION if compression else 1)
+    return "file" if size <= limit else "blank-line"
+
+
+def text_documents(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Document]:
+    """Documents of a piece that is no table. Raises BadInput where the file itself is bad."""
+    path, edge, begin = piece.path, Edge(piece.end), piece.start
+    if piece.compression and piece.end is not None:
+        stream = decompress.first_stream(path, piece.start, piece.end)
+        if stream is None:
+            return
+        edge = Edge()
+        chunks = decompress.read_chunks(path, piece.compression, stream, piece.end, edge)
+        path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
+    else:
+        if piece.start and piece.format not in ELEMENTS:
+            begin = formats.sync_point(path, piece.start, _kind(piece, options) == "blank-line")
+        chunks = decompress.read_chunks(path, piece.compression, begin)
+    first = next(chunks, b"")
+    if not first:
+        problems.counts["empty file"] += 1
+        return
+    if piece.format == AUTO or piece.encoding == AUTO:
+        piece = inspect(piece, first[:SNIFF], options)
+    synced = begin == 0
+    if piece.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
+        first, begin = first[3:], 3
+    chunks = chain([first], chunks)
+    if piece.encoding != encodings.UTF8:
+        chunks = encodings.recode(chunks, piece.encoding, path, problems)
+    if piece.format in ELEMENTS:
+        yield from _elements(chunks, begin, piece, options, problems, path, edge)
+    else:
+        yield from _lines(chunks, begin, synced, piece, options, problems)
+
+
+def _elements(
+    chunks: Iterator[bytes],
+    begin: int,
+    piece: Piece,
+    options: ReadOptions,
+    problems: Problems,
+    path: str,
+    edge: Edge,
+) -> Iterator[Document]:
+    for offset, body in formats.split_elements(chunks, begin, piece.format, path, problems, edge):
+        if piece.format == "wiki":
+            text = formats.wiki_body(body, options.keep_titles)
+            yield Document(path, offset + len(body) - len(text), text, True)
+        elif (article := mediawiki.article(body, offset, path, options.keep_titles, problems)) is not None:
+            yield Document(path, offset, article, True)
+
+
+def _kind(piece: Piece, options: ReadOptions) -> str:
+    if piece.format == "jsonl":
+        return "line"
+    # A file that is one document is never cut.
+    return documents_of(options, piece.size if piece.end is None else 1 << 62, piece.compression)
+
+
+def _lines(
+    chunks: Iterator[bytes],
+    begin: int,
+    synced: bool,
+    piece: Piece,
+    options: ReadOptions,
+    problems: Problems,
+) -> Iterator[Document]:
+    path, start, end = piece.path, piece.start, piece.end
+    runs = formats.line_runs(chunks, begin, path, problems, start, end)
+    kind = _kind(piece, options)
+    if kind == "file":
+        found = formats.split_file(runs)
+    elif kind == "line":
+        found = formats.split_lines(runs, begin, synced)
+    else:
+        found = formats.split_blank(runs, begin, synced, path, problems, start, end)
+    for offset, body in found:
+        if end is not None and offset >= end:
+            return
+        if offset < start:
+            continue
+        if piece.format == "jsonl":
+            text = _json_text(body, offset, path, options, problems)
+            if text is not None:
+                yield Document(path, offset, text, False)
+        else:
+            yield Document(path, offset, body, False)
+
+
+def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
+    field = options.text_field
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        problems.bad(path, offset + error.start, "invalid UTF-8")
+        return None
+    except (ValueError, RecursionError) as error:
+        problems.bad(path, offset, "bad JSON line", f"not a JSON object on one line ({error})")
+        return None
+    if not isinstance(record, dict) or field not in record:
+        has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field" if isinstance(record, dict) else ""  # fmt: skip
+        problems.bad(path, offset, "no text field", f"no field {field!r} in the JSON line{has}")
+        return None
+    text = record[field]
+    if text is None:
+        problems.dropped[formats.NULL] += 1
+        return None
+    if not isinstance(text, str):
+        problems.bad(path, offset, "no text field", f"field {field!r} is not a string")
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        problems.bad(path, offset, "lone surrogate", f"half a surrogate pair in field {field!r}")
+        return None
+    return text

@@ -1,0 +1,121 @@
+"""Which files an input names, in an order that follows from names alone; nothing is opened but small JSON files.
+
+An input is a file, a folder or a glob. A folder is walked through links, each folder once, hidden names left out. A
+dataset that Hugging Face `datasets` saved is the shards its state names, a dictionary of them is all its splits.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers.decompress import open_regular
+
+MAGIC = re.compile(r"[*?\[]")
+STATE, SPLITS = "state.json", "dataset_dict.json"
+BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")  # of the library, and no text
+MAX_JSON = 64 << 20
+
+
+def expand(item: str, problems: Problems) -> Iterator[str]:
+    """Files of one input in order. Raises BadInput when nothing is there; what can't be read follows the policy."""
+    if os.path.isdir(item):
+        yield from _walk(item, problems)
+    elif os.path.lexists(item):
+        yield item
+    else:
+        found = _match(item)
+        if not found:
+            raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
+        for path in found:
+            if os.path.isdir(path):
+                yield from _walk(path, problems)
+            else:
+                yield path
+
+
+def _match(pattern: str) -> list[str]:
+    """Sorted names that a glob matches. `**` does not follow links: two loops of them would never end."""
+    head, sep, tail = pattern.partition("**")
+    if not sep:
+        return sorted(glob.glob(pattern))
+    base = os.path.dirname(head)
+    rest = head[len(base) :].lstrip("/") + sep + tail
+    found = []
+    for root in sorted(glob.glob(base)) if MAGIC.search(base) else [base or "."]:
+        for path in Path(root).glob(rest):
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if not hidden and not path.is_dir():
+                found.append(os.path.join(base and root, path.relative_to(root)))
+    return sorted(found)
+
+
+def _walk(top: str, problems: Problems) -> list[str]:
+    """Files below a folder, sorted by path."""
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:
+                names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+            below = [os.path.join(folder, name) for name in names]
+            folders = [path for path in below if os.path.isdir(path)]
+        except OSError as error:
+            problems.bad(folder, None, "unreadable folder", f"can't be read: {error.strerror}")
+            continue
+        files = [path for path in below if not os.path.isdir(path)]
+        if SPLITS in names:
+            found += [
+                path
+                for split in _listed(folder, SPLITS, problems)
+                for path in _listed(split, STATE, problems)
+            ]
+            continue
+        if STATE in names and "dataset_info.json" in names:
+            found += _listed(folder, STATE, problems)
+            continue
+        if any(path.endswith(".arrow") for path in files):
+            files = [path for path in files if os.path.basename(path) not in BESIDE_TABLES]
+        found += files
+        waiting += reversed(folders)
+    return sorted(found)
+
+
+def _names(folder: str, file: str) -> list[str]:
+    """What a saved dataset's state or a dictionary's list of splits names. Raises BadInput."""
+    path = os.path.join(folder, file)
+    with open_regular(path) as opened:
+        data = opened.read(MAX_JSON)
+    try:
+        record = json.loads(data.decode())
+        names = record["splits"] if file == SPLITS else [entry["filename"] for entry in record["_data_files"]]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise BadInput(f"{path}: not the JSON object of a saved dataset") from None
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
+            raise BadInput(f"{path}: names {name!r}, which is no name in this folder")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _listed(folder: str, file: str, problems: Problems) -> list[str]:
+    try:
+        return _names(folder, file)
+    except OSError as error:
+        path = os.path.join(folder, file)
+        problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
+    except BadInput:
+        if problems.policy == "stop":
+            raise
+        problems.counts["damaged dataset folder"] += 1
+    return []

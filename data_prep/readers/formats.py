@@ -1,0 +1,266 @@
+"""A format is found by content and turns chunks of bytes into (offset, document) pairs.
+
+wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain,
+where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on
+the bytes alone, not on chunks or ranges. A line or a document that never ends costs bounded memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers.decompress import Edge, open_regular
+
+MAX_LINE = 16 << 20  # bytes; longer is no text that a sentence can be found in
+MAX_DOCUMENT = 16 << 20  # bytes of one element or of one blank-line block
+FILE_PART = 8 << 20  # bytes; a longer `file` document is cut after this, at a line end
+AUTO_FILE_LIMIT = 16 << 20  # bytes on disk; up to here `auto` takes a text file as one document
+STEP = 1 << 20  # bytes looked at once, so that a line inside them is never too long
+HEAD = 1 << 16
+TEXT_SUFFIXES = ("", ".txt", ".text")
+BOM = b"\xef\xbb\xbf"
+SPACE = b" \t\r\n"
+BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
+XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
+TABLES = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
+ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
+
+NULL = "null value"  # the rule by which a record without text is left out
+
+Document = tuple[int, bytes]
+
+
+def table_format(head: bytes) -> str:
+    """parquet or arrow (file or stream) where the first bytes say so, else ""."""
+    return next((name for magic, name in TABLES if head.startswith(magic)), "")
+
+
+def detect(path: str, suffix: str, head: bytes) -> str:
+    """Format name of a file of text from its first unpacked bytes (at most HEAD, UTF-8) and its suffix.
+
+    Raises BadInput naming the file when neither says what it is.
+    """
+    start = head.removeprefix(BOM).lstrip()
+    if head.count(0) > len(head) // 4:
+        raise BadInput(f"{path}: binary data (or UTF-16 without a byte-order mark: --encoding utf-16-le)")
+    if start.startswith(b"<doc "):
+        return "wiki"
+    if found := XML_HEAD.match(start):
+        if found[1] == b"!DOCTYPE":
+            raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is no MediaWiki dump")
+        return "mediawiki"
+    if suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
+    if start.startswith(b"{"):
+        line = start.split(b"\n", 1)[0]
+        try:
+            json.loads(line)
+            return "jsonl"
+        except (ValueError, RecursionError):
+            if len(line) == len(start):  # a line longer than the head
+                return "jsonl"
+    if suffix in TEXT_SUFFIXES:
+        return "text"
+    raise BadInput(
+        f"{path}: unknown suffix {suffix!r} and no known content; force it with --format text|wiki|mediawiki|jsonl"
+    )
+
+
+def line_runs(
+    chunks: Iterator[bytes], base: int, path: str, problems: Problems, start: int = 0, end: int | None = None
+) -> Iterator[Document]:
+    """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte.
+
+    A line longer than MAX_LINE is left out: bad where it begins in [start, end), left to that range where it does not.
+    """
+    parts: list[bytes] = []  # of a line whose end has not come yet
+    size, offset, dropping = 0, base, False
+    step = min(STEP, MAX_LINE)
+    pieces = (chunk[i : i + step] for chunk in chunks for i in range(0, len(chunk), step))
+    for chunk in pieces:
+        line_end = chunk.find(b"\n")
+        if not dropping and size + (line_end if line_end >= 0 else len(chunk)) > MAX_LINE:
+            if offset >= start and (end is None or offset < end):
+                problems.bad(path, offset, "long line", f"a line longer than {MAX_LINE / 2**20:g} MiB")
+            parts, size, offset, dropping = [], 0, offset + size, True
+        if dropping:
+            if line_end < 0:
+                offset += len(chunk)
+                if end is not None and offset >= end:
+                    return
+                continue
+            chunk, offset, dropping = chunk[line_end + 1 :], offset + line_end + 1, False
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            run = b"".join([*parts, chunk[:cut]])
+            yield offset, run
+            offset += len(run)
+            parts, size = [], 0
+        if cut < len(chunk):
+            parts.append(chunk[cut:])
+            size += len(chunk) - cut
+    if size:
+        yield offset, b"".join(parts)
+
+
+def sync_point(path: str, start: int, blank: bool) -> int:
+    """Where a range of a file of lines has to start reading to see where its first line or block begins.
+
+    For lines that is one byte before. A blank-line block is open at the last byte that is no space; reading
+    from that line's start also tells whether the line is too long.
+    """
+    if not blank:
+        return start - 1
+    with open_regular(path) as file:
+        text = _last(file, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
+        return _last(file, text, rb"\n", MAX_LINE + 1)
+
+
+def _last(file: BinaryIO, before: int, pattern: bytes, most: int) -> int:
+    """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
+    least = max(before - most, 0)
+    while before > least:
+        begin = max(before - HEAD, least)
+        file.seek(begin)
+        found = list(re.finditer(pattern, file.read(before - begin)))
+        if found:
+            return begin + found[-1].start()
+        before = begin
+    return least
+
+
+def split_lines(runs: Iterator[Document], base: int, synced: bool) -> Iterator[Document]:
+    """One document a line; without `synced` the first, partial line (at `base`) belongs to the range before."""
+    for offset, run in runs:
+        synced = synced or offset != base  # the partial line was left out as too long
+        for line in run.split(b"\n"):
+            if synced and line.strip():
+                yield offset, line
+            offset += len(line) + 1
+            synced = True
+
+
+def split_elements(
+    chunks: Iterator[bytes], base: int, format_: str, path: str, problems: Problems, edge: Edge
+) -> Iterator[Document]:
+    """Elements without their end tag that begin at or after `base` (of the first byte) and before `edge.end`.
+
+    Text outside of elements is ignored. An element is unclosed when another begins or the file ends inside it.
+    """
+    opening, closing = ELEMENTS[format_]
+    tags = re.compile(re.escape(opening) + b"|" + re.escape(closing))
+    keep = len(closing) - 1  # bytes of a tag that may have come only in part
+    name = opening.decode().strip(" <>")
+    begin: int | None = None  # offset of the element that is open
+    buffer, at = b"", 0  # at: how far `buffer` was searched
+
+    def bad(start: int, end: int) -> None:
+        if end - start > MAX_DOCUMENT:
+            problems.bad(path, start, "long document", f"a <{name}> longer than {MAX_DOCUMENT / 2**20:g} MiB")
+        else:
+            problems.bad(path, start, "unclosed document", f"a <{name}> without </{name}>")
+
+    for chunk in chunks:
+        buffer += chunk
+        for match in tags.finditer(buffer, at):
+            found = base + match.start()
+            if match.group() == opening:
+                if begin is not None:
+                    bad(begin, found)
+                if edge.end is not None and found >= edge.end:
+                    return
+                begin = found
+            elif begin is not None:
+                if found - begin > MAX_DOCUMENT:
+                    bad(begin, found)
+                else:
+                    yield begin, buffer[begin - base : match.start()]
+                begin = None
+            at = match.end()
+        at = max(at, len(buffer) - keep)
+        if begin is not None and base + at - begin > MAX_DOCUMENT:
+            bad(begin, base + at)
+            begin = None
+        if begin is None and edge.end is not None and base + at >= edge.end:
+            return
+        cut = at if begin is None else begin - base
+        buffer, base, at = buffer[cut:], base + cut, at - cut
+    if begin is not None:
+        bad(begin, base + len(buffer))
+
+
+def wiki_body(element: bytes, keep_title: bool) -> bytes:
+    """The end of a `<doc …>` element that follows the tag and, unless it is kept, the title line."""
+    line_end = element.find(b"\n")
+    body = element[element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1 :]
+    return body if keep_title else body.lstrip(b"\r\n").partition(b"\n")[2]
+
+
+def split_blank(
+    runs: Iterator[Document], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
+    end: int | None = None,
+) -> Iterator[Document]:  # fmt: skip
+    """Blocks between blank lines; one that is too long is bad where it begins in [start, end).
+
+    `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the range before.
+    A line that was left out as too long ends a block.
+    """
+    buffer = b""
+
+    def block(offset: int, text: bytes) -> Iterator[Document]:
+        if len(text) > MAX_DOCUMENT:
+            if offset >= start and (end is None or offset < end):
+                problems.bad(
+                    path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB"
+                )
+        elif text.strip():
+            yield offset, text
+
+    searched = 0  # from here on a blank line may begin that was not seen yet
+    for offset, run in runs:
+        if base + len(buffer) != offset:  # a long line was left out between
+            if synced:
+                yield from block(base, buffer)
+            buffer, base, synced, searched = b"", offset, True, 0
+        if not buffer and synced:  # blank lines that go on
+            stripped = run.lstrip(SPACE)
+            base, run = base + len(run) - len(stripped), stripped
+        text_end = len(run.rstrip(SPACE))
+        following = len(buffer) + text_end if text_end else searched
+        buffer += run
+        at = 0
+        for match in BLANK.finditer(buffer, searched):
+            if synced:
+                yield from block(base + at, buffer[at : match.start()])
+            at, synced = match.end(), True
+        if synced and following - at > MAX_DOCUMENT:
+            yield from block(base + at, buffer[at:])
+            synced = False  # up to the next blank line
+        if not synced:  # only the line ends count with which a blank line may begin
+            at = max(at, following)
+        buffer, base, searched = buffer[at:], base + at, max(following - at, 0)
+    if synced:
+        yield from block(base, buffer)
+
+
+def split_file(runs: Iterator[Document]) -> Iterator[Document]:
+    """The whole file as one document, or as parts that end at the first line end after FILE_PART bytes."""
+    parts: list[bytes] = []
+    size, start = 0, 0
+    for offset, run in runs:
+        at = 0
+        if not parts:
+            start = offset
+        while size + len(run) - at >= FILE_PART:
+            line_end = run.find(b"\n", max(at, at + FILE_PART - size - 1)) + 1 or len(run)
+            yield start, b"".join([*parts, run[at:line_end]])
+            parts, size, at, start = [], 0, line_end, offset + line_end
+        if at < len(run):
+            parts.append(run[at:])
+            size += len(run) - at
+    if parts:
+        yield start, b"".join(parts)

@@ -1,0 +1,1 @@
+"""What people read of a dataset: summary, HTML report, inspection, verification."""

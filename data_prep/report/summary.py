@@ -1,0 +1,143 @@
+"""What a build read, kept and dropped adds up, or the build fails: every figure here is counted, none is a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from data_prep.common.errors import Problems
+from data_prep.executor.work_files import Done
+from data_prep.readers.tasks import Corpus
+from megabert.data.tokenizer import Tokenizer
+
+UNITS = ("documents", "sentences", "tokens")
+
+
+def statistics(drawn: Done, rows: int, seq_len: int) -> dict[str, Any]:
+    """What a manifest says of its rows. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
+    c = drawn.counts
+    return {
+        "documents": c["documents"],
+        "sentences": c["sentences"],
+        "corpus_tokens": c["corpus tokens"],
+        "borrowed_tokens": c["borrowed tokens"],
+        "truncated_tokens": c["truncated tokens"],
+        "tokens": c["tokens"],
+        "sequences": c["sequences"],
+        "text_bytes": c["bytes"],
+        "fill": round(c["tokens"] / (rows * seq_len), 6),
+        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
+    }
+
+
+def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str, Any]:
+    """Figures of one dataset and its held-out part."""
+    held_out = manifest["held_out"]
+    return manifest["statistics"] | {
+        "rows": manifest["rows"],
+        "max_sequences": manifest["max_sequences"],
+        "shards": len(manifest["shards"]),
+        "shard_bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+        "repeated": {unit: drawn.counts[f"repeated {unit}"] for unit in UNITS},
+        "held_out": {
+            "rows": held_out["rows"] if held_out else 0,
+            "documents": held.counts["documents"],
+            "sentences": held.counts["sentences"],
+            "tokens": held.counts["corpus tokens"],
+        },
+        "lengths": dict(sorted(drawn.histograms["tokens of a sequence"].items())),
+    }
+
+
+def facts(
+    account: dict[str, Any],
+    corpora: Sequence[Corpus],
+    tokenizer: Tokenizer,
+    read: dict[str, Done],
+    everything: Done,
+    problems: Problems,
+    datasets: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
+    total = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
+    dropped = {
+        "documents": sum(everything.dropped.values()),
+        "sentences": everything.counts["dropped sentences"],
+        "tokens": everything.counts["dropped tokens"],
+    }
+    for length, dataset in datasets.items():
+        for unit in UNITS:
+            own = dataset["corpus_tokens" if unit == "tokens" else unit]
+            kept = own - dataset["repeated"][unit] + dataset["held_out"][unit]
+            assert total[unit] == kept + dropped[unit], (
+                f"{unit} do not add up for length {length}: {total[unit]} read, {kept} kept, {dropped[unit]} dropped"
+            )
+    return {
+        "options": account["options"],
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "files": {name: account["input files"][name] for name in ("count", "bytes")},
+        "read": total | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
+        "corpora": {
+            corpus.name: {
+                "weight": corpus.weight,
+                **{unit: read[corpus.name].counts[f"{unit} read"] for unit in (*UNITS, "bytes")},
+                "dropped_while_reading": dict(sorted(read[corpus.name].dropped.items())),
+            }
+            for corpus in corpora
+        },
+        "dropped": dropped
+        | {
+            "reasons": dict(sorted(everything.dropped.items())),
+            "repeated_paragraphs": everything.counts["repeated paragraphs"],
+        },
+        "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
+        "problems": dict(sorted((problems.counts + everything.problems).items())),
+        "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
+        "histograms": {
+            name: dict(sorted(everything.histograms[name].items()))
+            for name in ("tokens of a document", "tokens of a sentence")
+            if name in everything.histograms
+        },
+        "datasets": datasets,
+    }
+
+
+def _speed(s: dict[str, Any]) -> str:
+    if s["resumed"]:
+        return f"went on from an earlier run, {s['seconds']:.1f} s more ({s['workers']} workers)"
+    return (
+        f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
+        f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)"
+    )
+
+
+def summary_text(s: dict[str, Any], folder: str) -> str:
+    """The end of a build in a dozen lines."""
+    mb = 1e6
+    read, dropped = s["read"], s["dropped"]
+    reasons = ", ".join(f"{name} {count:,}" for name, count in dropped["reasons"].items()) or "none"
+    problems = ", ".join(f"{name} {count:,}" for name, count in s["problems"].items()) or "none"
+    lines = [
+        ("read", f"{read['documents']:,} documents, {read['sentences']:,} sentences, {read['tokens']:,} tokens, "
+                 f"{read['bytes'] / mb:,.1f} MB of text in {s['files']['count']:,} files"),
+        ("dropped", f"{dropped['documents']:,} documents ({reasons})"),
+        ("problems", f"{problems}; NUL bytes removed: {s['cleaned']['nuls']:,}"),
+        ("vocabulary", f"{s['tokenizer']['vocab_size']:,} pieces ({s['tokenizer']['kind']})"),
+    ]  # fmt: skip
+    if dropped["repeated_paragraphs"]:
+        lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
+    for length, d in s["datasets"].items():
+        random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
+        lines += [
+            (f"rows {length}", f"{d['rows']:,} in {d['shards']} shards, fill {d['fill']:.2%}, "
+                               f"{d['sequences']:,} sequences, random next {random_next}"),
+            ("", f"{d['documents']:,} documents, {d['tokens']:,} tokens, {d['shard_bytes'] / mb:,.1f} MB, "
+                 f"{d['shard_bytes'] / max(1, d['text_bytes']):.3f} of the text's bytes"),
+            ("", f"held out: {d['held_out']['documents']:,} documents, {d['held_out']['rows']:,} rows"),
+        ]  # fmt: skip
+    lines += [
+        ("speed", _speed(s)),
+        ("memory", f"{s['peak_memory'] / mb:.0f} MB at most in one process"),
+        ("report", f"{folder}/report.html"),
+    ]  # fmt: skip
+    return "\n".join([f"dataset    {folder}", *(f"{name:10} {text}" for name, text in lines)])

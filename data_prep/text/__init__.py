@@ -1,0 +1,1 @@
+"""Text of a document: cleaning, sentences, MinHash."""

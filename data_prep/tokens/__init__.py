@@ -1,0 +1,1 @@
+"""Tokens: the encoder, sentence pairs, packing of sequences into rows."""

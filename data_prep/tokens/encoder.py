@@ -1,0 +1,258 @@
+"""Text becomes token ids through a cache of distinct words, so a word costs a lookup and not a Viterbi search.
+
+No piece of a SentencePiece model that splits at whitespace and puts a dummy prefix crosses a word, and its
+score is a sum over pieces: the best segmentation of a sentence is the concatenation of its words' best ones.
+(In a model that data_prep did not train, rounding of the running sum can break a near tie differently.) The contents of
+the cache never change what comes out. What filters and deduplication need of a word (`filters.FACTS`) is in the cache too.
+Legend: w words, t tokens, s sentences, p paragraphs, d documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_prep.common.lexicon import Lexicon, word_hashes
+from data_prep.executor import shared_cache
+from data_prep.filters import quality
+from data_prep.text import clean, sentences
+from megabert.data.tokenizer import Tokenizer
+
+MAX_WORDS = 2_000_000  # distinct words kept, about 150 MB
+MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbers
+MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
+WORD = np.dtype(
+    [
+        ("key", "<u8"),  # its hash in the lexicon
+        ("facts", quality.FACTS),
+        ("start", "<i4"),
+        ("length", "<i4"),
+        ("ends", "?"),
+        ("starts", "?"),
+    ],
+    align=True,
+)
+
+
+@dataclass
+class Encoded:
+    """Documents as token ids. No sentence in it is empty.
+
+    tokens: uint16 or uint32 [t]; sentence_lengths: int64 [s] in tokens; document_sizes: int64 [d] in sentences
+    (0 for a document that holds no text).
+    """
+
+    tokens: np.ndarray
+    sentence_lengths: np.ndarray
+    document_sizes: np.ndarray
+
+    @staticmethod
+    def none(dtype: np.dtype) -> Encoded:
+        return Encoded(np.zeros(0, dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    @staticmethod
+    def join(parts: list[Encoded], dtype: np.dtype) -> Encoded:
+        if not parts:
+            return Encoded.none(dtype)
+        return Encoded(
+            np.concatenate([p.tokens for p in parts]),
+            np.concatenate([p.sentence_lengths for p in parts]),
+            np.concatenate([p.document_sizes for p in parts]),
+        )
+
+    def select(self, keep: np.ndarray) -> Encoded:
+        """The documents where the bool array `keep` [d] is true, in order."""
+        if keep.all():
+            return self
+        keep_sentence = np.repeat(keep, self.document_sizes)
+        keep_token = np.repeat(keep_sentence, self.sentence_lengths)
+        return Encoded(
+            self.tokens[keep_token], self.sentence_lengths[keep_sentence], self.document_sizes[keep]
+        )
+
+    def select_sentences(self, keep: np.ndarray) -> Encoded:
+        """The sentences where the bool array `keep` [s] is true; a document without any left has size 0."""
+        if keep.all():
+            return self
+        document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
+        sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
+        return Encoded(
+            self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes
+        )
+
+    def document_tokens(self) -> np.ndarray:
+        """int64 [d]: tokens of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.sentence_lengths)])
+        edges = np.concatenate([[0], np.cumsum(self.document_sizes)])
+        return ends[edges[1:]] - ends[edges[:-1]]
+
+
+@dataclass
+class Batch:
+    """Documents as they came out of the encoder, with what judges them.
+
+    words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
+    paragraphs, empty ones too.
+    """
+
+    words: quality.Batch
+    encoded: Encoded
+    paragraph_sizes: np.ndarray
+
+
+def batch_of(documents: list[list[str]], form: clean.Form) -> quality.Batch:
+    """Words of a few documents, each a list of paragraphs, without a cache."""
+    words: list[str] = []
+    ends, edges = [0], [0]
+    for paragraphs in documents:
+        for paragraph in paragraphs:
+            words += paragraph.split()
+            edges.append(len(words))
+        ends.append(len(words))
+    distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    plain = [clean.clean_word(word, form) for word in distinct]
+    facts = quality.describe(plain, sentences.ends(plain))
+    numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
+    return quality.Batch(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
+
+
+def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """int64 [n]: how many of the ascending `places` lie in each range between two of `edges` [n + 1]."""
+    return np.diff(np.searchsorted(places, edges))
+
+
+class WordEncoder:
+    """Collects documents as word numbers and turns them into tokens in one go.
+
+    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC") -> None:
+        if not tokenizer.word_local:
+            raise ValueError(
+                f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
+                "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
+            )
+        self.tokenizer, self.dtype, self.form = tokenizer, np.dtype(dtype), form
+        self._exchange: shared_cache.Exchange | None = None
+        self._reset_cache()
+        self._reset_documents()
+
+    def share(self) -> None:
+        """In a worker of a pool: learn from the others and let them learn from this one."""
+        key = f"{self.tokenizer.sha256[:40]} {self.form}".encode()
+        self._exchange = shared_cache.open_here(key, WORD, self.dtype)
+
+    def _reset_cache(self) -> None:
+        self._lexicon = Lexicon()
+        self._flat = np.zeros(1 << 16, self.dtype)
+        self._used = 0
+        self._table = np.zeros(1 << 14, WORD)
+
+    def _reset_documents(self) -> None:
+        self._paragraphs: list[str] = []  # of all documents that wait
+        self._sizes: list[int] = []  # paragraphs of each
+        self.pending = 0  # characters waiting
+
+    def add(self, paragraphs: list[str]) -> None:
+        """Take one document. Paragraph ends are sentence ends."""
+        self._paragraphs += paragraphs
+        self._sizes.append(len(paragraphs))
+        self.pending += sum(map(len, paragraphs))
+
+    def _split(self) -> tuple[np.ndarray, np.ndarray]:
+        """Word numbers int64 [w] of all that waits, and the word offsets int64 [p + 1] of its paragraphs."""
+        lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
+        found = lists.flatten().dictionary_encode()
+        distinct = found.dictionary
+        hashes = word_hashes(distinct)
+        full = hashes != 0
+        numbers = np.full(len(hashes), -1, np.int64)
+        numbers[full], new = self._lexicon.numbers(hashes[full])
+        if len(new):
+            new = np.flatnonzero(full)[new]
+            self._take_in(hashes[new], distinct.take(pa.array(new)))
+        here = numbers[found.indices.to_numpy()]
+        edges = lists.offsets.to_numpy().astype(np.int64)
+        # Arrow gives an empty word for space at either end; Python's split does not.
+        if not full.all():
+            edges = np.append(0, np.cumsum(here >= 0))[edges]
+            here = here[here >= 0]
+        return here, edges
+
+    def _take_in(self, keys: np.ndarray, words: pa.StringArray) -> None:
+        """Put words met for the first time, the last that the lexicon numbered, into the tables."""
+        rows, known = np.zeros(len(keys), WORD), np.zeros(len(keys), bool)
+        for where, records, tokens in self._exchange.find(keys) if self._exchange else ():
+            rows[where], known[where] = records, True
+            rows["start"][where] = self._place(tokens, records["length"])
+        new = np.flatnonzero(~known)
+        if len(new):
+            learned, tokens = self._learn(words.take(pa.array(new)).to_pylist())
+            learned["key"], learned["start"] = keys[new], self._place(tokens, learned["length"])
+            rows[new] = learned
+            if self._exchange:
+                self._exchange.publish(learned, tokens)
+        last = self._lexicon.size
+        while last > len(self._table):
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        self._table[last - len(rows) : last] = rows
+
+    def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Append the tokens of words of these lengths. Returns where each word starts."""
+        while self._used + len(tokens) > len(self._flat):
+            self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
+        self._flat[self._used : self._used + len(tokens)] = tokens
+        self._used += len(tokens)
+        return self._used - len(tokens) + np.cumsum(lengths) - lengths
+
+    def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode words: WORD [w] but for key and start, and their tokens."""
+        clean_word, form = clean.clean_word, self.form
+        cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
+        plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
+        encoded = self.tokenizer.encode_batch(plain)
+        for i in [i for i, w in enumerate(new) if len(w) > MAX_WORD] if cut is not new else ():
+            pieces = [clean_word(new[i][k : k + MAX_WORD], form) for k in range(0, len(new[i]), MAX_WORD)]
+            encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
+            plain[i] = "".join(pieces)
+        ends = sentences.ends(plain)
+        rows = np.zeros(len(new), WORD)
+        rows["length"] = np.fromiter(map(len, encoded), np.int32, len(new))
+        rows["ends"], rows["starts"] = ends, sentences.starts(plain)
+        rows["facts"] = quality.describe(plain, ends)
+        return rows, np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
+
+    def finish(self) -> Batch:
+        """All documents added since the last call, in order."""
+        if self._lexicon.size > MAX_WORDS or self._used > MAX_TOKENS:
+            self._reset_cache()
+        numbers, paragraphs = self._split()
+        documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
+        self._reset_documents()
+        facts = np.empty(len(numbers), quality.FACTS)
+        for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
+            facts[name] = self._table["facts"][name][numbers]
+        words = quality.Batch(facts, documents, paragraphs)
+        if not len(numbers):
+            none = Encoded.none(self.dtype)
+            none.document_sizes = np.zeros(len(documents) - 1, np.int64)
+            return Batch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
+        begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
+        begins[paragraphs] = True
+        begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
+        sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
+        word_lengths = self._table["length"][numbers]
+        sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
+        kept = sentence_lengths > 0  # words of invisible characters alone give no token
+        sizes = _counts(sentence_words[kept], documents)
+        paragraph_sizes = _counts(sentence_words[kept], paragraphs)
+        starts = self._table["start"][numbers]
+        source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
+        source += np.arange(len(source), dtype=np.int32)
+        tokens = self._flat[source]
+        return Batch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)

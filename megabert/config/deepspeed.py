@@ -1,0 +1,59 @@
+"""DeepSpeed's configuration, made from ours; a user's own DeepSpeed file may add to it and not contradict it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megabert.config.schema import Config, accumulation
+
+
+def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for this run; pure.
+
+    The learning rate is ours (no `scheduler`, no `optimizer` entry); clipping and accumulation are DeepSpeed's.
+    """
+    zero: dict[str, Any] = {"stage": config.zero.stage}
+    if config.zero.stage in (1, 2):
+        zero["round_robin_gradients"] = False
+    if config.zero.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = False
+        zero["stage3_param_persistence_threshold"] = 10_000
+    if config.zero.offload == "cpu":
+        if config.zero.stage == 0:
+            raise ValueError("zero.offload=cpu needs zero.stage 1, 2 or 3")
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    result: dict[str, Any] = {
+        "train_batch_size": config.batch.global_size,
+        "train_micro_batch_size_per_gpu": config.batch.micro_size,
+        "gradient_accumulation_steps": accumulation(config, world_size),
+        "gradient_clipping": config.optimizer.clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+    }
+    if config.precision == "bf16":
+        result["bf16"] = {"enabled": True}
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif config.precision == "fp16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1000}
+    return result
+
+
+def merge_deepspeed(
+    ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = ""
+) -> dict[str, Any]:
+    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours."""
+    merged = dict(ours)
+    for key, value in user.items():
+        name = f"{prefix}{key}"
+        if key not in ours:
+            merged[key] = value
+        elif isinstance(ours[key], dict) and isinstance(value, dict):
+            merged[key] = merge_deepspeed(ours[key], value, source, f"{name}.")
+        elif value != "auto" and value != ours[key]:
+            raise ValueError(
+                f"{source}: {name}={value!r} contradicts the run's {ours[key]!r}; remove it there and set the config key"
+            )
+    return merged

@@ -1,0 +1,325 @@
+"""A run is described by one frozen, typed value; every key is known, every number is checked before anything starts.
+
+Sources are merged in one order: defaults, preset or TOML file, `section.key=value` overrides. Unknown keys fail with
+the nearest match and types are strict. The global batch is the human's number; accumulation is derived, never set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megabert.config.overrides import refuse_unknown, set_override
+
+PRESETS = Path(__file__).parents[1] / "presets"
+VOCAB_MULTIPLE = 128  # the embedding is padded to this, so that matrix products have aligned shapes
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """The encoder's shape. BASE is 12 layers, 768, 12 heads; LARGE is 24, 1024, 16 (Devlin et al. 2019)."""
+
+    layers: int = Field(12, gt=0, description="number of encoder layers")
+    hidden: int = Field(768, gt=0, description="width of the residual stream")
+    heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
+    intermediate: int = Field(0, ge=0, description="width of the feed-forward layer; 0 means 4 x hidden")
+    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
+    max_positions: int = Field(512, gt=0, description="learned position embeddings")
+    norm: Literal["post", "pre"] = Field(
+        "post", description="LayerNorm after (published) or before each block"
+    )
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
+    attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
+    layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
+    init_std: float = Field(
+        0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
+    )
+    nsp: bool = Field(True, description="train the next-sentence head")
+    activation_checkpointing: bool = Field(
+        False, description="recompute each layer in backward to save memory"
+    )
+
+    @property
+    def ffn(self) -> int:
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+class MaskingConfig(Section):
+    """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
+
+    strategy: Literal["token", "word", "span", "causal"] = Field(
+        "token",
+        description="unit that is masked; causal: nothing is, each token predicts the next from those before it",
+    )
+    rate: float = Field(
+        0.15,
+        gt=0,
+        lt=1,
+        description="share of the maskable tokens that is predicted; causal predicts all and needs none of these",
+    )
+    mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
+    random: float = Field(
+        0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token"
+    )
+    max_predictions: int = Field(
+        0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1"
+    )
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token may see only what is before it."""
+        return self.strategy == "causal"
+
+
+class DataConfig(Section):
+    """Where rows come from."""
+
+    path: str = Field("", description="dataset folder written by data_prep (also --data)")
+    workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
+    prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
+    on_damage: Literal["stop", "skip"] = Field(
+        "stop", description="at a damaged row: stop every rank, or leave the row out and count it"
+    )
+    masking: MaskingConfig = MaskingConfig()
+
+
+class BatchConfig(Section):
+    """Rows an update takes, and rows a device takes at once."""
+
+    global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
+    micro_size: int = Field(
+        32, gt=0, description="rows of one forward and backward pass on one rank, at most"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019) or LAMB (You et al. 2020)."""
+
+    name: Literal["adamw", "lamb"] = Field("adamw", description="update rule")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled decay; LayerNorm and biases never decay")
+    clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
+
+
+class ScheduleConfig(Section):
+    """Warm-up, then decay. `budget` decays by wall-clock time and ends the run when the time is used up."""
+
+    name: Literal["linear", "polynomial", "cosine", "constant", "budget"] = Field(
+        "linear", description="decay shape"
+    )
+    total_steps: int = Field(100_000, gt=0, description="updates in the run")
+    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up")
+    power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak"
+    )
+    budget_minutes: float = Field(0.0, ge=0, description="training time of `budget`, kept across resumes")
+    budget_warmup: float = Field(0.06, ge=0, lt=1, description="share of the budget spent in warm-up")
+
+
+class ZeroConfig(Section):
+    """DeepSpeed ZeRO (Rajbhandari et al. 2020)."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights"
+    )
+    offload: Literal["none", "cpu"] = Field("none", description="where optimizer state lives")
+
+
+class OpsConfig(Section):
+    """Which implementation each operation uses; `megabert.doctor` shows what `auto` picks and why."""
+
+    attention: Literal["auto", "sdpa", "varlen", "native", "fused_softmax"] = Field(
+        "auto", description="attention backend"
+    )
+    mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend")
+    layer: Literal["auto", "torch", "native"] = Field(
+        "auto", description="bias+GELU and dropout+add+LayerNorm"
+    )
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, what stays, and what a save that fails does."""
+
+    interval: int = Field(1000, gt=0, description="updates between checkpoints")
+    keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
+    keep_every: int = Field(
+        0, ge=0, description="checkpoints whose step is a multiple of it are kept for ever; 0 keeps none"
+    )
+    asynchronous: bool = Field(
+        True,
+        description="write in the background, from copies in host memory: 12 bytes a parameter over all ranks",
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="after a save that failed: end the run, or warn and go on from the one before"
+    )
+
+
+class EvalConfig(Section):
+    interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
+    rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
+
+
+class DistillConfig(Section):
+    """A student learns from a teacher beside the text: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
+    weights of its released training command. The next-sentence loss, where there is one, has weight 1."""
+
+    teacher: str = Field("", description="run, checkpoint or Hugging Face folder to learn from; empty: none")
+    temperature: float = Field(2.0, gt=0, description="both sides' logits are divided by it in the soft loss")
+    soft: float = Field(5.0, ge=0, description="weight of KL(teacher || student) x temperature^2")
+    mlm: float = Field(2.0, ge=0, description="weight of the language-model loss itself")
+    cosine: float = Field(1.0, ge=0, description="weight of 1 - cosine of the last hidden states")
+
+
+class SpikesConfig(Section):
+    """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
+    newest checkpoint before the spike and pass over the data from there through the spike."""
+
+    policy: Literal["off", "warn", "skip", "rollback"] = Field(
+        "warn", description="say so, do not apply the update (waits for each loss), or go back and pass over"
+    )
+    threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
+    window: int = Field(
+        128, ge=8, description="recent updates a loss is compared with; judged from a quarter on"
+    )
+    max_rollbacks: int = Field(5, ge=0, description="goings-back of one process before the run stops")
+
+
+class WatchdogConfig(Section):
+    timeout_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="without progress on a rank for so long the job names the culprit and ends; 0 off",
+    )
+
+
+class LogConfig(Section):
+    interval: int = Field(
+        10, gt=0, description="updates between log lines; meters stay on the device in between"
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
+
+
+class Config(Section):
+    """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
+
+    seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="compute type; master weights are fp32"
+    )
+    init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
+    max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
+    peak_tflops: float = Field(
+        0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it"
+    )
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    zero: ZeroConfig = ZeroConfig()
+    ops: OpsConfig = OpsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    distill: DistillConfig = DistillConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+def presets() -> list[str]:
+    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+
+
+def load(source: str = "", overrides: list[str] | None = None) -> Config:
+    """Config from a preset name or TOML path, then `section.key=value` strings.
+
+    Raises ValueError naming the file or key and what to do.
+    """
+    tree: dict[str, Any] = {}
+    if source:
+        path = Path(source) if source.endswith(".toml") else PRESETS / f"{source}.toml"
+        if not path.is_file():
+            raise ValueError(f"--config {source}: no such preset or file; presets: {', '.join(presets())}")
+        try:
+            tree = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
+    for override in overrides or []:
+        set_override(Config, tree, override)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Validated config from nested dicts, e.g. a run's `config.json`."""
+    refuse_unknown(Config, tree)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})"
+        ) from error
+    _check(config)
+    return config
+
+
+def fit_micro_size(config: Config, world_size: int) -> Config:
+    """The config with `batch.micro_size` no larger than a rank's share of the global batch; pure."""
+    batch = config.batch
+    if batch.micro_size * world_size <= batch.global_size or batch.global_size % world_size:
+        return config
+    fitted = batch.model_copy(update={"micro_size": batch.global_size // world_size})
+    return config.model_copy(update={"batch": fitted})
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Micro-steps of an update. Raises ValueError unless micro x world divides the global batch."""
+    per_step = config.batch.micro_size * world_size
+    if config.batch.global_size % per_step:
+        raise ValueError(
+            f"batch.global_size={config.batch.global_size} is not a multiple of batch.micro_size={config.batch.micro_size}"
+            f" x {world_size} ranks = {per_step}; change one of them"
+        )
+    return config.batch.global_size // per_step
+
+
+def _check(config: Config) -> None:
+    model, masking = config.model, config.data.masking
+    if model.hidden % model.heads:
+        raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
+    if masking.mask + masking.random > 1:
+        raise ValueError("data.masking.mask + data.masking.random exceed 1")
+    if masking.causal and model.nsp:
+        raise ValueError(
+            "data.masking.strategy=causal: [CLS] sees nothing but itself, so it cannot tell whether B follows A; "
+            "set model.nsp=false"
+        )
+    if masking.causal and config.ops.attention == "varlen":
+        raise ValueError(
+            "ops.attention=varlen attends to whole sequences, which data.masking.strategy=causal must not; "
+            "set ops.attention to auto, sdpa, native or fused_softmax"
+        )
+    if config.schedule.name == "budget" and not config.schedule.budget_minutes:
+        raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
+    if config.schedule.warmup_steps > config.schedule.total_steps:
+        raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")

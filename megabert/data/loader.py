@@ -1,0 +1,346 @@
+"""The cursor of a run is one integer: updates are cut from one fixed order of rows, whoever asks for them.
+
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
+masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
+places, so every global batch holds the same rows under the same masks whatever they are. Every array has a static shape.
+Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W), n = A m rows of one rank's update, T row
+length, S sequences a row, K prediction slots a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from megabert.data.batch import COUNTS, TENSORS, Batch, Shape, Update, collate
+from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.common.malloc import keep_freed_memory
+from megabert.data.order import row_order
+from megabert.data.shards import Dataset, Rows
+from megabert.data.tokenizer import Tokenizer
+
+__all__ = ["Batch", "Loader", "Update", "eval_batches"]
+
+if TYPE_CHECKING:
+    from megabert.config import Config
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+CHUNK_TOKENS = (
+    1 << 18
+)  # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What makes rows of (row id, epoch) pairs; shared by training and evaluation."""
+
+    dataset: Dataset
+    vocabulary: Vocabulary
+    masking: Masking
+    seed: int
+    micro_batch: int
+
+    def shape(self, rows: int) -> Shape:
+        m = self.dataset.manifest
+        return Shape(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len))
+
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]).
+
+        Damaged rows of a tolerant dataset become fillers and are named by row id; otherwise the first one raises
+        DamagedRow.
+        """
+        shape = self.shape(len(row_ids))
+        buffers = shape.empty()
+        out = shape.carve(*buffers)
+        chunk = max(1, CHUNK_TOKENS // shape.seq_len)
+        row_start = np.arange(len(row_ids)) % self.micro_batch * shape.seq_len
+        damaged: dict[int, str] = {}
+        for first in range(0, len(row_ids), chunk):
+            part = slice(first, first + chunk)
+            ids = row_ids[part].copy()
+            rows, damage = self._rows(ids)
+            damaged |= {int(ids[i]): text for i, text in damage.items()}
+            ids[list(damage)] = -1
+            masked = mask(
+                rows.ids,
+                rows.bounds,
+                np.maximum(ids, 0),
+                seed=self.seed,
+                epoch=epochs[part],
+                vocabulary=self.vocabulary,
+                masking=self.masking,
+            )
+            out["epochs"][part, 0] = epochs[part]
+            views = {k: v[part] for k, v in out.items()}
+            collate(rows, masked, ids, row_start[part], views, self.masking.causal)
+        return *buffers, damaged
+
+    def _rows(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
+        """Rows `row_ids` and what is wrong with some of them, by index. A filler (-1, or a damaged row) is one sequence
+        that fills the row: what is computed from it is finite, and it counts for nothing."""
+        filler, damage = row_ids < 0, dict[int, str]()
+        if filler.all():  # nothing may be read: these stand for rows that could not be
+            rows = self.dataset.empty(len(row_ids))
+        elif self.dataset.tolerant:
+            rows, damage = self.dataset.examine(np.where(filler, row_ids.max(), row_ids))
+            damage = {i: text for i, text in damage.items() if not filler[i]}
+        else:
+            rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
+        filler[list(damage)] = True
+        if filler.any():
+            rows.ids[filler] = self.vocabulary.ordinary[0]
+            rows.bounds[filler] = 0
+            rows.bounds[filler, 0] = self.dataset.manifest.seq_len
+            rows.isnext[filler] = -1
+        return rows, damage
+
+    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, rows: int) -> list[Batch]:
+        """Micro-batches over the buffers of `rows` rows, without a copy."""
+        views = self.shape(rows).carve(narrow, wide)
+        m = self.micro_batch
+        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
+        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
+        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
+        parts = zip(tensors, counts, row_ids, epochs, strict=True)
+        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
+
+
+class MaskingOptions(Protocol):
+    """The fields of `config.MaskingConfig`, or of `masking.Masking`."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def mask(self) -> float: ...
+    @property
+    def random(self) -> float: ...
+    @property
+    def max_predictions(self) -> int: ...
+
+
+def _source(
+    dataset: Dataset, tokenizer: Tokenizer | Vocabulary, masking: MaskingOptions, seed: int, micro_batch: int
+) -> _Source:
+    manifest = dataset.manifest
+    if isinstance(tokenizer, Tokenizer):
+        if tokenizer.sha256 != manifest.tokenizer["sha256"]:
+            raise ValueError(
+                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
+            )
+        vocabulary = Vocabulary(
+            tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.word_start
+        )
+    else:
+        vocabulary = tokenizer
+    if len(vocabulary.special) != manifest.vocab_size:
+        raise ValueError(
+            f"{dataset.folder}: manifest says {manifest.vocab_size} pieces, the tokenizer has {len(vocabulary.special)}"
+        )
+    if micro_batch < 1:
+        raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
+    options = Masking(masking.strategy, masking.rate, masking.mask, masking.random, masking.max_predictions)
+    return _Source(dataset, vocabulary, options, seed, micro_batch)
+
+
+class _Updates(torch.utils.data.Dataset):
+    """Step -> the buffers of one rank's update, its damaged rows, and why there are no rows at all ("": there are).
+
+    A rank whose rows cannot be had gets fillers and the reason: it still takes part in what all ranks do together.
+    """
+
+    def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
+        self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
+
+    def positions(self, step: int) -> np.ndarray:
+        """Global positions of this rank's rows, int64 [n], micro-step by micro-step."""
+        m = self.source.micro_batch
+        micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
+        return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[int, str], str]:
+        manifest = self.source.dataset.manifest
+        epochs, positions = np.divmod(self.positions(step), manifest.rows)
+        row_ids = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            row_ids[here] = row_order(
+                manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
+            )
+        problem = ""
+        try:
+            narrow, wide, damage = self.source.make(row_ids, epochs)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+            narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs)
+        return torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem
+
+
+class _StepsFrom(torch.utils.data.Sampler):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.start)
+
+
+def _start_worker(parent: int, _: int) -> None:
+    """A worker ends with the process it works for, however that ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before the call
+        os._exit(1)
+    keep_freed_memory()
+
+
+def _kill(workers: list[Any]) -> None:
+    """End loader workers: they hold nothing."""
+    for worker in workers:
+        worker.kill()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class Loader:
+    """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
+
+    `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Signals that ask a
+    run to stop pass them by: the run needs them until it has saved. Raises ValueError for a batch that does not divide
+    or a tokenizer that is not the dataset's. `close` ends the workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: Tokenizer | Vocabulary,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        masking: MaskingOptions | None = None,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        start_step: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+        if global_batch < 1 or global_batch % (micro_batch * world):
+            raise ValueError(
+                f"batch.global_size={global_batch} is not a multiple of batch.micro_size={micro_batch} x {world} ranks"
+            )
+        assert 0 <= rank < world and start_step >= 0
+        self.step, self.global_batch, self.rows = start_step, global_batch, global_batch // world
+        updates = _Updates(self.source, global_batch, rank, world)
+        self._pin = pin_memory
+        self._items: Any = map(updates.__getitem__, itertools.count(start_step))
+        self._workers: list[Any] = []
+        if workers:
+            loader = torch.utils.data.DataLoader(
+                updates,
+                batch_size=None,
+                sampler=_StepsFrom(start_step),
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                collate_fn=_as_it_is,
+                worker_init_fn=functools.partial(_start_worker, os.getpid()),
+                pin_memory=pin_memory,
+                generator=torch.Generator(),  # not the global one, whose state belongs to the model
+            )
+            others = multiprocessing.active_children()
+            # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            self._items = iter(loader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._workers = [p for p in multiprocessing.active_children() if p not in others]
+        # Also when nobody closes it: Python waits for its children before it exits, and these do not listen to TERM.
+        self._end_workers = weakref.finalize(self, _kill, self._workers)
+
+    @staticmethod
+    def from_config(
+        config: Config,
+        dataset: Dataset,
+        tokenizer: Tokenizer | Vocabulary,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        start_step: int = 0,
+    ) -> Loader:
+        """The loader that a configuration asks for; memory is pinned where there is a CUDA device."""
+        accumulation = max(1, config.batch.global_size // (config.batch.micro_size * world))
+        return Loader(
+            dataset,
+            tokenizer,
+            global_batch=config.batch.global_size,
+            micro_batch=config.batch.micro_size,
+            seed=config.seed,
+            masking=config.data.masking,
+            rank=rank,
+            world=world,
+            workers=config.data.workers,
+            prefetch=-(-config.data.prefetch // accumulation),
+            start_step=start_step,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Update:
+        if self._items is None:
+            raise StopIteration
+        narrow, wide, damage, problem = next(self._items)
+        epoch = self.step * self.global_batch // self.source.dataset.rows
+        if self._pin and not narrow.is_pinned():
+            narrow, wide = narrow.pin_memory(), wide.pin_memory()
+        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows), damage, problem)
+        self.step += 1
+        return update
+
+    def close(self) -> None:
+        """End the worker processes; no update comes after it."""
+        self._items = None
+        self._end_workers()
+
+
+def eval_batches(
+    dataset: Dataset,
+    tokenizer: Tokenizer | Vocabulary,
+    *,
+    micro_batch: int,
+    seed: int,
+    masking: MaskingOptions | None = None,
+    rank: int = 0,
+    world: int = 1,
+    max_rows: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
+
+    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; what is left over is filled
+    with fillers (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
+    """
+    source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+    rows = min(dataset.rows, max_rows or dataset.rows)
+    for first in range(0, rows, micro_batch * world):
+        row_ids = first + rank * micro_batch + np.arange(micro_batch)
+        row_ids[row_ids >= rows] = -1
+        narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids))
+        yield from source.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

@@ -1,0 +1,53 @@
+"""A run can prove which rows it saw: a sum of hashes, whatever the order, the ranks, the restarts.
+
+Each row of each update adds the 64-bit hash of (row id, epoch) to `row_digest`, modulo 2^64. A row seen twice in an epoch,
+left out or taken from another epoch changes the sum, so two runs that saw the same rows as often have the same digest,
+and others do not (2^-64 by chance). Damaged rows, which were left out, are counted and not hashed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megabert.data.batch import Update
+from megabert.distributed.process_group import World
+from megabert.data.masking import stream_keys
+
+DIGEST_STREAM = 0x646967657374  # keeps these hashes apart from order and masks
+MODULUS = 1 << 64
+
+
+def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
+    """Sum modulo 2^64 of the hashes of (row id, epoch), both int64 [n]; rows with a negative id are fillers."""
+    real = row_ids >= 0
+    return int(stream_keys(DIGEST_STREAM, epochs[real], row_ids[real]).sum(dtype=np.uint64))
+
+
+class Ledger:
+    """Rows seen and rows left out since the run's first update, on all ranks together."""
+
+    def __init__(self, world: World, digest: int = 0, damaged: int = 0) -> None:
+        """`digest` and `damaged` are those of the updates before this process."""
+        self._world, self._digest, self._damaged = world, digest, damaged
+        self._own_digest = self._own_damaged = 0  # of this rank's rows since
+        self._told: set[int] = set()
+
+    def add(self, update: Update) -> list[str]:
+        """One more update of this rank; gives what is to be said about damaged rows, once for each row."""
+        row_ids = update.row_ids
+        self._own_digest += row_digest(row_ids, update.epochs)
+        self._own_damaged += int((row_ids < 0).sum())
+        new = {row: text for row, text in update.damage.items() if row not in self._told}
+        self._told |= new.keys()
+        return list(new.values())
+
+    def totals(self) -> dict[str, Any]:
+        """{"row_digest": int, "damaged_rows": int} of all ranks. A collective."""
+        own = self._own_digest % MODULUS
+        high, low, damaged = self._world.sum_ints([own >> 32, own & 0xFFFFFFFF, self._own_damaged])
+        return {
+            "row_digest": (self._digest + (high << 32) + low) % MODULUS,
+            "damaged_rows": self._damaged + damaged,
+        }

@@ -1,0 +1,192 @@
+"""A row is compared with its checksum, and its parts with each other, before anything sees it."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megabert.data.shards.layout import Layout, checksums
+from megabert.data.shards.manifest import Manifest
+
+MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
+ABSENT = " is not in the file, which is cut or missing"
+OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
+
+
+class DamagedRow(ValueError):
+    """A row whose bytes are not the bytes that were written; the text names shard, block, row and byte offset."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n rows: ids [n, T] in the storage type, bounds uint16 [n, S, 2], isnext int8 [n, S]."""
+
+    ids: np.ndarray
+    bounds: np.ndarray
+    isnext: np.ndarray
+
+
+def unpack(packed: np.ndarray, m: Manifest) -> Rows:
+    """Rows of packed ones (structured [n]), each part contiguous."""
+
+    def part(name: str, dtype: str, *shape: int) -> np.ndarray:
+        return np.ascontiguousarray(packed[name]).view(dtype).reshape(len(packed), *shape)
+
+    bounds = part("bounds", "u2", m.max_sequences, 2)
+    return Rows(part("ids", m.dtype, m.seq_len), bounds, part("isnext", "i1", m.max_sequences))
+
+
+def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
+    """bool [n]: rows whose parts contradict each other although their checksum is right (written wrongly)."""
+    n, seq_len = rows.ids.shape
+    bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (
+        rows.bounds[:, :, 1] > rows.bounds[:, :, 0]
+    ).any(1)
+    if rows.ids.max(initial=0) >= vocab_size:
+        bad |= rows.ids.max(1, initial=0) >= vocab_size
+    if n and (rows.isnext.min() < -1 or rows.isnext.max() > 1):
+        bad |= ((rows.isnext < -1) | (rows.isnext > 1)).any(1)
+    return bad
+
+
+class Dataset:
+    """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
+
+    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
+    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], tolerant: bool = False) -> None:
+        self.folder, self.tolerant = Path(folder), tolerant
+        self.problems: list[str] = []
+        self.manifest = m = Manifest.load(folder)
+        self.rows = m.rows
+        for shard in m.shards:
+            path = self.folder / shard.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.bytes:
+                state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
+                self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
+        if self.problems and not tolerant:
+            raise ValueError(self.problems[0])
+        self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        # section -> its map, None where nothing of it is in the file, and the views over that
+        self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": OrderedDict()}
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / self.manifest.tokenizer["file"]
+
+    @property
+    def held_out_path(self) -> Path | None:
+        """Folder of the held-out dataset, None where none was cut."""
+        return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
+
+    def _views(self, section: int) -> dict[str, np.ndarray]:
+        """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
+
+        Blocks that are not whole in the file, because it is cut or missing, are not in the views. A file that was cut
+        since it was mapped is mapped anew: a read beyond its end would end the process without a word.
+        """
+        if section in self._maps:
+            data, views = self._maps[section]
+            if data is None or data.size() >= len(data):
+                self._maps.move_to_end(section)
+                return views
+        shards, tail = self.manifest.shards, section == len(self.manifest.shards)
+        shard = shards[-1] if tail else shards[section]
+        layout, blocks, start = self._full, shard.rows // self._full.rows, 0
+        if tail:
+            layout, blocks, start = self._last, 1, blocks * self._full.bytes
+        path = self.folder / shard.name
+        size = min(path.stat().st_size, shard.bytes) if path.is_file() else 0
+        blocks = min(blocks, max(size - start, 0) // layout.bytes)
+        if blocks:
+            with open(path, "rb") as file:
+                data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            views = layout.views(data, start, blocks)
+        else:
+            data, views = None, layout.views(bytes(layout.bytes), 0, 0)
+        self._maps[section] = data, views
+        if len(self._maps) > OPEN_SHARDS:
+            self._maps.popitem(last=False)
+        return views
+
+    def empty(self, n: int) -> Rows:
+        """n rows of zeros: they hold no sequence."""
+        return unpack(np.zeros(n, self._full.row), self.manifest)
+
+    def read(self, row_ids: np.ndarray) -> Rows:
+        """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
+
+        DamagedRow names shard, block, row and byte offset of the first row that is not as written.
+        """
+        rows, damage = self.examine(row_ids)
+        for text in damage.values():
+            raise DamagedRow(text)
+        return rows
+
+    def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
+        """Rows `row_ids` as `read` gives them, and for each that is not as written its index in `row_ids` and what is
+        wrong with it: shard, block, row and byte offset. Such rows are all zeros."""
+        m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
+        n = len(wanted)
+        if n and not (wanted.min() >= 0 and wanted.max() < self.rows):
+            raise ValueError(f"{self.folder}: row ids must lie in 0..{self.rows - 1}")
+        whole = (
+            self.rows // m.block_rows * m.block_rows
+        )  # the rows of full blocks; the rest are a section of their own
+        full = wanted < whole
+        section = np.where(full, wanted // m.rows_per_shard, len(m.shards))
+        local = np.where(full, wanted % m.rows_per_shard, wanted - whole)
+        block, row = np.divmod(local, m.block_rows)
+        order = np.argsort(section, kind="stable")
+        section, block, row = section[order], block[order], row[order]
+        cuts = [0, *(np.flatnonzero(np.diff(section)) + 1).tolist(), n] if n else []
+        packed, expected = np.zeros(n, self._full.row), np.zeros(n, np.uint32)
+        cut = np.zeros(n, bool)
+        for first, last in itertools.pairwise(cuts):
+            views = self._views(int(section[first]))
+            present = block[first:last] < len(views["crc"])
+            cut[first:last] = ~present
+            here: Any = slice(first, last) if present.all() else np.flatnonzero(present) + first
+            at = (block[here], row[here])
+            for name in ("ids", "bounds", "isnext"):
+                packed[name][here] = views[name][at]
+            expected[here] = views["crc"][at]
+        wrong = (checksums(packed) != expected) | cut
+        damage = {
+            int(order[i]): self._place(int(wanted[order[i]])) + (ABSENT if cut[i] else MISMATCH)
+            for i in np.flatnonzero(wrong).tolist()
+        }
+        packed[wrong] = np.zeros((), packed.dtype)
+        if len(cuts) > 2:  # back to the caller's order
+            sorted_rows, packed = packed.view(f"V{packed.itemsize}"), np.empty_like(packed)
+            packed.view(sorted_rows.dtype)[order] = sorted_rows
+        rows = unpack(packed, m)
+        if (bad := inconsistent(rows, m.vocab_size)).any():
+            for i in np.flatnonzero(bad).tolist():
+                damage[i] = self._place(int(wanted[i])) + CONTRADICTION
+            for part in (rows.ids, rows.bounds, rows.isnext):
+                part[bad] = 0
+        return rows, damage
+
+    def _place(self, row_id: int) -> str:
+        shard, local = divmod(row_id, self.manifest.rows_per_shard)
+        block, row = divmod(local, self.manifest.block_rows)
+        tail = row_id >= self.rows - self.rows % self.manifest.block_rows
+        _, offset, row_bytes = (self._last if tail else self._full).members["ids"]
+        byte = block * self._full.bytes + offset + row * row_bytes
+        path = self.folder / self.manifest.shards[shard].name
+        return f"{path}: block {block}, row {row} (ids at byte {byte})"

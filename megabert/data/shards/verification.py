@@ -1,0 +1,143 @@
+"""Every byte of a dataset is compared with what it must be, and what is not is named with its place, one line each.
+
+Nothing is parsed: headers and padding are known in advance, rows have checksums, files have hashes. Shards are
+checked apart from each other, so that a caller may hand them to as many processes as it likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, unpack
+from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, Layout, checksums
+from megabert.data.shards.manifest import MANIFEST, Manifest, Shard, render
+
+SPAN_BYTES = 1 << 19  # read at once: stays in a core's cache until hash, checksums and comparisons are done
+
+
+def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Every problem of a dataset, one line each, as `plan` orders them. Reads every byte once in constant memory."""
+    for part in plan(folder):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from part.problems()
+
+
+def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
+    """Problems of manifest, tokenizer and file list (lines), and the shards that are still to be read; then held-out's.
+
+    A problem does not keep the rest from being checked, but for a manifest that cannot be used.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST
+    try:
+        m = Manifest.load(folder)
+    except ValueError as error:
+        return [str(error)]
+    found: list[str | ShardCheck] = []
+    text = path.read_text(encoding="utf-8")
+    if text != render(json.loads(text)):
+        found.append(f"{path}: is not as it was written: the same fields in other bytes")
+    tokenizer = folder / m.tokenizer["file"]
+    if not tokenizer.is_file():
+        found.append(f"{tokenizer}: is missing")
+    elif hashlib.sha256(tokenizer.read_bytes()).hexdigest() != m.tokenizer["sha256"]:
+        found.append(f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)")
+    listed = {shard.name for shard in m.shards}
+    found += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
+    blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
+    small = replace(m, shards=(), statistics={}, options={})  # a check must be cheap to send to a process
+    for i, shard in enumerate(m.shards):
+        if (folder / shard.name).is_file():
+            found.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
+        else:
+            found.append(f"{folder / shard.name}: is missing")
+    if m.held_out:
+        held_out = folder / m.held_out["path"]
+        found += plan(held_out)
+        inner = held_out / MANIFEST
+        if (
+            inner.is_file()
+            and hashlib.sha256(inner.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]
+        ):
+            found.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
+    return found
+
+
+@dataclass(frozen=True)
+class ShardCheck:
+    """One shard to be read: its first block's number in the dataset, and the dataset's manifest without its lists."""
+
+    path: Path
+    shard: Shard
+    first_block: int
+    manifest: Manifest
+
+    def problems(self) -> list[str]:
+        """What is wrong with the shard, in the order of its bytes; its hash last."""
+        try:
+            return list(self._read())
+        except OSError as error:
+            return [f"{self.path}: cannot be read ({error.strerror or error})"]
+
+    def _read(self) -> Iterator[str]:
+        m, digest, start = self.manifest, hashlib.sha256(), 0
+        full, rest = divmod(self.shard.rows, m.block_rows)
+        layout = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        span = max(1, SPAN_BYTES // layout.bytes)
+        spans = [(layout, first, min(span, full - first)) for first in range(0, full, span)]
+        if rest:
+            spans.append((Layout(rest, m.seq_len, m.max_sequences, m.dtype), full, 1))
+        buffer = memoryview(bytearray(max(size.bytes * blocks for size, _, blocks in spans)))
+        with open(self.path, "rb") as file:
+            for layout, first, blocks in spans:
+                got = file.readinto(buffer[: blocks * layout.bytes])
+                digest.update(buffer[:got])
+                whole = got // layout.bytes
+                yield from self._span(buffer, start, layout, first, whole)
+                start += got
+                if whole < blocks:
+                    yield f"{self.path}: block {first + whole} is cut at byte {start} of {self.shard.bytes}"
+                    return
+            end_of_archive = file.read(len(TAR_END) + 1)
+        digest.update(end_of_archive)
+        if end_of_archive != TAR_END:
+            yield f"{self.path}: the end of the archive at byte {start} is not as written"
+        if digest.hexdigest() != self.shard.sha256:
+            yield f"{self.path}: SHA-256 is not the one in the manifest"
+
+    def _span(self, data: memoryview, start: int, layout: Layout, first: int, blocks: int) -> Iterator[str]:
+        """Problems of `blocks` whole blocks in `data`, which begin with block `first` at byte `start` of the shard."""
+        if not blocks:
+            return
+        m = self.manifest
+        for block in range(blocks):
+            for name, (_, offset, row_bytes) in layout.members.items():
+                size = layout.rows * row_bytes
+                header = layout.header(name, self.first_block + first + block)
+                padding = bytes(-(NPY_HEADER + size) % TAR_UNIT)
+                for at, want in ((offset - HEADER, header), (offset + size, padding)):
+                    at += block * layout.bytes
+                    got = bytes(data[at : at + len(want)])
+                    if got != want:
+                        byte = start + at + next(i for i in range(len(want)) if got[i] != want[i])
+                        yield f"{self.path}: block {first + block}, {name}: header or padding differs at byte {byte}"
+        views = layout.views(data, 0, blocks)
+        packed = np.empty(blocks * layout.rows, layout.row)
+        for name in ("ids", "bounds", "isnext"):
+            packed[name].reshape(blocks, layout.rows)[...] = views[name]
+        wrong = checksums(packed) != views["crc"].ravel()
+        for at in np.flatnonzero(wrong | inconsistent(unpack(packed, m), m.vocab_size)).tolist():
+            block, row = divmod(at, layout.rows)
+            _, offset, row_bytes = layout.members["ids"]
+            byte = start + block * layout.bytes + offset + row * row_bytes
+            why = MISMATCH if wrong[at] else CONTRADICTION
+            yield f"{self.path}: block {first + block}, row {row} (ids at byte {byte}){why}"

@@ -1,0 +1,277 @@
+"""A rank that died, stopped or hangs is named, and the whole job ends: nobody waits in a collective for ever.
+
+Every rank tells the others once a second, through a connection of its own to the process group's store, that it lives
+and what its main thread does. Two threads a rank: `_exchange` talks to the store and may be stuck in it, when the process
+that holds it is stopped; `_judge` never blocks. They run while the main thread waits in a collective, and while it loops.
+
+    a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
+    this rank makes no progress for `timeout` seconds     the culprits are the ranks that give no sign of life, or else
+                                                          those that do not wait in a collective as the others do
+    the store is gone, or does not answer at the time-out     so is rank 0, which holds it
+
+The first rank to find a culprit puts a verdict into the store, and every rank acts on it: writes its stacks to
+`hang-RANK.txt`, kills culprits on its own host that give no sign, exits with code 4. Time is counted in the judge's
+own ticks, so that a job that was suspended as a whole does not wake up overdue.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megabert.distributed import heartbeat
+from megabert.distributed.process_group import World, leave_exit_code
+
+LOST_RANK = 4  # exit code
+START_SECONDS = (
+    600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
+)
+TICK = 1.0  # seconds between two signs of life
+SILENT_SECONDS = 5.0  # without a sign: as good as stopped, once the time-out has passed
+LOST_SECONDS = 12.0  # without a sign from another host: lost at once
+GONE_TICKS = 2  # a process must be gone at so many looks: it may just have left in good order
+STORE_SECONDS = 3.0  # the store must be unreachable for so long, for the same reason
+READERS_SECONDS = 2.5  # the rank that holds the store outlives a verdict by this, for the others to read it
+EXPLAIN_SECONDS = 8.0  # how long a failed collective waits for its reason
+
+
+@dataclass
+class Peer:
+    """What this rank knows of one rank: where it is, its last sign of life, and the seconds since that sign."""
+
+    rank: int
+    host: str
+    home: str
+    pid: int
+    beat: int = -1
+    step: int = 0
+    doing: str = "starting"
+    waiting: bool = False
+    left: bool = False
+    silent: float = 0.0
+    gone: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job ends; `hang`: stacks are written; `kill`: ranks that are ended by force; `speaker` prints the text."""
+
+    text: str
+    hang: bool
+    kill: list[int]
+    speaker: int
+
+
+class Watchdog:
+    """Watches this rank's progress and the others' signs of life from `start` (a collective) to `stop`."""
+
+    def __init__(self, world: World, run_dir: str | Path, timeout: float) -> None:
+        """`timeout`: seconds without progress until the job ends; 0 for any time. Stacks go to `run_dir`."""
+        self.world, self.run_dir, self.timeout = world, Path(run_dir), timeout
+        self._step = self._finished = self._beat = self._answers = 0
+        self._idle = self._mute = self._pending = (
+            0.0  # seconds: no progress, no store, a proposal not yet taken
+        )
+        self._failed = self._unreachable = self._good = False
+        self._leaving, self._left = threading.Event(), threading.Event()
+        self._lives: dict[int, dict[str, Any]] = {}
+        self._proposal: Verdict | None = None
+        self._verdict: Verdict | None = None
+
+    def start(self) -> None:
+        """Begin to give signs of life and to look for those of others. A collective."""
+        world = self.world
+        places = world.gather([socket.gethostname(), heartbeat.home(), os.getpid()])
+        self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
+        # A launcher that starts ranks again may keep its store: the signs of an earlier attempt are not ours.
+        self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
+        self._store: Any = dist.HashStore()
+        if world.size > 1:
+            assert world.master is not None
+            patience = timedelta(seconds=30)
+            self._store = dist.TCPStore(
+                *world.master, is_master=False, wait_for_workers=False, timeout=patience
+            )
+        self._give_sign()
+        world.barrier()  # from here on every rank's first sign can be read
+        for function in (self._exchange, self._judge):
+            threading.Thread(target=function, name=f"watchdog{function.__name__}", daemon=True).start()
+
+    def progress(self, step: int | None = None) -> None:
+        """Something was finished: an update (then its number), a batch of an evaluation, a save."""
+        self._finished += 1
+        self._step = self._step if step is None else step
+
+    def stop(self, good: bool) -> None:
+        """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
+        self._good = good
+        self._leaving.set()
+        self._left.wait(2 * TICK)
+
+    def explain(self) -> None:
+        """After a collective failed: ends the process if another rank is found dead; otherwise returns."""
+        self._failed = True
+        time.sleep(EXPLAIN_SECONDS)
+
+    # -- signs of life: the only thread that touches the store ---------------------------------------------------------
+
+    def _exchange(self) -> None:
+        while not self._leaving.wait(TICK):
+            try:
+                self._give_sign()
+                self._read_signs()
+                self._share_verdict()
+                self._answers += 1
+                self._unreachable = False
+            except RuntimeError:  # torch's own errors of a store derive from it
+                self._unreachable = True
+        try:
+            self._give_sign()
+        except RuntimeError:
+            self._unreachable = True  # rank 0 has left already
+        self._left.set()
+
+    def _give_sign(self) -> None:
+        doing, waiting = heartbeat.main_thread()
+        self._beat += 1
+        sign = {
+            "beat": self._beat,
+            "step": self._step,
+            "doing": doing,
+            "waiting": waiting,
+            "left": self._leaving.is_set() and self._good,
+        }
+        self._store.set(self._key(self.world.rank), json.dumps(sign))
+
+    def _read_signs(self) -> None:
+        ranks = [peer.rank for peer in self._watched()]
+        for rank, sign in zip(ranks, self._store.multi_get([self._key(rank) for rank in ranks]), strict=True):
+            self._lives[rank] = json.loads(sign)
+
+    def _share_verdict(self) -> None:
+        key = f"{self._prefix}-verdict"
+        if self._proposal is not None:
+            found = self._store.compare_set(key, "", json.dumps(vars(self._proposal)))
+            self._verdict = Verdict(**json.loads(found))
+        elif self._store.check([key]):
+            self._verdict = Verdict(**json.loads(self._store.get(key)))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}-{rank}"
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without progress that are too many."""
+        if not self.timeout:
+            return float("inf")
+        return self.timeout if self._finished else max(self.timeout, START_SECONDS)
+
+    def _watched(self) -> list[Peer]:
+        """The next rank; all of them when something seems wrong, so that their silence is known at the time-out."""
+        others = [peer for peer in self._peers if peer.rank != self.world.rank]
+        if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
+            return others
+        return [peer for peer in others if peer.rank == (self.world.rank + 1) % self.world.size]
+
+    # -- judgement: never touches the store ----------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        finished, answers, last = self._finished, self._answers, time.monotonic()
+        while not self._leaving.is_set():
+            time.sleep(TICK)
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * TICK), now
+            self._idle = self._idle + passed if self._finished == finished else 0.0
+            self._mute = self._mute + passed if self._answers == answers else 0.0
+            finished, answers = self._finished, self._answers
+            for peer in self._watched():
+                self._look_at(peer, passed)
+            if self._proposal is None:
+                self._proposal = self._find()
+            else:
+                self._pending += passed
+            verdict = self._verdict or (self._proposal if self._pending > STORE_SECONDS else None)
+            if verdict is not None and not self._leaving.is_set():
+                self._end(verdict)
+
+    def _look_at(self, peer: Peer, passed: float) -> None:
+        sign = self._lives.get(peer.rank)
+        if sign is not None and sign["beat"] != peer.beat:
+            peer.silent = 0.0
+            peer.beat, peer.step, peer.doing = sign["beat"], sign["step"], sign["doing"]
+            peer.waiting, peer.left = sign["waiting"], sign["left"]
+        elif self._mute < 2 * TICK:  # with a mute store nobody can be heard
+            peer.silent += passed
+        near = peer.home == self._peers[self.world.rank].home
+        peer.gone = peer.gone + 1 if near and not heartbeat.is_alive(peer.pid) else 0
+
+    def _find(self) -> Verdict | None:
+        """What is wrong, if anything is."""
+        watched = [peer for peer in self._watched() if not peer.left]
+        overdue = self._idle >= self._limit
+        near = self._peers[self.world.rank].home
+        patience = SILENT_SECONDS if self._failed else LOST_SECONDS
+        dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
+        lost = [p for p in watched if p.home != near and p.silent >= patience]
+        if dead or lost:
+            return self._verdict_on(dead + lost, "died" if dead else "is lost: it gives no sign of life")
+        if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
+            return self._verdict_on(self._peers[:1], "is lost, and the process group's store with it")
+        if not overdue:
+            return None
+        if self._mute >= SILENT_SECONDS:
+            return self._verdict_on(
+                self._peers[:1], "is stopped or lost: its store does not answer", hang=True
+            )
+        if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
+            return self._verdict_on(silent, "is stopped or lost: it gives no sign of life", hang=True)
+        doing, waiting = heartbeat.main_thread()
+        own = self._peers[self.world.rank]
+        own.step, own.doing, own.waiting = self._step, doing, waiting
+        everybody = sorted([own, *watched], key=lambda peer: peer.rank)
+        busy = [p for p in everybody if not p.waiting]
+        text = f"hangs: nothing finished in {self._limit:.0f} s"
+        if not busy:
+            return self._verdict_on(everybody, f"{text}, and every rank waits for the others", hang=True)
+        return self._verdict_on(busy, text, hang=True, force=False)
+
+    def _verdict_on(self, culprits: list[Peer], what: str, hang: bool = False, force: bool = True) -> Verdict:
+        shown = "; ".join(f"{peer} {what}; at step {peer.step}, {peer.doing}" for peer in culprits[:8])
+        ranks = {peer.rank for peer in culprits}
+        alive = [peer.rank for peer in self._peers if peer.rank not in ranks]
+        own = self.world.rank
+        kill = sorted(ranks - {own}) if force and alive else []
+        return Verdict(shown, hang, kill, min(alive, default=own) if kill else own)
+
+    def _end(self, verdict: Verdict) -> None:
+        rank, own = self.world.rank, self._peers[self.world.rank]
+        try:
+            if verdict.speaker == rank:
+                stacks = f"; stacks are in {self.run_dir}/hang-*.txt" if verdict.hang else ""
+                print(f"error: {verdict.text}{stacks}; the job ends", file=sys.stderr, flush=True)
+            if verdict.hang:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+            for peer in self._peers:
+                if peer.rank in verdict.kill and peer.home == own.home and heartbeat.is_alive(peer.pid):
+                    os.kill(peer.pid, signal.SIGKILL)
+            if rank == 0 and self.world.size > 1:
+                time.sleep(READERS_SECONDS)
+        finally:  # whatever could not be written: this process must not be the one that hangs
+            os._exit(leave_exit_code(LOST_RANK))

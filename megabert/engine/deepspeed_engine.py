@@ -1,0 +1,329 @@
+"""One update is one call: DeepSpeed runs it, and this is the only file that knows DeepSpeed.
+
+Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
+update. A module that trains here names its k losses in `terms`, says in `weights` what each counts in their sum and in
+`counts(batch)` over how many items a batch sums each, and returns the k sums followed by k counts of right answers. A
+non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device inside an
+update except what DeepSpeed itself reads (the gradient norm, once).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabert.common import rng
+from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
+from megabert.distributed.process_group import World
+from megabert.engine import optimizers
+from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table
+from megabert.engine.zero_layout import Piece, find_shards
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The training state in host memory, as no ZeRO stage and no number of ranks lays it out."""
+
+    weights: dict[str, Tensor]  # whole fp32 masters on rank 0, {} elsewhere
+    pieces: list[Piece]  # this rank's moments; [] where another rank has them all
+    counters: dict[str, Any]  # JSON: the same on every rank
+
+
+class Engine:
+    """A model under DeepSpeed ZeRO with this run's optimizer."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module | Callable[[], nn.Module],
+        world: World,
+        deepspeed_extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`model` (or what builds it) has fp32 weights; `deepspeed_extra` holds a user's further DeepSpeed keys.
+
+        Raises ValueError naming a key of `deepspeed_extra` that contradicts the config.
+        """
+        deepspeed = _import_deepspeed(world)
+        self.config, self.world = config, world
+        self.dtype = DTYPES[config.precision]
+        self.accumulation = accumulation(config, world.size)
+        if config.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+            raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
+        settings = to_deepspeed(config, world.size)
+        settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
+        module: Any = model if isinstance(model, nn.Module) else model()
+        self.terms: tuple[str, ...] = module.terms
+        self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
+        self._counts: Callable[[Any], tuple[int, ...]] = module.counts
+        clip = None
+        if config.zero.stage == 0:
+            if (
+                config.precision == "fp32"
+            ):  # DeepSpeed would clip by NaN and lose the norm: our optimizer clips
+                clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
+            else:  # DeepSpeed refuses the key here; its copies are fp32 and torch accumulates in fp32 for it
+                settings.pop("data_types", None)
+        self.optimizer = optimizers.build(config.optimizer, module)
+        with _quiet():
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
+            )
+        self.module: nn.Module = module
+        wrapper = self._deepspeed.optimizer
+        scaler: Any = getattr(wrapper, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # skips at the floor are counted as bad updates instead
+        if config.zero.stage == 0 and config.precision != "fp32":
+            for parameter in module.parameters():
+                parameter.grad_dtype = torch.float32
+        self.layout = find_shards(wrapper, module, world)
+        self.optimizer.attach(
+            {shard.tensor: shard.segments for shard in self.layout.shards},
+            world.device if self.layout.partitioned else None,
+            clip,
+        )
+        # Stage 0 in fp16: DeepSpeed unscales gradients whose loss it never scaled, and by a scale that may have grown
+        # since. We scale the loss, and let the scale grow only after the step.
+        self._scale_loss = config.zero.stage == 0 and config.precision == "fp16"
+        if self._scale_loss:
+            self._update_scale = wrapper._update_scale
+            wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_update(
+        self, update: Any, lr: float, veto: Callable[[float], bool] | None = None
+    ) -> UpdateResult:
+        """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
+
+        Where `veto(loss)` is true, on every rank, the step is not taken: gradients are made non-finite, which skips the
+        update as a bad one. It costs a wait for the last forward pass, and fp16 halves its loss scale.
+        """
+        assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
+        rng.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
+        engine, vetoed = self._deepspeed, False
+        engine.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
+        totals = torch.tensor(counts, dtype=torch.float64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(totals)
+        # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
+        scale = self.world.size * self.accumulation / totals.clamp(min=1).float() * self._weights.float()
+        terms = len(counts)
+        sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
+        loss_scale, loss_scale_floor = self._loss_scale()
+        for number, batch in enumerate(update.batches, 1):
+            output = engine(**batch.to(self.world.device).inputs())
+            sums += doubles(output).detach()
+            if number == self.accumulation:
+                if self.world.size > 1:
+                    dist.all_reduce(sums)
+                means = sums[:terms] / totals.clamp(min=1)
+                weighted = (means * self._weights).sum()
+                host_loss = HostCopy(weighted)
+                vetoed = veto is not None and veto(float(host_loss))
+            loss = (torch.stack(output[:terms]) * scale).sum()
+            # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
+            loss = loss * (1 + (loss.detach() - loss.detach()))
+            if vetoed:
+                loss = loss * math.nan
+            engine.backward(loss * loss_scale if self._scale_loss else loss)
+            engine.step()
+        skipped = bool(engine.optimizer.overflow)
+        overflow = False
+        if skipped and not vetoed and self.config.precision == "fp16":
+            overflow = loss_scale > loss_scale_floor and bool(torch.isfinite(sums).all())
+        norm = engine.get_global_grad_norm()
+        if self._scale_loss and not skipped:
+            norm = norm / loss_scale
+            self._update_scale(False)
+        return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
+
+    @torch.no_grad()
+    def eval_sums(self, batches: Iterable[Any]) -> Tensor:
+        """Sums over all ranks' batches, fp64 [3 k]: loss, right answers and items of each term.
+
+        Dropout is off. Ranks may hold different numbers of batches; at stage 3, where a forward pass is a collective,
+        each needs at least one (ValueError).
+        """
+        self._deepspeed.eval()
+        sums = torch.zeros(3 * len(self.terms), dtype=torch.float64, device=self.world.device)
+        for batch, counted in self._in_step(batches):
+            output = self._deepspeed(**batch.to(self.world.device).inputs())
+            if counted:
+                sums += loss_table(output, self._counts(batch)).flatten()
+        self._deepspeed.train()
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def _in_step(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
+        """`batches`; where a forward pass is a collective, the last one again until every rank is done."""
+        if self.config.zero.stage < 3 or self.world.size == 1:
+            for batch in batches:
+                yield batch, True
+            return
+        source, last = iter(batches), None
+        while True:
+            batch = next(source, None)
+            left = self.world.sum_ints([batch is not None])[0]
+            if not left:
+                return
+            if self.world.agree_any(batch is None and last is None):
+                raise ValueError(
+                    f"evaluation at zero.stage=3 has only {left} batches for {self.world.size} ranks"
+                )
+            last = batch if batch is not None else last
+            yield last, batch is not None
+
+    def _loss_scale(self) -> tuple[float, float]:
+        """The current loss scale and its floor."""
+        settings = self._loss_scaler()
+        scale = float(getattr(settings, "cur_scale", 1.0))
+        floor = getattr(settings, "min_scale", None) or getattr(settings, "min_loss_scale", None)
+        return scale, float(floor or 1.0)
+
+    def _loss_scaler(self) -> Any:
+        """What holds DeepSpeed's loss scale: an object of one kind at stage 0 and of another above; None in fp32 at 0."""
+        wrapper = self._deepspeed.optimizer
+        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Copies of the whole training state in host memory, between two updates. A collective.
+
+        Rank 0 takes 4 bytes a parameter for the weights; every rank takes 8 bytes for each element whose moments it holds
+        (at stage 0 rank 0 alone, for all).
+        """
+        pieces = []
+        if self.layout.partitioned or self.world.is_main:
+            for piece in self.layout.moments(self.optimizer):
+                copies = {kind: view.to("cpu", copy=True) for kind, view in piece.moments.items()}
+                pieces.append(Piece(piece.name, piece.offset, copies))
+        scaler = self._loss_scaler() if self.config.precision == "fp16" else None
+        counters = {
+            "optimizer_steps": self.optimizer.updates_of(s.tensor for s in self.layout.shards if s.segments),
+            "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS},
+            "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
+        }
+        return Snapshot(self.consolidated_weights(), pieces, counters)
+
+    @torch.no_grad()
+    def restore(
+        self,
+        weights: Mapping[str, Tensor],
+        read_moment: Callable[[str, str, int, Tensor], None],
+        counters: Mapping[str, Any],
+    ) -> None:
+        """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
+
+        `weights` are whole; `read_moment(kind, parameter, offset, into)` fills a flat tensor from element `offset` on.
+        """
+        self.load_weights(weights)
+        updates = int(counters["optimizer_steps"])
+        self.optimizer.resume([shard.tensor for shard in self.layout.shards], updates)
+        for piece in self.layout.moments(self.optimizer):
+            for kind, view in piece.moments.items():
+                read_moment(kind, piece.name, piece.offset, view)
+        for name in COUNTERS:
+            setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
+        self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
+        scaler = self._loss_scaler()
+        for name, value in counters["loss_scale"].items():
+            if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
+                setattr(scaler, name, value)
+
+    def consolidated_weights(self) -> dict[str, Tensor]:
+        """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
+        return self.layout.gather(self.world)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set every weight (model and fp32 masters) from whole tensors; moments are left as they are.
+
+        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
+        """
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        check_shapes(weights, shapes)
+        self.layout.load(weights)
+        for name, parameter in self.module.named_parameters():
+            if (
+                parameter.numel() == shapes[name].numel()
+            ):  # stage 3 leaves an empty tensor where it partitioned
+                parameter.copy_(weights[name])
+            partition = getattr(parameter, "ds_tensor", None)
+            if partition is not None:
+                begin = self.world.rank * partition.ds_numel
+                piece = weights[name].reshape(-1)[begin : begin + partition.ds_numel]
+                partition.data[: piece.numel()].copy_(piece)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped since the start of the run, kept across resumes."""
+        return int(self._deepspeed.skipped_steps)
+
+    def describe(self) -> str:
+        """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
+        c = self.config
+        parameters = sum(shape.numel() for shape in self.layout.shapes)
+        offload = " with CPU offload" if c.zero.offload == "cpu" else ""
+        return (
+            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
+            f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
+            f"{c.batch.global_size} = {c.batch.micro_size} x {self.world.size} x {self.accumulation} micro-steps"
+        )
+
+
+def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    """Hides what DeepSpeed prints past its own logger; errors are exceptions and come through."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _import_deepspeed(world: World) -> Any:
+    """DeepSpeed without its remarks, and without the compile of its shared-memory collective on the CPU: a minute on a
+    fresh machine for an operation that only inference uses."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    import deepspeed
+
+    communication = importlib.import_module("deepspeed.comm.torch")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    setattr(communication, "build_shm_op", lambda: None)  # noqa: B010
+    return deepspeed
+
+
+def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError naming the first parameter that is missing, unknown or of another shape."""
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"the weights have no {name}; they come from another kind of model")
+        found = tuple(weights[name].shape)
+        if found != tuple(shape):
+            raise ValueError(
+                f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "
+                "config equal to that of the weights (vocab_size, max_positions, hidden, layers)"
+            )
+    for name in weights:
+        if name not in shapes:
+            raise ValueError(
+                f"the weights hold {name}, which this model does not have; compare the model section"
+            )

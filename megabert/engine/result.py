@@ -1,0 +1,62 @@
+"""What one update did: losses, counts, gradient norm, and whether it was applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A scalar on its way from the device: reading it waits for the copy alone, not for what was queued after it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._done = value, None
+        if value.is_cuda:
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(
+                value, non_blocking=True
+            )
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def __float__(self) -> float:
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._value)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
+
+    `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
+    scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
+    without either is a bad update. `host_loss` is `loss`, read without waiting for the optimizer.
+    """
+
+    loss: Tensor  # weighted sum of the losses
+    losses: Tensor  # [k], means over the update's items
+    correct: Tensor  # [k]
+    counts: Tensor  # [k]
+    grad_norm: Tensor | float  # before clipping; inf when skipped
+    skipped: bool
+    overflow: bool
+    vetoed: bool
+    host_loss: HostCopy
+
+    @property
+    def accuracies(self) -> Tensor:
+        return self.correct / self.counts.clamp(min=1)
+
+
+def doubles(output: Sequence[Tensor]) -> Tensor:
+    """A module's output, k loss sums and k counts of right answers, as fp64 [2 k]."""
+    return torch.stack([value.double() for value in output])
+
+
+def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """fp64 [k, 3]: loss sum, right answers and items of each term, of a module's output for one batch."""
+    values = doubles(output)
+    return torch.stack([*values.view(2, -1), values.new_tensor(counts)], 1)

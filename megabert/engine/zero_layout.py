@@ -1,0 +1,188 @@
+"""Where every parameter's fp32 master weights live under each ZeRO stage.
+
+DeepSpeed hands an optimizer flat tensors in place of parameters. A `Shard` says which stretch of which parameter each
+piece of a flat tensor is, so that the pieces over all ranks cover every parameter exactly once; `find_shards` checks
+that on every start, because the layout is DeepSpeed's own business and may change under us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabert.distributed.process_group import World
+from megabert.engine.optimizers import MOMENTS, AdamW, Lamb, Segment
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One fp32 tensor that the optimizer updates, and the parameter pieces in it; the rest is padding."""
+
+    tensor: Tensor
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The moments of elements [offset, offset + length) of a parameter: flat fp32 tensors by kind."""
+
+    name: str
+    offset: int
+    moments: dict[str, Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.moments[MOMENTS[0]].numel()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's shards. `partitioned` is False when every rank holds every parameter whole (ZeRO stage 0)."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    shards: tuple[Shard, ...]
+    partitioned: bool
+
+    def pieces(self) -> Iterator[tuple[Segment, Tensor]]:
+        """Every segment of this rank with its view of the master weights."""
+        for shard in self.shards:
+            flat = shard.tensor.detach().view(-1)
+            for segment in shard.segments:
+                yield segment, flat[segment.start : segment.end]
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Set this rank's master weights from whole fp32 tensors by parameter name."""
+        for segment, view in self.pieces():
+            view.copy_(weights[self.names[segment.index]].reshape(-1)[segment.offset : segment.stop])
+
+    def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
+        """Views of this rank's moments, parameter by parameter; none before the first update."""
+        for shard in self.shards:
+            flat = optimizer.moments_of(shard.tensor)
+            for segment in shard.segments if flat else ():
+                views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
+                yield Piece(self.names[segment.index], segment.offset, views)
+
+    def gather(self, world: World) -> dict[str, Tensor]:
+        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
+
+        Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
+        """
+        own: dict[int, list[tuple[Segment, Tensor]]] = {}
+        for segment, view in self.pieces():
+            own.setdefault(segment.index, []).append((segment, view))
+        whole: dict[str, Tensor] = {}
+        for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+            if not self.partitioned and world.rank:
+                continue
+            buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=world.device)
+            for segment, view in own.get(index, ()):
+                buffer[segment.offset : segment.stop] = view
+            if self.partitioned and world.size > 1:
+                torch.distributed.reduce(buffer.view(torch.int32), dst=0)
+            if world.rank == 0:
+                whole[name] = buffer.cpu().view(shape)
+        return whole
+
+
+def find_shards(optimizer: Any, model: nn.Module, world: World) -> Layout:
+    """The layout behind DeepSpeed's optimizer wrapper (0.19): recognised by what the wrapper holds.
+
+    Raises RuntimeError when the pieces of all ranks do not cover every parameter exactly once.
+    """
+    named = list(model.named_parameters())
+    index_of = {id(parameter): i for i, (_, parameter) in enumerate(named)}
+    shapes = tuple(torch.Size(getattr(parameter, "ds_shape", parameter.shape)) for _, parameter in named)
+    partitioned = True
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split on its own
+        shards = _stage_3(optimizer, index_of, shapes, world)
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2: a flat group is split
+        shards = [
+            _slice_of_group(flat, group, offsets, world.rank * size, size, index_of)
+            for flat, group, offsets, size in zip(
+                optimizer.single_partition_of_fp32_groups,
+                optimizer.round_robin_bit16_groups,
+                optimizer.round_robin_bit16_offsets,
+                optimizer.partition_size,
+                strict=True,
+            )
+        ]
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
+        shards = [
+            _slice_of_group(flat, group, _offsets(group), world.rank * flat.numel(), flat.numel(), index_of)
+            for flat, group in zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
+        ]
+    else:
+        partitioned = False
+        if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits: one fp32 copy a parameter
+            pairs = [
+                (master, parameter)
+                for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+                for master, parameter in zip(masters, group, strict=True)
+            ]
+        else:  # stage 0 in fp32: the parameters themselves
+            pairs = [(p, p) for group in optimizer.param_groups for p in group["params"]]
+        shards = [
+            Shard(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),))
+            for master, parameter in pairs
+        ]
+    layout = Layout(tuple(name for name, _ in named), shapes, tuple(shards), partitioned)
+    _check_cover(layout, world)
+    return layout
+
+
+def _offsets(group: list[Tensor]) -> list[int]:
+    offsets, position = [], 0
+    for parameter in group:
+        offsets.append(position)
+        position += parameter.numel()
+    return offsets
+
+
+def _slice_of_group(
+    flat: Tensor, group: list[Tensor], offsets: list[int], begin: int, size: int, index_of: dict[int, int]
+) -> Shard:
+    """The shard holding elements [begin, begin + size) of the concatenated group."""
+    segments = []
+    for parameter, offset in zip(group, offsets, strict=True):
+        first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
+        if first < last:
+            segments.append(Segment(index_of[id(parameter)], first - begin, last - begin, first - offset))
+    return Shard(flat, tuple(segments))
+
+
+def _stage_3(
+    optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size, ...], world: World
+) -> list[Shard]:
+    shards = []
+    for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        segments, position = [], 0
+        for parameter in group:
+            size, index = parameter.partition_numel(), index_of[id(parameter)]
+            offset = world.rank * size
+            length = max(0, min(size, shapes[index].numel() - offset))
+            if length:
+                segments.append(Segment(index, position, position + length, offset))
+            position += size
+        shards.append(Shard(flat, tuple(segments)))
+    return shards
+
+
+def _check_cover(layout: Layout, world: World) -> None:
+    counts = [0] * len(layout.names)
+    for shard in layout.shards:
+        for segment in shard.segments:
+            counts[segment.index] += segment.end - segment.start
+    if layout.partitioned:
+        counts = world.sum_ints(counts)
+    for name, shape, count in zip(layout.names, layout.shapes, counts, strict=True):
+        if count != shape.numel():
+            raise RuntimeError(
+                f"DeepSpeed's partitions hold {count} of the {shape.numel()} elements of {name} over {world.size} ranks; "
+                "this DeepSpeed version lays parameters out in a way that is not known here"
+            )

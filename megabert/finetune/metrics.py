@@ -1,0 +1,315 @@
+"""Logits to predictions to figures; a missing prediction is a wrong one, and every figure is its published rule's.
+
+All figures are fractions (1.0 is everything right), correlations -1 to 1. Where a rule divides by nothing (constant predictions,
+no entity anywhere) the figure is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megabert.common.atomic_io import write_whole
+from megabert.finetune.datasets import Example, Question
+from megabert.finetune.encoding import Item
+from megabert.finetune.tasks import Task
+
+MAX_ANSWER = 30  # tokens; this and the next are those of Devlin et al. 2019's own code
+N_BEST = 20
+MISSING = ""  # what no label is
+
+
+# ---- logits to predictions
+
+
+def decode(
+    task: Task,
+    examples: Sequence[Example],
+    items: Sequence[Item],
+    logits: Sequence[np.ndarray],
+    labels: Sequence[str],
+    null_threshold: float = 0.5,
+) -> list[Any]:
+    """One prediction an example, None for one without an item. `logits[i]` are of item i:
+
+    classify [k] -> label; score [1] -> float; tag [p, k] -> list of tags; span [p, 2] (start, end) -> {"text": answer or "",
+    "no_answer_probability": 0..1, "n_best": [{"text", "start", "probability"}, ...]}, "" where the task allows no answer
+    and its probability is above `null_threshold`. The windows of one text are averaged. Raises ValueError for logits that are
+    not finite.
+    """
+    windows: list[list[int]] = [[] for _ in examples]
+    for i, (item, values) in enumerate(zip(items, logits, strict=True)):
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{examples[item.example].where}: the model's output is not finite: its training diverged; "
+                "lower the learning rate"
+            )
+        windows[item.example].append(i)
+    predictions: list[Any] = []
+    for example, of in zip(examples, windows, strict=True):
+        if not of:
+            predictions.append(None)
+        elif task.kind == "span":
+            assert isinstance(example, Question)
+            found = [(items[i].char_spans, np.asarray(logits[i], np.float64)) for i in of]
+            predictions.append(_answer(example.context, found, null_threshold if task.unanswerable else 1.0))
+        elif task.kind == "tag":
+            predictions.append([labels[k] for i in of for k in logits[i].argmax(-1)])
+        else:
+            mean = np.stack([logits[i] for i in of]).mean(0, dtype=np.float64)
+            predictions.append(labels[int(mean.argmax())] if task.kind == "classify" else float(mean[0]))
+    return predictions
+
+
+def _answer(
+    context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float
+) -> dict[str, Any]:
+    """The best answers over a question's windows, each a (char spans [p, 2], logits [p, 2]) pair."""
+    best: dict[tuple[int, int], float] = {}
+    null = math.inf
+    for spans, logits in windows:
+        null = min(null, float(logits[0].sum()))  # of [CLS]; the window that is surest of an answer decides
+        tokens = len(spans) - 1
+        ends = np.append(logits[1:, 1], np.full(MAX_ANSWER, -np.inf))
+        reach = np.lib.stride_tricks.sliding_window_view(ends, MAX_ANSWER)[:tokens]  # [tokens, MAX_ANSWER]
+        values = (logits[1:, :1] + reach).ravel()
+        for flat in np.argsort(-values, kind="stable")[:N_BEST].tolist():
+            first, last = 1 + flat // MAX_ANSWER, 1 + flat // MAX_ANSWER + flat % MAX_ANSWER
+            if last <= tokens:
+                begin = int(spans[first, 0])
+                text = context[begin : int(spans[last, 1])].rstrip()  # the last token may be but a blank
+                if text:
+                    span = begin, begin + len(text)
+                    best[span] = max(best.get(span, -math.inf), float(values[flat]))
+    ranked = sorted(best, key=lambda span: -best[span])[:N_BEST]
+    if not ranked:
+        return {"text": "", "no_answer_probability": 1.0, "n_best": []}
+    top = best[ranked[0]]
+    weights = np.exp([best[span] - top for span in ranked])
+    n_best = [
+        {"text": context[a:b], "start": a, "probability": float(p)}
+        for (a, b), p in zip(ranked, weights / weights.sum(), strict=True)
+    ]
+    nothing = 1 / (1 + math.exp(min(top - null, 700.0)))  # of the two, no answer and the best one
+    return {
+        "text": "" if nothing > threshold else n_best[0]["text"],
+        "no_answer_probability": nothing,
+        "n_best": n_best,
+    }
+
+
+# ---- predictions to figures
+
+
+def score(
+    task: Task, examples: Sequence[Example], predictions: Sequence[Any], labels: Sequence[str] = ()
+) -> dict[str, float]:
+    """The task's metrics by name, in their order; after best_f1 its threshold, best_f1_threshold.
+
+    `labels` as in training, unless the task has them: the F1 of two classes is of the last one. Raises ValueError for
+    examples without labels and for a score that is missing or no finite number.
+    """
+    assert len(examples) == len(predictions) > 0
+    given: Any = examples
+    if task.kind == "classify":
+        figures = _classified([_truth(e.label, e) for e in given], predictions, labels or task.labels)
+    elif task.kind == "score":
+        figures = _correlated([_truth(e.label, e) for e in given], predictions, given)
+    elif task.kind == "tag":
+        figures = _tagged([_truth(e.tags, e) for e in given], predictions)
+    else:
+        figures = _answered([_truth(e.answers, e) for e in given], predictions, task.unanswerable)
+    wanted = [*task.metrics]
+    if "best_f1" in wanted:
+        wanted.insert(wanted.index("best_f1") + 1, "best_f1_threshold")
+    with warnings.catch_warnings():  # the libraries say where they divide by nothing
+        for category in (UserWarning, RuntimeWarning):
+            warnings.simplefilter("ignore", category)
+        return {name: float(figures[name]()) for name in wanted}
+
+
+Figures = dict[str, Callable[[], float]]
+
+
+def _truth(value: Any, example: Example) -> Any:
+    if value is None:
+        raise ValueError(f"{example.where}: has no label, so nothing can be scored against it")
+    return value
+
+
+def _classified(truth: list[str], predictions: Sequence[str | None], labels: Sequence[str]) -> Figures:
+    from sklearn import metrics
+
+    found = [MISSING if p is None else p for p in predictions]
+
+    def f1() -> float:
+        assert len(labels) == 2, labels
+        of = labels[-1]
+        return metrics.f1_score([t == of for t in truth], [p == of for p in found], zero_division=0)
+
+    def macro_f1() -> float:
+        present = sorted({*truth, *found} - {MISSING})
+        return metrics.f1_score(truth, found, labels=present, average="macro", zero_division=0)
+
+    return {
+        "accuracy": lambda: metrics.accuracy_score(truth, found),
+        "f1": f1,
+        "macro_f1": macro_f1,
+        "matthews": lambda: metrics.matthews_corrcoef(truth, found),
+    }
+
+
+def _correlated(
+    truth: list[float], predictions: Sequence[float | None], examples: Sequence[Example]
+) -> Figures:
+    from scipy import stats
+
+    for example, p in zip(examples, predictions, strict=True):
+        if p is None or not math.isfinite(p):
+            raise ValueError(f"{example.where}: prediction {p} is no finite number; a correlation needs all")
+
+    def correlation(of: Callable[..., Any]) -> float:
+        if len(truth) < 2:
+            return 0.0
+        found = float(of(truth, predictions).statistic)
+        return 0.0 if math.isnan(found) else found
+
+    return {"pearson": lambda: correlation(stats.pearsonr), "spearman": lambda: correlation(stats.spearmanr)}
+
+
+def _tagged(truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str] | None]) -> Figures:
+    """Entities as conlleval counts them, which is seqeval's default: a tag that begins with I- may begin an entity."""
+
+    def entities(which: int) -> float:
+        from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
+        found = [["O"] * len(t) if p is None else list(p) for t, p in zip(truth, predictions, strict=True)]
+        true = [list(t) for t in truth]
+        figures = precision_recall_fscore_support(true, found, average="micro", zero_division=0)
+        return float(figures[which])
+
+    def accuracy() -> float:
+        pairs = zip(truth, predictions, strict=True)
+        right = sum(a == b for t, p in pairs if p is not None for a, b in zip(t, p, strict=True))
+        return right / sum(map(len, truth))
+
+    return {
+        "precision": lambda: entities(0),
+        "recall": lambda: entities(1),
+        "f1": lambda: entities(2),
+        "accuracy": accuracy,
+    }
+
+
+# ---- SQuAD's rules
+
+
+def _answered(
+    truth: list[tuple[tuple[str, int], ...]], predictions: Sequence[dict[str, Any] | None], unanswerable: bool
+) -> Figures:
+    gold = [_gold(answers, unanswerable) for answers in truth]
+    has_answer = [bool(answers) for answers in truth]  # be it nothing once normalised
+
+    def mean(figure: Callable[[str, str], float]) -> float:
+        return sum(
+            max(figure(p["text"], answer) for answer in answers)
+            for answers, p in zip(gold, predictions, strict=True)
+            if p is not None
+        ) / len(gold)
+
+    def f1(predicted: str, answer: str) -> float:
+        return overlap(predicted, answer, unanswerable)
+
+    return {
+        "em": lambda: mean(lambda predicted, answer: normalized(predicted) == normalized(answer)),
+        "f1": lambda: mean(f1),
+        "best_f1": lambda: _best_threshold(gold, has_answer, predictions)[0],
+        "best_f1_threshold": lambda: _best_threshold(gold, has_answer, predictions)[1],
+    }
+
+
+def _gold(answers: Sequence[tuple[str, int]], unanswerable: bool) -> list[str]:
+    """2.0 drops answers that are nothing once normalised, and has "" for none; 1.1 takes them as they are."""
+    texts = [text for text, _ in answers]
+    if unanswerable:
+        texts = [text for text in texts if normalized(text)] or [""]
+    return texts
+
+
+def normalized(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, one space between words: in SQuAD's order."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def overlap(predicted: str, answer: str, unanswerable: bool) -> float:
+    """F1 of the two bags of words. Where one has no word: 1 if both have none by 2.0's rule, 0 by 1.1's."""
+    a, b = normalized(predicted).split(), normalized(answer).split()
+    common = sum((Counter(a) & Counter(b)).values())
+    if unanswerable and not (a and b):
+        return float(a == b)
+    return 2 * common / (len(a) + len(b)) if common else 0.0
+
+
+def _best_threshold(
+    gold: list[list[str]], has_answer: list[bool], predictions: Sequence[dict[str, Any] | None]
+) -> tuple[float, float]:
+    """The best F1 that a threshold on the probability of no answer gives, and the lowest such threshold."""
+    whole = zip(predictions, gold, has_answer, strict=True)
+    given = [(p, answers, has) for p, answers, has in whole if p is not None]
+    now = best = float(sum(not has for _, _, has in given))  # nothing is answered
+    threshold = 0.0
+    for p, answers, has in sorted(given, key=lambda g: g[0]["no_answer_probability"]):
+        text = p["n_best"][0]["text"] if p["n_best"] else ""
+        if has:
+            now += max(overlap(text, answer, True) for answer in answers)
+        elif text:
+            now -= 1
+        if now > best:
+            best, threshold = now, p["no_answer_probability"]
+    return best / len(gold), threshold
+
+
+# ---- the predictions file
+
+
+def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], path: str | Path) -> None:
+    """The predictions file, whole or not at all; what is missing is left out, or an empty field where a line must be.
+
+    classify, score: TSV with GLUE's columns `index`, `prediction`; tag: word, true tag if known, predicted tag, as conlleval
+    reads it; span: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
+    """
+    path = Path(path)
+    given: Any = list(zip(examples, predictions, strict=True))
+    if task.kind == "span":
+        _put(path, _json({e.id: p["text"] for e, p in given if p}))
+        if task.unanswerable:
+            beside = path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json")
+            _put(beside, _json({e.id: p["no_answer_probability"] for e, p in given if p}))
+    elif task.kind == "tag":
+        lines = []
+        for e, p in given:
+            columns = [e.words, *([e.tags] if e.tags else []), p or ["O"] * len(e.words)]
+            lines += [" ".join(row) for row in zip(*columns, strict=True)] + [""]
+        _put(path, "\n".join(lines))
+    else:
+        rows = [f"{e.id}\t{'' if p is None else p}" for e, p in given]
+        _put(path, "\n".join(["index\tprediction", *rows]) + "\n")
+
+
+def _json(tree: dict[str, Any]) -> str:
+    return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+
+
+def _put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode())

@@ -1,0 +1,128 @@
+"""A fine-tuned model is a folder: the encoder with its added layer, the task it was trained for, and the tokenizer.
+
+    model.safetensors   fp32 weights, `encoder.…` (BertForPreTraining's names) and `head.…`
+    task.json           the task, its labels, how texts are encoded, the shape of the head, the model's config
+    tokenizer.model     or vocab.txt
+
+Nothing in it is ever unpickled; it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megabert import config as configuration
+from megabert.common.atomic_io import appearing
+from megabert.config import Config
+from megabert.data.tokenizer import Tokenizer
+from megabert.engine.deepspeed_engine import DTYPES
+from megabert.finetune import heads
+from megabert.finetune.batches import Layout
+from megabert.finetune.heads import Finetuner, Shape
+from megabert.finetune.tasks import Task
+from megabert.pretrained import TOKENIZER_FILES
+
+WEIGHTS, DESCRIPTION = "model.safetensors", "task.json"
+
+
+@dataclass(frozen=True)
+class Described:
+    """Everything about a fine-tuned model but its weights. `stride` and `long` as `encoding.encode` takes them."""
+
+    task: Task
+    labels: tuple[str, ...]
+    shape: Shape
+    max_length: int
+    stride: int
+    long: Any
+    config: Config
+
+    @property
+    def layout(self) -> Layout:
+        """How its items become batches."""
+        return Layout(
+            self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm"
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON."""
+        plain = {name: getattr(self, name) for name in ("labels", "max_length", "stride", "long")}
+        parts = {"task": asdict(self.task), "shape": asdict(self.shape), "config": self.config.model_dump()}
+        return plain | parts
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A model ready to predict, in its compute type and eval mode; `results` are what training said of it."""
+
+    folder: Path
+    described: Described
+    tokenizer: Tokenizer
+    module: Finetuner
+    results: dict[str, Any]
+
+
+def save(
+    folder: Path,
+    described: Described,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    results: Mapping[str, Any],
+) -> None:
+    """Write the folder, in place of the one that an earlier call wrote there."""
+    tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}
+    with appearing(folder, DESCRIPTION, overwrite=True) as new:
+        save_file({name: w.contiguous() for name, w in weights.items()}, new / WEIGHTS)
+        (new / tokenizer.file_name).write_bytes(tokenizer.data)
+        (new / DESCRIPTION).write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")
+
+
+def find(source: str | Path) -> Path:
+    """The folder of a fine-tuned model: `source` or its `best`. Raises ValueError when it is neither."""
+    for folder in (Path(source), Path(source) / "best"):
+        if (folder / DESCRIPTION).is_file():
+            return folder
+    raise ValueError(f"{source}: is no fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
+
+
+def load(source: str | Path, device: torch.device) -> Finetuned:
+    """Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
+    folder = find(source)
+    path = folder / DESCRIPTION
+    try:
+        tree = json.loads(path.read_text())
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
+        task = Task(**fields)
+        described = Described(
+            task,
+            tuple(tree["labels"]),
+            Shape(**tree["shape"]),
+            *(tree["max_length"], tree["stride"], tree["long"]),
+            configuration.from_dict(tree["config"]),
+        )
+        sha256, results = str(tree["tokenizer"]), dict(tree["results"])
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: describes no fine-tuned model ({error!r:.80})") from None
+    tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not tokenizers:
+        raise ValueError(f"{folder}: its tokenizer is missing ({' or '.join(TOKENIZER_FILES)})")
+    tokenizer = Tokenizer.load(tokenizers[0])
+    if tokenizer.sha256 != sha256:
+        raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
+    config, dtype = described.config, DTYPES[described.config.precision]
+    module = heads.build(config, described.shape, None, device, dtype)
+    try:
+        heads.load(module, load_file(folder / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None
+    return Finetuned(folder, described, tokenizer, module.to(device, dtype).eval(), results)

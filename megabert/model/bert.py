@@ -1,0 +1,324 @@
+"""BERT for pre-training: masked language modelling and next-sentence prediction over rows of packed sequences.
+
+A sequence's output does not depend on what it is packed with. Losses are sums in fp32, never means: the caller knows
+the counts of the whole update. Each parameter is used only in its own module's forward, so that ZeRO-3 can gather it
+there; the decoder is tied to the word embedding by being the same module. Dropout is a function of a seed tensor (or of
+torch's generator, in torch backends), so recomputation replays it. Post- and pre-LN have the same parameters: the
+norms sit on the residual stream (published) or on the branches.
+
+Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary, S sequences a row, K predictions a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megabert.config import ModelConfig, OpsConfig
+from megabert.model import ops as native
+
+IGNORE = -100  # label of a slot without prediction
+
+
+class Output(NamedTuple):
+    """Loss sums, then as many counts of right answers, in the order of `BertForPreTraining.terms`."""
+
+    mlm_loss_sum: Tensor  # fp32, over predictions
+    nsp_loss_sum: Tensor  # fp32, over pairs with a label
+    mlm_correct: Tensor  # int64
+    nsp_correct: Tensor  # int64
+
+
+class Backends(NamedTuple):
+    attention: native.Choice
+    mlm_loss: native.Choice
+    layer: native.Choice
+
+
+class Affine(nn.Module):
+    """The parameters of y = x W^T + b: weight [out, in], truncated-normal start (Devlin et al. 2019)."""
+
+    def __init__(self, inputs: int, outputs: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+
+class Linear(Affine):
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        return F.linear(x, self.weight, self.bias)
+
+
+class LinearGelu(Affine):
+    """gelu(x W^T + b) with the exact (erf) GELU."""
+
+    def __init__(self, inputs: int, outputs: int, std: float, backend: str):
+        super().__init__(inputs, outputs, std)
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        return native.bias_gelu(F.linear(x, self.weight), self.bias, self.backend)
+
+
+class LinearNorm(Affine):
+    """A branch's way back: projection, dropout, residual addition and LayerNorm.
+
+    Returns (normed, stream): what the next branch reads, and the next residual. Post-LN: both are the norm.
+    """
+
+    def __init__(self, inputs: int, cfg: ModelConfig, backend: str):
+        super().__init__(inputs, cfg.hidden, cfg.init_std)
+        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
+        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
+        self.cfg, self.backend = cfg, backend
+
+    def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+        p = self.cfg.dropout if self.training else 0.0
+        normed, total = native.dropout_add_layer_norm(
+            F.linear(x, self.weight), self.bias, residual, self.norm_weight, self.norm_bias,
+            p, self.cfg.layer_norm_eps, seed, stream, self.backend,
+        )  # fmt: skip
+        return normed, (normed if self.cfg.norm == "post" else total)
+
+
+class Vocabulary(nn.Module):
+    """The word embedding and its other end, the decoder: one weight [V', D], V' >= V a multiple of 128.
+
+    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients.
+    """
+
+    def __init__(self, cfg: ModelConfig, backend: str):
+        super().__init__()
+        weight = _truncated_normal((cfg.padded_vocab, cfg.hidden), cfg.init_std)
+        weight[cfg.vocab_size :] = 0
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
+        self.size, self.backend = cfg.vocab_size, backend
+
+    def forward(self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None):
+        """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct); hidden -> logits [N, V]."""
+        if ids is not None:
+            return F.embedding(ids, self.weight)
+        assert hidden is not None
+        if labels is None:
+            return F.linear(hidden, self.weight[: self.size], self.bias[: self.size])
+        return native.mlm_loss(hidden, self.weight, self.bias, labels, self.size, self.backend)
+
+
+class Embeddings(nn.Module):
+    """Words + positions + segments, LayerNorm, dropout."""
+
+    def __init__(self, cfg: ModelConfig, backends: Backends):
+        super().__init__()
+        self.word = Vocabulary(cfg, backends.mlm_loss.name)
+        self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
+        self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
+        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
+        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
+        self.cfg, self.backend = cfg, backends.layer.name
+
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """int32 [B, T] each -> (normed, stream), both [B, T, D]."""
+        x = (
+            self.word(input_ids)
+            + F.embedding(position_ids, self.position)
+            + F.embedding(segment_ids, self.segment)
+        )
+        normed = F.layer_norm(
+            x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps
+        )
+        p = self.cfg.dropout if self.training else 0.0
+        if self.cfg.norm == "post":
+            normed = native.dropout(normed, p, seed, 0, self.backend)
+            return normed, normed
+        return normed, native.dropout(x, p, seed, 0, self.backend)
+
+
+class Layer(nn.Module):
+    """Self-attention and feed-forward, each with its residual (Vaswani et al. 2017; pre-LN: Xiong et al. 2020)."""
+
+    def __init__(self, cfg: ModelConfig, backends: Backends):
+        super().__init__()
+        layer = backends.layer.name
+        self.qkv = Linear(
+            cfg.hidden, 3 * cfg.hidden, cfg.init_std
+        )  # queries, keys, values, each head by head
+        self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
+        self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg.init_std, layer)
+        self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
+        self.cfg, self.attention = cfg, backends.attention.name
+
+    def forward(
+        self,
+        normed: Tensor,
+        x: Tensor,
+        bounds: list[Tensor],
+        seed: Tensor,
+        stream: int,
+        keep: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] -> [N, D]."""
+        p = self.cfg.attention_dropout if self.training else 0.0
+        qkv = self.qkv(normed)  # (B, T, 3D)
+        context = native.attend(qkv, self.cfg.heads, bounds, p, seed, stream, self.attention)  # (B, T, D)
+        if keep is not None:
+            context, x = context.flatten(0, 1).index_select(0, keep), x.flatten(0, 1).index_select(0, keep)
+        normed, x = self.attention_output(context, x, seed, stream + 1)
+        return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
+
+
+class MlmTransform(LinearGelu):
+    """Dense + GELU + LayerNorm in front of the tied decoder."""
+
+    def __init__(self, cfg: ModelConfig, backend: str):
+        super().__init__(cfg.hidden, cfg.hidden, cfg.init_std, backend)
+        self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
+        self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
+        self.eps = cfg.layer_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
+        return F.layer_norm(super().forward(x), x.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
+
+
+class BertForPreTraining(nn.Module):
+    """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
+
+    device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
+    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without
+    vocabulary size or for a backend that cannot run there.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        ops: OpsConfig | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        causal: bool = False,
+    ):
+        super().__init__()
+        if not cfg.vocab_size:
+            raise ValueError("model.vocab_size=0: set it to the tokenizer's number of entries")
+        ops = ops or OpsConfig()
+        self.cfg = cfg
+        self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
+        self.weights: tuple[float, ...] = (1.0, 1.0)
+        self.backends = Backends(
+            *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in Backends._fields)
+        )
+        self.embeddings = Embeddings(cfg, self.backends)
+        self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))
+        self.mlm = MlmTransform(cfg, self.backends.layer.name)
+        if cfg.nsp:
+            self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std)
+            self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
+
+    def encode(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, keep: Tensor | None = None, seed: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [B, T, D] of int32 [B, T] inputs (lengths [B, S]); a token attends to [key_start, key_end).
+
+        With `keep` (int flat positions [N]) the last layer computes only those: [N, D], the same values.
+        seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
+        """
+        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
+        for normed, _stream in self._run(*inputs, keep, seed):
+            last = normed
+        return last
+
+    def hidden_states(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, seed: Tensor | None = None, count: int | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """L + 1 tensors [B, T, D]: what the first layer reads, then what each layer gives; the last is `encode`'s.
+
+        With `count` the first so many, and no layer behind them is computed.
+
+        Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
+        the last layer is normalised. Arguments as in `encode`.
+        """
+        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
+        states = enumerate(islice(self._run(*inputs, None, seed), count))
+        return [normed if index == len(self.layers) else stream for index, (normed, stream) in states]
+
+    def _run(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, keep: Tensor | None, seed: Tensor | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """(normed, stream) of the embeddings and of each layer, as they are computed."""
+        if seed is None:
+            seed = torch.randint(2**62, (1,), device=input_ids.device)
+        bounds = native.attention_inputs(self.backends.attention.name, key_start, key_end, lengths)
+        normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)
+        yield normed, x
+        for index, layer in enumerate(self.layers):
+            last = keep if index == len(self.layers) - 1 else None
+            args = (normed, x, bounds, seed, 4 * index + 4, last)
+            if self.cfg.activation_checkpointing and self.training:
+                normed, x = checkpoint(layer, *args, use_reentrant=False)
+            else:
+                normed, x = layer(*args)
+            yield normed, x
+
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
+        lengths: Tensor, cls_positions: Tensor, nsp_labels: Tensor, mlm_positions: Tensor, mlm_labels: Tensor,
+        seed: Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        """Loss sums and correct counts of a packed batch (shapes as in `encode`).
+
+        cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
+        flat positions into B * T and labels, -100 where there is nothing to predict.
+        """
+        predicted = mlm_positions.numel()
+        keep = mlm_positions.flatten()
+        if self.cfg.nsp:
+            keep = torch.cat([keep, cls_positions.flatten()])
+        hidden = self.encode(input_ids, segment_ids, position_ids, key_start, key_end, lengths, keep, seed)
+        mlm_loss, mlm_correct = self.embeddings.word(
+            hidden=self.mlm(hidden[:predicted]), labels=mlm_labels.flatten()
+        )
+        if not self.cfg.nsp:
+            return Output(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, torch.zeros_like(mlm_correct))
+        logits = self.nsp_logits(hidden[predicted:]).float()  # (B * S, 2)
+        labels = nsp_labels.flatten()
+        nsp_loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+        return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        """Over how many items each loss of `batch` is summed."""
+        return batch.predictions, batch.nsp_pairs if self.cfg.nsp else 0
+
+    def mlm_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] -> logits over the real vocabulary [N, V]."""
+        return self.embeddings.word(hidden=self.mlm(hidden))
+
+    def nsp_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of [CLS] [N, D] -> logits [N, 2], class 0 = the second part really follows."""
+        return self.nsp(torch.tanh(self.pooler(hidden)))
+
+
+def parameter_count(cfg: ModelConfig) -> int:
+    """Parameters of the model, padded vocabulary entries left out."""
+    with torch.device("meta"):
+        total = sum(
+            p.numel()
+            for p in BertForPreTraining(
+                cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+            ).parameters()
+        )
+    return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden + 1)
+
+
+def _truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
+    """Normal values cut at two standard deviations, as the published initialisation."""
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)

@@ -1,0 +1,97 @@
+"""A token attends only inside its own sequence; a pad attends to nothing and its context is zero (varlen: finite).
+
+Sequences lie packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask
+needs to be as large as the attention matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert.model.ops.backend import MISSING
+from megabert.model.ops.softmax_mask import fused_softmax_mask
+
+
+def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
+    """What `attend` needs of a batch, made once for all layers.
+
+    key_start, key_end int32 [B, T]; lengths int32 [B, S]. Returns sdpa: bool mask [B, 1, T, T]; native and
+    fused_softmax: the bounds; varlen: int32 offsets [B * (S + 1) + 1] of the sequences and of each row's pads in the flattened batch.
+    """
+    if backend in ("native", "fused_softmax"):
+        return [key_start, key_end]
+    width = key_start.shape[1]
+    if backend == "sdpa":
+        key = torch.arange(width, device=key_start.device, dtype=key_start.dtype)
+        mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
+        return [mask[:, None]]
+    pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
+    ends = torch.cat([lengths, pads], 1).flatten().cumsum(0, dtype=torch.int32)
+    return [F.pad(ends, (1, 0))]
+
+
+def attend(
+    qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str
+) -> Tensor:
+    """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
+
+    qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
+    seed int64 [1] and stream number the dropout mask of native and fused_softmax (the same mask); the others draw from
+    torch's generator.
+    """
+    if backend == "native":
+        return torch.ops.megabert.attention(qkv, inputs[0], inputs[1], seed, stream, heads, p)[0]
+    batch, width, triple = qkv.shape
+    size = triple // 3 // heads
+    if backend == "varlen":
+        q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, inputs[0], inputs[0], width, width, p, False, False, scale=size**-0.5
+        )[0]
+        return out.reshape(batch, width, heads * size)
+    q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
+    if backend == "fused_softmax":
+        start, end = inputs
+        scores, scale = q @ k.transpose(-1, -2), size**-0.5  # (B, H, T, T)
+        weights = fused_softmax_mask(
+            scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream
+        )
+        return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
+    mask = inputs[0]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    out = out.masked_fill(
+        ~mask.any(-1, keepdim=True), 0
+    )  # rows without a key, whatever the kernel gives there
+    return out.transpose(1, 2).reshape(batch, width, heads * size)
+
+
+def _register() -> None:
+    @torch.library.register_fake("megabert::attention")
+    def _(qkv, key_start, key_end, seed, stream, heads, p):
+        batch, width, triple = qkv.shape
+        return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(
+            batch, heads, width, dtype=torch.float32
+        )
+
+    @torch.library.register_fake("megabert::attention_backward")
+    def _(grad, qkv, context, lse, key_start, key_end, seed, stream, heads, p):
+        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+    def setup_context(ctx, inputs, output):
+        qkv, key_start, key_end, seed, *ctx.numbers = inputs
+        ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, grad, _grad_lse):
+        if grad is None:
+            return (None,) * 7
+        dqkv = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        return dqkv, None, None, None, None, None, None
+
+    torch.library.register_autograd("megabert::attention", backward, setup_context=setup_context)
+
+
+if not MISSING:
+    _register()

@@ -1,0 +1,229 @@
+"""A tokenizer as Hugging Face's files, with the ids of ours for every text.
+
+`tokenizer.json` is built from what the tokenizer file itself says: a SentencePiece model's character map, pieces, scores
+and flags, or the lines of a vocab.txt. What the format cannot say is refused by name. Three differences stay, all of
+them the `tokenizers` library's:
+
+    a special piece that a text spells out ("[MASK]") becomes the special id, which is what filling it in needs
+    it sums a unigram model's scores in fp64 and word by word, SentencePiece in fp32 over the whole text: where two
+        segmentations score the same up to rounding, either may win (never in a model that data_prep trained: its
+        scores have exact sums)
+    it cannot compose what takes more than five bytes (kana and a separate voicing mark, Hangul in separate letters) nor
+        two marks at once, and composes some marks after characters that are replaced themselves; NFC text has next to
+        none of these
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's kinds of pieces
+KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds of models
+RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")  # normalization rules that are known to come out the same
+SEPARATOR = "\x01"  # every rule but identity deletes it
+DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"  # what those rules delete
+EXTENDS = (
+    r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"  # characters that join the cluster before them
+)
+NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_PIECES}
+
+
+def build(tokenizer: Tokenizer) -> Any:
+    """A `tokenizers.Tokenizer` with the ids of `tokenizer`, and `[CLS] A [SEP] B [SEP]` with segments around them.
+
+    Raises ValueError naming the property of the SentencePiece model that cannot be expressed.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    sentencepiece = tokenizer.kind == "sentencepiece"
+    built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
+    controls = (
+        [piece for piece in _controls(tokenizer) if piece not in SPECIAL_PIECES] if sentencepiece else []
+    )
+    for piece in [*SPECIAL_PIECES, *controls]:
+        # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
+        strip = sentencepiece and piece == "[MASK]"
+        built.add_special_tokens([tokenizers.AddedToken(piece, lstrip=strip, normalized=False, special=True)])
+    built.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", tokenizer.cls_id), ("[SEP]", tokenizer.sep_id)],
+    )
+    assert built.get_vocab_size() == tokenizer.vocab_size
+    return built
+
+
+def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
+    """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
+
+    `max_length` is the model's number of positions. Raises as `build` does.
+    """
+    sentencepiece = tokenizer.kind == "sentencepiece"
+    original = tokenizer.data
+    if not sentencepiece:
+        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a piece
+    config: dict[str, Any] = NAMES | {
+        "tokenizer_class": "PreTrainedTokenizerFast" if sentencepiece else "BertTokenizer",
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    if not sentencepiece:
+        lowercase = not getattr(tokenizer, "cased")  # noqa: B009
+        config |= {"do_lower_case": lowercase, "strip_accents": None, "tokenize_chinese_chars": True}
+    tokens: dict[str, Any] = dict(NAMES)
+    if sentencepiece:
+        flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+        tokens["mask_token"] = {"content": NAMES["mask_token"]} | flags
+        config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}
+    return {
+        "tokenizer.json": (build(tokenizer).to_str(pretty=True) + "\n").encode(),
+        "tokenizer_config.json": as_json(config),
+        "special_tokens_map.json": as_json(tokens),
+        tokenizer.file_name: original,
+    }
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _from_wordpiece(tokenizer: Tokenizer) -> Any:
+    import tokenizers
+    from tokenizers import decoders
+
+    built = tokenizers.Tokenizer.from_str(tokenizer.processor.to_str())
+    built.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+    assert built.model.max_input_chars_per_word == MAX_WORD
+    return built
+
+
+def _proto(tokenizer: Tokenizer) -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2
+    return messages.ModelProto.FromString(tokenizer.processor.serialized_model_proto())
+
+
+def _controls(tokenizer: Tokenizer) -> list[str]:
+    return [piece.piece for piece in _proto(tokenizer).pieces if piece.type == CONTROL]
+
+
+def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
+    import tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    proto = _proto(tokenizer)
+    _refuse_unknown(tokenizer, proto)
+    built = tokenizers.Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto))
+    rules, spec = _character_rules(proto), proto.normalizer_spec
+    if spec.remove_extra_whitespaces:
+        rules += [normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+        rules += [normalizers.Replace(tokenizers.Regex(r" +\z"), "")]
+        # A space that is left at the beginning of the text becomes the mark itself.
+        scheme = "first" if spec.add_dummy_prefix else "never"
+        if not spec.add_dummy_prefix:
+            rules += [normalizers.Replace(tokenizers.Regex(r"\A +"), "")]
+    else:
+        rules += [normalizers.Prepend(" ")] if spec.add_dummy_prefix else []
+        scheme = "never"
+    built.normalizer = normalizers.Sequence(rules)
+    # A piece with the mark after its start spans words.
+    split = not any(WORD_START in piece.piece[1:] for piece in proto.pieces if piece.type == NORMAL)
+    built.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split)
+    if proto.trainer_spec.byte_fallback:
+        parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+        built.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    else:
+        built.decoder = decoders.Metaspace(WORD_START, "first")
+    for piece in proto.pieces:
+        if piece.type == USER_DEFINED and built.normalizer.normalize_str(piece.piece) != piece.piece:
+            raise ValueError(
+                f"{tokenizer.path}: its user-defined symbol {piece.piece!r:.40} is changed by its own normalization, "
+                "which tokenizer.json cannot except it from"
+            )
+    return built
+
+
+def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
+    """Raises ValueError for what would give other ids."""
+    kind, rule = KINDS[proto.trainer_spec.model_type], proto.normalizer_spec.name
+    kinds = {piece.type for piece in proto.pieces}
+    if not proto.normalizer_spec.precompiled_charsmap:
+        rule = "identity"
+    problem = ""
+    if kind not in ("unigram", "bpe"):
+        problem = f"model_type={kind}"
+    elif rule not in RULES:
+        problem = f"normalization_rule_name={rule or 'a table of its own'}"
+    elif not proto.normalizer_spec.escape_whitespaces:
+        problem = "escape_whitespaces=false"
+    elif proto.trainer_spec.treat_whitespace_as_suffix:
+        problem = "treat_whitespace_as_suffix=true"
+    elif UNUSED in kinds:
+        problem = "pieces marked unused"
+    elif USER_DEFINED in kinds and kind == "bpe":
+        problem = "user_defined_symbols of a BPE model"
+    if problem:
+        raise ValueError(f"{tokenizer.path}: {problem} cannot be expressed in tokenizer.json")
+
+
+def _character_rules(proto: Any) -> list[Any]:
+    """The model's character map, made exact on what the library does differently.
+
+    The library looks a cluster of up to five bytes up as a whole and replaces all of it by what its first characters
+    become, so that marks after them are lost. Separated characters are clusters of their own; in a second pass what
+    belongs together is composed. A deleted character that begins a text stays, so they are deleted once more.
+    """
+    from tokenizers import Regex, normalizers
+
+    table = proto.normalizer_spec.precompiled_charsmap
+    if not table:
+        return []
+    mapped = normalizers.Precompiled(table)
+    return [
+        normalizers.Replace(Regex(rf"(?=[{EXTENDS}])|(?<=\r)(?=\n)"), SEPARATOR),
+        mapped,
+        normalizers.Replace(Regex(r"(?<=\p{M})(?=\p{M})"), SEPARATOR),
+        mapped,
+        normalizers.Replace(Regex(DELETED), ""),
+    ]
+
+
+def _unigram(proto: Any) -> Any:
+    from tokenizers import models
+
+    best = max(piece.score for piece in proto.pieces if piece.type == NORMAL)
+    vocabulary = []
+    for piece in proto.pieces:
+        score = piece.score
+        if piece.type == USER_DEFINED:  # as the library itself scores them, so that they always win
+            score = len(piece.piece.encode()) * best - 0.1
+        vocabulary.append((piece.piece, score))
+    unknown = next(i for i, piece in enumerate(proto.pieces) if piece.type == UNKNOWN)
+    return models.Unigram(vocabulary, unknown, proto.trainer_spec.byte_fallback)
+
+
+def _bpe(proto: Any) -> Any:
+    """SentencePiece merges the neighbours that make the best piece: every way to make a piece is a merge of its rank."""
+    from tokenizers import models
+
+    ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
+    merges = []
+    for piece in sorted(scores, key=lambda piece: (-scores[piece], ids[piece])):
+        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        merges += [(left, right) for left, right in cuts if left in scores and right in scores]
+    return models.BPE(
+        vocab=ids,
+        merges=merges,
+        unk_token="[UNK]",
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )

@@ -1,0 +1,320 @@
+"""What a run will need, before it gets a machine: batch arithmetic, memory, work, time, and one update to prove it.
+
+Everything but `fake_step` is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
+GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
+not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
+from megabert.data.batch import TENSORS
+from megabert.data.masking import Masking
+from megabert.data.shards import Manifest
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.engine import lr_schedule
+from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.model.bert import parameter_count
+from megabert.model.flops import attending_pairs, training_flops
+from megabert.training import distillation
+
+DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
+GIB = 2**30
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update holds, on average: rows, real tokens, pairs of a query and a key, predictions, sequences."""
+
+    rows: int
+    seq_len: int
+    tokens: float
+    pairs: float
+    predictions: float
+    sequences: float
+
+    def flops(self, config: Config) -> float:
+        """Of forward and backward of the update, padding not counted."""
+        counts = (self.tokens, self.pairs, self.predictions, self.sequences)
+        return training_flops(config.model, *map(round, counts))
+
+
+def work(config: Config, manifest: Manifest | None) -> Work:
+    """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
+
+    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
+    """
+    rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
+    tokens, sequences = float(rows * length), float(rows)
+    if manifest is not None:
+        share, length = rows / manifest.rows, manifest.seq_len
+        tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
+    pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
+    predictions = tokens - sequences if masking.causal else tokens * masking.rate
+    return Work(rows, length, tokens, pairs, predictions, sequences)
+
+
+def slots(config: Config, seq_len: int) -> int:
+    """Prediction slots of a row."""
+    masking = config.data.masking
+    return Masking(masking.strategy, masking.rate, max_predictions=masking.max_predictions).capacity(seq_len)
+
+
+def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
+    """The config with the size that the data's tokenizer decides, or the default without data."""
+    if config.model.vocab_size:
+        return config
+    size = manifest.vocab_size if manifest else DEFAULT_VOCABULARY
+    tree = config.model_dump()
+    tree["model"]["vocab_size"] = size
+    return from_dict(tree)
+
+
+def states(parameters: int, precision: str, stage: int, world: int) -> dict[str, float]:
+    """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
+
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
+    of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
+    configured here keeps gradients in fp32: beside the 16-bit ones at stage 1, twice for a moment from stage 2 on (sums and
+    their flat copy). Stage 0 in fp32 has no masters beside its weights. fp16 is taken as bf16.
+    """
+    mixed = precision != "fp32"
+    share = parameters / world
+    gradients = {
+        0: 4 * parameters,
+        1: (6 if mixed else 4) * parameters,
+        2: 8 * share,
+        3: 8 * share,
+    }
+    return {
+        "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
+        "gradients": gradients[stage],
+        "masters": 4 * share if stage else 4.0 * mixed * parameters,
+        "moments": 8 * (share if stage else parameters),
+    }
+
+
+def activations(config: Config, seq_len: int) -> float:
+    """Bytes kept for the backward pass of one micro-batch.
+
+    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1, equation 1
+    without its attention matrices (2as/h of 5as/h: no backend here keeps them but `fused_softmax`): 34 bytes a layer,
+    token and hidden unit in 16 bits, of which 2 x 1 byte are dropout masks. With recomputation a layer keeps its input
+    and the stream, and one layer at a time is whole. Heads: logits of the predicted positions in the compute type.
+    """
+    model, micro = config.model, config.batch.micro_size
+    width = DTYPES[config.precision].itemsize
+    tokens = micro * seq_len
+    layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn / model.hidden) / 16
+    kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
+    heads = micro * slots(config, seq_len) * (2 * model.padded_vocab + 6 * model.hidden) * width
+    return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
+
+
+def report(
+    config: Config,
+    manifest: Manifest | None,
+    world_size: int,
+    tokens_per_sec: float | None = None,
+    mfu: float | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+) -> str:
+    """The plan as text. Raises ValueError naming the value that contradicts another or is missing."""
+    for name, value, most in (
+        ("--world-size", world_size, math.inf),
+        ("--tokens-per-sec", tokens_per_sec, math.inf),
+        ("--mfu", mfu, 1.0),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{name} {value:g} is outside what it can be; give a number above 0")
+    config = with_vocabulary(fit_micro_size(config, world_size), manifest)
+    if mfu is not None and not config.peak_tflops:
+        raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
+    micro_steps, update = accumulation(config, world_size), work(config, manifest)
+    steps = config.schedule.total_steps
+    data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
+    lines = [
+        f"batch    {config.batch.global_size:,} rows = {config.batch.micro_size} x {world_size} ranks x {micro_steps} micro-steps,"
+        f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
+        f" {update.predictions:,.0f} predictions",
+        f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
+        + (f", {steps * update.rows / manifest.rows:.2f} epochs of {data}" if manifest else f" ({data})"),
+        f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
+        *_time(config, update, world_size, tokens_per_sec, mfu),
+        "",
+        *_memory(config, update.seq_len, world_size),
+        "",
+        "DeepSpeed's configuration",
+        json.dumps(
+            merge_deepspeed(
+                to_deepspeed(config, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
+            ),
+            indent=2,
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _time(
+    config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None
+) -> list[str]:
+    lines = []
+    steps = config.schedule.total_steps
+    if config.schedule.name == "budget":
+        lines.append(
+            f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training"
+        )
+    for name, speed in (
+        ("--tokens-per-sec", tokens_per_sec),
+        (
+            "--mfu",
+            mfu and mfu * config.peak_tflops * 1e12 * world_size * update.tokens / update.flops(config),
+        ),
+    ):
+        if speed is not None:
+            days = steps * update.tokens / speed / 86_400
+            lines.append(
+                f"time     {days:.3g} days at {speed:,.0f} tokens/s of all ranks ({name}), {update.tokens / speed:.3g} s an update"
+            )
+    return lines or ["time     unknown: give --tokens-per-sec (of all ranks), or --mfu with peak_tflops"]
+
+
+def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
+    parameters = parameter_count(config.model) + (config.model.padded_vocab - config.model.vocab_size) * (
+        config.model.hidden + 1
+    )
+    kept = activations(config, seq_len)
+    lines = [
+        f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {config.precision}, {config.optimizer.name};"
+        f" activations of {config.batch.micro_size} rows"
+        + (", recomputed by layer" if config.model.activation_checkpointing else ""),
+        "ZeRO   weights  gradients  fp32 masters  moments  activations    total",
+    ]
+    for stage in range(4):
+        parts = states(parameters, config.precision, stage, world_size)
+        if config.zero.offload == "cpu" and stage:
+            parts |= {"masters": 0.0, "moments": 0.0}
+        cells = [parts[name] / GIB for name in ("weights", "gradients", "masters", "moments")] + [kept / GIB]
+        mark = "  <- this run" if stage == config.zero.stage else ""
+        lines.append(
+            f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
+            f" {sum(cells):>8.2f}{mark}"
+        )
+    width = DTYPES[config.precision].itemsize
+    lines.append(
+        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size)"
+    )
+    if config.zero.offload == "cpu":
+        lines.append("masters and moments are on the host (zero.offload=cpu)")
+    return lines
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    """A micro-batch of random ids in full rows, each one sequence; what the engine reads of a real one."""
+
+    tensors: dict[str, Tensor]
+    predictions: int
+    nsp_pairs: int
+    tokens: int
+
+    def inputs(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def to(self, device: torch.device) -> FakeBatch:
+        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return FakeBatch(moved, self.predictions, self.nsp_pairs, self.tokens)
+
+
+@dataclass(frozen=True)
+class FakeUpdate:
+    step: int
+    batches: list[FakeBatch]
+
+
+def fake_batch(config: Config, seq_len: int, seed: int) -> FakeBatch:
+    """`batch.micro_size` full rows of `seq_len` ids drawn from the whole vocabulary by `seed`."""
+    rows, draw = config.batch.micro_size, torch.Generator().manual_seed(seed)
+    predicted = slots(config, seq_len)
+    place = torch.arange(seq_len, dtype=torch.int32).expand(rows, -1).contiguous()
+    first = torch.arange(rows, dtype=torch.int32).view(rows, 1) * seq_len
+    tensors = {
+        "input_ids": torch.randint(
+            config.model.vocab_size, (rows, seq_len), generator=draw, dtype=torch.int32
+        ),
+        "segment_ids": (place >= seq_len // 2).int(),
+        "position_ids": place,
+        "key_start": torch.zeros_like(place),
+        "key_end": place + 1 if config.data.masking.causal else torch.full_like(place, seq_len),
+        "lengths": torch.full((rows, 1), seq_len, dtype=torch.int32),
+        "cls_positions": first,
+        "nsp_labels": torch.arange(rows).view(rows, 1) % 2,
+        "mlm_positions": first + torch.arange(predicted, dtype=torch.int32),
+        "mlm_labels": torch.randint(config.model.vocab_size, (rows, predicted), generator=draw),
+    }
+    assert set(tensors) == set(TENSORS)
+    return FakeBatch(tensors, rows * predicted, rows if config.model.nsp else 0, rows * seq_len)
+
+
+def fake_step(
+    config: Config, manifest: Manifest | None, world: World, deepspeed_extra: Mapping[str, Any] | None = None
+) -> str:
+    """One update of the real engine on random ids at this process's world size; a line that says how it went.
+
+    A collective. The global batch is reduced to two micro-steps of at most two rows a rank: model, precision, ZeRO
+    stage, optimizer and operations are the run's. Raises ValueError when the loss or the gradient is not finite.
+    """
+    config = with_vocabulary(config, manifest)
+    micro = min(config.batch.micro_size, 2)
+    batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
+    reduced = config.model_copy(update={"batch": batch})
+    seq_len = work(config, manifest).seq_len
+    tokenizer = manifest.tokenizer["sha256"] if manifest else ""
+    engine = Engine(
+        reduced, lambda: distillation.build(config, tokenizer, world.device), world, deepspeed_extra
+    )
+    batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
+    lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
+    result = engine.train_update(FakeUpdate(0, batches), lr)
+    loss, norm = float(result.losses.sum()), float(result.grad_norm)
+    if not math.isfinite(loss) or (result.skipped and not result.overflow):
+        raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
+    return (
+        f"one fake update worked: loss {loss:.4f}, |g| {norm:.3f}; {engine.describe()}"
+        f" (reduced from {config.batch.global_size:,})"
+    )
+
+
+def dry_run(
+    config: Config,
+    world: World,
+    world_size: int | None = None,
+    tokens_per_sec: float | None = None,
+    mfu: float | None = None,
+    deepspeed_file: str = "",
+) -> None:
+    """Prints the report for `world_size` ranks (None: those that were started), then does the fake update with these.
+
+    A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
+    """
+    manifest = Manifest.load(config.data.path) if config.data.path else None
+    extra = json.loads(Path(deepspeed_file).read_text()) if deepspeed_file else None
+    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra)
+    if world.is_main:
+        print(text, flush=True)
+    process_group.init(world)
+    line = fake_step(config, manifest, world, extra)
+    if world.is_main:
+        print(f"\n{line}", flush=True)

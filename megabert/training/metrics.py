@@ -1,0 +1,113 @@
+"""What a run reports: `metrics.jsonl` is the truth, TensorBoard and the terminal show the same numbers.
+
+Figures count real tokens only: padding adds neither tokens nor FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megabert.common.text import duration
+from megabert.config import ModelConfig
+from megabert.model.flops import attending_pairs, training_flops
+
+if TYPE_CHECKING:
+    from megabert.data.loader import Update
+    from megabert.distributed.process_group import World
+    from megabert.engine.result import UpdateResult
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """Best measured rate of a square-ish matrix product on `device`, in TFLOP/s: the ceiling MFU is measured against."""
+    m, k, n = (8192, 4096, 4096) if device.type == "cuda" else (1024, 1024, 4096)
+    a = torch.randn(m, k, device=device).to(dtype)
+    b = torch.randn(k, n, device=device).to(dtype)
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * m * k * n / best / 1e12
+
+
+def measured(result: UpdateResult) -> torch.Tensor:
+    """fp32 [2 k + 2] on the device: the loss, the loss and the accuracy of each of k terms, the gradient norm."""
+    terms = torch.stack([result.losses, result.accuracies], 1).flatten()
+    norm = torch.as_tensor(result.grad_norm, dtype=torch.float32, device=terms.device)
+    return torch.cat([result.loss.float().view(1), terms.float(), norm.view(1)])
+
+
+def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
+    """`train/…` figures of one row of `measured`, or of a mean of rows; a term without a name is left out."""
+    loss, *pairs, norm = row.tolist()
+    values = {"train/loss": loss}
+    for term, its, accuracy in zip(terms, pairs[::2], pairs[1::2], strict=True):
+        if term:
+            values |= {f"train/{term}_loss": its, f"train/{term}_accuracy": accuracy}
+    return values | {"train/grad_norm": norm}
+
+
+class Meter:
+    """Running sums between two log lines: results stay on the device, counts on the host, until `drain`."""
+
+    _sums: torch.Tensor | None  # loss and accuracy sums of the updates that were not skipped
+
+    def __init__(
+        self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
+    ) -> None:
+        self._world, self._model, self._terms, self._peak = world, model, terms, peak_tflops
+        self._causal = causal
+        self._reset()
+
+    def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
+        """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
+        self._seconds += seconds
+        self._counts[0] += update.tokens
+        self._counts[1] += update.sequences
+        self._counts[2] += update.predictions
+        self._counts[3] += sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
+        if result.skipped:
+            return
+        self._updates += 1
+        row = measured(result)
+        self._sums = row if self._sums is None else self._sums + row
+
+    def drain(self) -> dict[str, float]:
+        """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
+        tokens, sequences, predictions, squares = self._world.sum_ints(self._counts)
+        pairs = round(attending_pairs(squares, tokens, self._causal))
+        flops = training_flops(self._model, tokens, pairs, predictions, sequences)
+        values: dict[str, float] = {}
+        if self._sums is not None:
+            values = figures(self._sums / self._updates, self._terms)
+        seconds = max(self._seconds, 1e-9)
+        values |= {
+            "perf/sequences_per_sec": sequences / seconds,
+            "perf/tokens_per_sec": tokens / seconds,
+            "perf/tflops_per_device": flops / seconds / self._world.size / 1e12,
+            "perf/mfu": flops / seconds / self._world.size / 1e12 / self._peak,
+        }
+        self._reset()
+        return values
+
+    def _reset(self) -> None:
+        self._seconds, self._updates = 0.0, 0
+        self._counts = [0, 0, 0, 0]  # tokens, sequences, predictions, squared lengths
+        self._sums = None
+
+
+def progress_line(values: dict[str, Any], total_steps: int, eta_seconds: float) -> str:
+    """One line a person reads while the run goes on."""
+    return (
+        f"step {values['step']:>7,}/{total_steps:,}  loss {values['train/loss']:7.4f}"
+        f"  mlm {values['train/mlm_accuracy']:6.2%}  {values['perf/sequences_per_sec']:8,.1f} seq/s"
+        f"  {values['perf/tokens_per_sec']:10,.0f} tok/s  MFU {values['perf/mfu']:6.1%}"
+        f"  lr {values['train/lr']:.2e}  |g| {values['train/grad_norm']:6.3f}  ETA {duration(eta_seconds)}"
+    )

@@ -1,0 +1,334 @@
+"""A save that dies, fails or is slow harms nothing: what was committed stays, and nothing unfinished is ever seen."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabert.checkpoint import Checkpoints, load_weights, manifest, store, tensors
+from megabert.distributed.process_group import World
+from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+BOTH = pytest.mark.parametrize("asynchronous", (False, True), ids=("at once", "in the background"))
+CALLS = [
+    *((os, name) for name in ("fsync", "rename", "replace", "chmod")),
+    (shutil, "rmtree"),
+    (manifest, "file_sha256"),
+    (tensors, "save_file"),
+]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def stored(folder: Path) -> float:
+    return float(load_weights(folder)[0]["w"][0, 0])
+
+
+# -- kills -------------------------------------------------------------------------------------------------------
+
+
+# Forked by a server without threads: a fork of the test's own process might hang in one of torch's locks.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def save_and_die(folder: Path, call: int, step: int, asynchronous: bool) -> None:
+    """Save `step`, with weights of 20, in this process, which dies by SIGKILL at its call-th file-system call."""
+    left = [call]
+
+    def deadly(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for module, name in CALLS:
+        setattr(module, name, deadly(getattr(module, name)))
+    checkpoints = Checkpoints(folder, ALONE, settings(1, asynchronous))
+    checkpoints.save(FakeEngine(20), state(step, tiny.config()))  # type: ignore[arg-type]
+    checkpoints.finish()
+
+
+def save_killed_at(folder: Path, call: int, step: int, asynchronous: bool) -> bool:
+    """Whether `save_and_die` in a process of its own died; False when it had no so many calls."""
+    child = CONTEXT.Process(target=save_and_die, args=(folder, call, step, asynchronous))
+    child.start()
+    child.join(60)
+    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    return child.exitcode == -signal.SIGKILL
+
+
+@BOTH
+@pytest.mark.parametrize("step", (20, 10), ids=("next", "same"))
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(step, asynchronous, tmp_path):
+    """The only other checkpoint is step 10; saving step 10 again replaces it."""
+    kept, killed = set(), 0
+    for call in range(100):
+        run = tmp_path / str(call)
+        saved_run(run, (10,), keep=1)
+        if not save_killed_at(run, call, step, asynchronous):
+            break
+        killed += 1
+        checkpoints = Checkpoints(run, ALONE, settings(1))
+        latest = checkpoints.latest()
+        assert latest is not None
+        value = stored(run)
+        assert latest.name == ("step-00000010" if value == 10 else f"step-{step:08d}")
+        kept.add(int(value))
+        assert not list((run / "checkpoints").glob(".*"))  # cleaned when the run was opened again
+        checkpoints.save(FakeEngine(30), state(30, tiny.config()))
+        assert checkpoints.latest().name == "step-00000030"
+    assert killed > 15 and kept == {10, 20}
+
+
+def committed(run) -> int:
+    """The newest step by the folders' names."""
+    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
+
+
+def save_for_ever(run: Path) -> None:
+    checkpoints = Checkpoints(run, ALONE, settings(2, asynchronous=True))
+    step = committed(run)
+    while True:
+        step += 1
+        checkpoints.save(FakeEngine(step, size=400_000), state(step, tiny.config()))  # type: ignore[arg-type]
+
+
+def test_kills_at_random_instants_of_saves_without_end(tmp_path):
+    """25 kills, each up to 0.2 s after a commit: what is there is whole, its step and its weights belong together, and it
+    never goes back."""
+    draw, step, partial = random.Random(5), 0, 0
+    for _ in range(25):
+        child = CONTEXT.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
+        child.start()
+        deadline = time.monotonic() + 60
+        while committed(tmp_path) <= step:
+            assert time.monotonic() < deadline and child.is_alive(), "nothing is saved"
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.2))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        partial += bool(list((tmp_path / "checkpoints").glob(".saving-*")))
+        newest = Checkpoints(tmp_path, ALONE).latest()
+        assert newest is not None
+        now = int(newest.name[5:])
+        assert now > step and stored(tmp_path) == now
+        step = now
+    assert step >= 25 and partial > 5, (step, partial)
+
+
+def damaged_ranks(world: World, folder: str) -> None:
+    """The second save: rank 1 dies while it writes."""
+    cfg = tiny.config(zero__stage=2)
+    engine = tiny.engine(cfg, world)
+    checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
+    tiny.train(engine, range(1))
+    checkpoints.save(engine, state(1, cfg))
+    tiny.train(engine, range(1, 2))
+    checkpoints.finish()
+    if world.rank == 1:
+        store.write_moments = lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    checkpoints.save(engine, state(2, cfg))
+    checkpoints.finish()
+
+
+@pytest.mark.dist
+def test_kill_of_one_rank_in_a_real_save_leaves_the_one_before(tmp_path):
+    assert run_ranks(2, damaged_ranks, str(tmp_path)) == [-signal.SIGKILL] * 2
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert (tmp_path / "checkpoints" / ".saving-00000002").is_dir()
+    assert Checkpoints(tmp_path, ALONE, settings(2)).latest().name == "step-00000001"
+    assert names(tmp_path) == ["pointer.json", "step-00000001"]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("full", ("weights.safetensors", "moments", "manifest.json"))
+def test_a_file_that_the_disk_does_not_take_stops_or_warns(full, asynchronous, tmp_path, capsys):
+    """The kernel refuses to grow the file past a limit (RLIMIT_FSIZE): real errors of real writes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = 1 << 20
+    engine = FakeEngine(2, size=big if full != "manifest.json" else 8)
+    long = {"padding": "x" * (6 * big)} if full == "manifest.json" else {}
+    for policy in ("stop", "continue"):
+        run = tmp_path / policy
+        saved_run(run, (1,))
+        checkpoints = Checkpoints(run, ALONE, settings(2, asynchronous, on_error=policy))
+        problem = ""
+        # weights have 4 MiB, moments twice as many
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (5 * big if full != "weights.safetensors" else 2 * big, limits[1])
+        )
+        try:
+            checkpoints.save(engine, state(2, tiny.config(), **long))
+            assert checkpoints.pending == asynchronous
+            assert checkpoints.finish() is None
+        except ValueError as error:
+            problem = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        said = problem if policy == "stop" else capsys.readouterr().err
+        assert (policy == "stop") == bool(problem) and not checkpoints.pending
+        assert "step 2 could not be written" in said and "File too large" in said, said
+        assert len(said.strip().splitlines()) == 1 and "earlier ones are untouched" in said
+        assert names(run) == ["pointer.json", "step-00000001"] and stored(run) == 1
+        checkpoints.save(FakeEngine(3), state(3, tiny.config()))
+        checkpoints.finish()
+        assert stored(run) == 3
+
+
+@BOTH
+def test_a_full_disk_leaves_the_earlier_checkpoint(asynchronous, tmp_path, capsys):
+    """A real file system of 3 MB; the second checkpoint needs as much as the first, 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        checkpoints = saved_run(disk, (), keep=1, asynchronous=asynchronous, on_error="continue")
+        for step in (1, 2):
+            checkpoints.save(FakeEngine(step, size=170_000), state(step, tiny.config()))
+            checkpoints.finish()
+        said = capsys.readouterr().err
+        assert "step 2 could not be written" in said and "No space left on device" in said, said
+        assert names(disk) == ["pointer.json", "step-00000001"] and stored(disk) == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def failing_rank(world: World, folder: str) -> list[str]:
+    """Rank 1's disk is full at the second save: every rank hears of it, and training goes on."""
+    found = []
+    for policy in ("stop", "continue"):
+        checkpoints = Checkpoints(Path(folder) / policy, world, settings(2, True, on_error=policy))
+        for step in (1, 2, 3):
+            if world.rank == 1 and step == 2:
+                store.write_moments, kept = full_disk, store.write_moments
+            # only one piece each: rank 0 has the first half, rank 1 the second
+            engine = FakeEngine(step)
+            whole = engine.snapshot()
+            part = type(whole)(whole.weights, whole.pieces[world.rank :][:1], whole.counters)
+            engine.snapshot = lambda part=part: part  # type: ignore[method-assign]
+            try:
+                checkpoints.save(engine, state(step, tiny.config()))  # type: ignore[arg-type]
+                checkpoints.finish()
+            except ValueError as error:
+                found.append(str(error))
+            if world.rank == 1 and step == 2:
+                store.write_moments = kept
+        newest = checkpoints.latest()
+        assert newest is not None
+        found.append(newest.name)
+    return found
+
+
+def full_disk(path: Path, pieces: Any) -> Any:
+    path.write_bytes(b"part of it")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.dist
+def test_a_full_disk_on_one_rank_is_one_line_on_all(tmp_path):
+    for found in run_ranks(2, failing_rank, str(tmp_path)):
+        problem, *newest = found
+        assert "rank 1" in problem and "No space left" in problem and "earlier ones are untouched" in problem
+        assert newest == ["step-00000003"] * 2
+    assert names(tmp_path / "continue") == ["pointer.json", "step-00000001", "step-00000003"]
+
+
+def test_a_fault_of_the_program_is_raised_whatever_the_policy(tmp_path, monkeypatch):
+    checkpoints = saved_run(tmp_path, (1,), asynchronous=True, on_error="continue")
+    checkpoints.finish()
+    monkeypatch.setattr(store, "write_moments", lambda path, pieces: [][0])
+    checkpoints.save(FakeEngine(2), state(2, tiny.config()))
+    with pytest.raises(IndexError):
+        checkpoints.finish()
+    assert names(tmp_path) == ["pointer.json", "step-00000001"]
+
+
+# -- in the background -------------------------------------------------------------------------------------------
+
+
+def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path, monkeypatch):
+    """Held in its middle: nothing new is there; the weights change meanwhile; the next save commits this one first."""
+    checkpoints = saved_run(tmp_path, (1,))
+    checkpoints.settings = settings(3, asynchronous=True)
+    gate, write = threading.Event(), store.write_moments
+
+    def held(path: Path, pieces: Any) -> Any:
+        assert gate.wait(30)
+        return write(path, pieces)
+
+    monkeypatch.setattr(store, "write_moments", held)
+    engine = FakeEngine(2)
+    assert not checkpoints.pending and not checkpoints.ready and checkpoints.finish() is None
+    checkpoints.save(engine, state(2, tiny.config()))
+    engine.value = 77.0
+    assert checkpoints.pending and not checkpoints.ready
+    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
+    gate.set()
+    deadline = time.monotonic() + 30
+    while not checkpoints.ready and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert checkpoints.ready and checkpoints.pending  # on the disk, and still not to be seen
+    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
+    checkpoints.save(engine, state(3, tiny.config()))
+    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000002" and stored(tmp_path) == 2
+    assert checkpoints.finish() == tmp_path / "checkpoints" / "step-00000003" and stored(tmp_path) == 77
+    assert not checkpoints.pending and not checkpoints.ready
+
+
+def overlapped(world: World, folder: str) -> list[Any]:
+    """Rank 1 writes slowly: training goes on meanwhile, and the save is that of step 2 bit for bit."""
+    cfg = tiny.config(zero__stage=1)
+    engine = tiny.engine(cfg, world)
+    checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
+    tiny.train(engine, range(2))
+    before = engine.consolidated_weights()
+    gate, write = threading.Event(), store.write_moments
+
+    def slow(path: Path, pieces: Any) -> Any:
+        assert gate.wait(60)
+        return write(path, pieces)
+
+    if world.rank == 1:
+        store.write_moments = slow
+    checkpoints.save(engine, state(2, cfg))
+    tiny.train(engine, range(2, 5))
+    waiting, unseen = world.agree_any(checkpoints.pending and not checkpoints.ready), checkpoints.latest()
+    gate.set()
+    saved = checkpoints.finish()
+    assert saved is not None
+    weights = load_weights(saved)[0]
+    return [waiting, unseen, saved.name, all(torch.equal(weights[n], w) for n, w in before.items())]
+
+
+@pytest.mark.dist
+def test_training_goes_on_while_a_slow_rank_writes(tmp_path):
+    assert run_ranks(2, overlapped, str(tmp_path)) == [[True, None, "step-00000002", True]] * 2

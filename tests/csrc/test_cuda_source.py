@@ -1,0 +1,272 @@
+"""The CUDA kernels' own source on the CPU, a fibre for each thread, against fp64 and against the same rule as the CPU code.
+
+Also that the harness sees what it is for: a barrier that not all threads reach, an access past the end of an argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert.model.ops import reference
+from tests.csrc.cuda_on_cpu import Guarded, Kernels, compiler
+from tests.model.ops.oracle import error, normal
+from tests.model.ops.test_softmax_mask import SCALE, bounds, inside, plain
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}  # a few roundings
+SEED, STREAM, EPS = 0x5EED5EED5, 7, 1e-12
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return Kernels()
+
+
+def check(found: list[Tensor], plain: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
+    """The error of each result against fp64 is at most twice that of torch in the same type, and a few roundings."""
+    for i, (a, b, t) in enumerate(zip(found, plain, exact, strict=True)):
+        assert torch.isfinite(a).all(), f"result {i} is not finite"
+        limit = 2 * error(b, t) + FLOOR[dtype]
+        assert error(a, t) <= limit, f"result {i}: error {error(a, t):.2e}, allowed {limit:.2e}"
+
+
+def gradients(output: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+
+
+def seed_tensor() -> Tensor:
+    return torch.tensor([SEED])
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Outputs start as NaN or a large number, so that what is not written shows."""
+    return (
+        torch.full(shape, float("nan"), dtype=dtype)
+        if dtype.is_floating_point
+        else torch.full(shape, 77, dtype=dtype)
+    )
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_that_half_the_threads_skip_is_noticed(kernels: Kernels) -> None:
+    assert "not reached by all threads" in kernels.call("wrong_barrier")
+
+
+def test_a_read_past_the_end_is_noticed(kernels: Kernels) -> None:
+    x, y = (Guarded(kernels.library, torch.zeros(40)) for _ in range(2))
+    assert "memory outside an argument" in kernels.call("wrong_bounds", x, y, 40)
+
+
+# --- softmax_mask -----------------------------------------------------------------------------------------------------
+
+
+class SoftmaxMask(ctypes.Structure):
+    """csrc/softmax_mask/mask.h"""
+
+    _fields_ = [
+        ("heads", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("start", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        ("start_stride", ctypes.c_int64 * 2),
+        ("end_stride", ctypes.c_int64 * 2),
+        ("mask", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("mask_stride", ctypes.c_int64 * 4),
+    ]
+
+
+KINDS = {"none": 0, "bool": 1, "added": 2, "fp32": 3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind", "p"),
+    [
+        ((1, 1, 1, 1), "none", 0.1),
+        ((2, 2, 3, 37), "bool", 0.1),
+        ((2, 2, 3, 40), "added", 0.0),
+        ((1, 2, 2, 512), "fp32", 0.1),
+        ((1, 1, 2, 1023), "bool", 0.0),
+        ((1, 1, 2, 2000), "added", 0.1),
+        ((1, 1, 1, 4095), "none", 0.1),
+        ((1, 1, 1, 8192), "none", 0.0),
+    ],
+    ids=str,
+)
+def test_softmax_mask(
+    kernels: Kernels, shape: tuple[int, int, int, int], kind: str, p: float, dtype: torch.dtype
+) -> None:
+    batch, heads, queries, keys = shape
+    rows = batch * heads * queries
+    start, end = bounds(shape)
+    allowed, added = inside(start, end, keys), torch.zeros(())
+    mask = None
+    if kind == "bool":
+        mask = torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.7
+        allowed, strides = allowed & mask, [queries * keys, 0, keys, 1]
+    elif kind != "none":
+        mask = normal(heads, keys, seed=4).to(dtype if kind == "added" else torch.float32)
+        added, strides = mask[None, :, None], [0, keys, 0, 1]
+    held = [Guarded(kernels.library, t) for t in (start, end, *([mask] if mask is not None else []))]
+    arguments = SoftmaxMask(heads, queries, keys, SCALE, held[0].address, held[1].address, kind=KINDS[kind])
+    arguments.start_stride[:] = arguments.end_stride[:] = [queries, 1]
+    if mask is not None:
+        arguments.mask = held[2].address
+        arguments.mask_stride[:] = strides
+    scores, grad = (normal(*shape, seed=s, scale=c).to(dtype) for s, c in ((7, 4), (8, 1)))
+    keep = reference.keep_mask(SEED, STREAM, rows, keys, p).view(shape)
+    out, probs = kernels.run(
+        "softmax_mask", dtype, arguments, scores, empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), rows,
+        STREAM, p, seed_tensor(), outputs=(2, 3),
+    )  # fmt: skip
+    (dscores,) = kernels.run(
+        "softmax_mask_backward", dtype, grad, probs if p else out, empty(*shape, dtype=dtype), keys, SCALE,
+        rows, STREAM, p, seed_tensor(), outputs=(2,),
+    )  # fmt: skip
+    x, exact = scores.requires_grad_(), scores.detach().double().requires_grad_()
+    check(
+        [out, dscores],
+        gradients(plain(x, allowed, added, keep), [x], grad),
+        gradients(reference.softmax_mask(exact, allowed, added, SCALE, keep), [exact], grad), dtype,
+    )  # fmt: skip
+    assert (out == 0)[(keep == 0).expand(shape)].all() and (out == 0)[~allowed.expand(shape)].all()
+
+
+def test_softmax_mask_with_wrong_bounds_is_nan_and_touches_nothing(kernels: Kernels) -> None:
+    shape = (1, 1, 4, 24)
+    start, end = torch.tensor([[0, -1, 25, 3]]).int(), torch.tensor([[24, 5, 30, 25]]).int()
+    held = [Guarded(kernels.library, t) for t in (start, end)]
+    arguments = SoftmaxMask(1, 4, 24, 1.0, held[0].address, held[1].address)
+    arguments.start_stride[:] = arguments.end_stride[:] = [4, 1]
+    out, _ = kernels.run(
+        "softmax_mask", torch.float32, arguments, torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), 4, 0,
+        0.0, seed_tensor(), outputs=(2, 3),
+    )  # fmt: skip
+    assert out[0, 0].isnan().all(-1).tolist() == [False, True, True, True]
+
+
+# --- the rest of a layer ----------------------------------------------------------------------------------------------
+
+SIZES = [(1, 1), (4, 3), (5, 1023), (7, 1024), (4, 2056)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_bias_gelu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, bias, grad = (
+        t.to(dtype)
+        for t in (normal(rows, width, seed=1, scale=3), normal(width, seed=2), normal(rows, width, seed=3))
+    )
+    (y,) = kernels.run(
+        "bias_gelu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,)
+    )
+    dx, dbias = kernels.run(
+        "bias_gelu_backward", dtype, grad, x, bias, empty(rows, width, dtype=dtype),
+        empty(3, width, dtype=torch.float32), empty(width, dtype=dtype), rows, width, outputs=(3, 5),
+    )  # fmt: skip
+    both = []
+    for kind, function in ((dtype, lambda a, b: F.gelu(a + b)), (torch.float64, reference.bias_gelu)):
+        leaves = [t.to(kind).requires_grad_() for t in (x, bias)]
+        both.append(gradients(function(*leaves), leaves, grad))
+    check([y, dx, dbias], *both, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_dropout_draws_the_oracles_mask(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
+    x = normal(rows, width, seed=1).to(dtype)
+    (y,) = kernels.run(
+        "dropout", dtype, x, empty(rows, width, dtype=dtype), rows, width, STREAM, 0.3, seed_tensor(), outputs=(1,)
+    )  # fmt: skip
+    keep = reference.keep_mask(SEED, STREAM, rows, width, 0.3)
+    torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "width"), [*SIZES, (4, 4100)])
+def test_layer_norm(kernels: Kernels, rows: int, width: int, p: float, dtype: torch.dtype) -> None:
+    x, residual, grad, grad_z = (normal(rows, width, seed=s).to(dtype) for s in (1, 2, 7, 8))
+    bias, weight, shift = (normal(width, seed=s).to(dtype) for s in (3, 4, 5))
+    keep = reference.keep_mask(SEED, STREAM, rows, width, p)
+    statistic = empty(rows, dtype=torch.float32)
+    y, z, mean, rstd = kernels.run(
+        "layer_norm", dtype, x, bias, residual, weight, shift, empty(rows, width, dtype=dtype),
+        empty(rows, width, dtype=dtype), statistic, statistic, rows, width, 1e-5, STREAM, p, seed_tensor(),
+        outputs=(5, 6, 7, 8),
+    )  # fmt: skip
+    vector = empty(width, dtype=dtype)
+    dx, dresidual, dbias, dweight, dshift = kernels.run(
+        "layer_norm_backward", dtype, grad, grad_z, z, weight, mean, rstd,
+        empty(rows, width, dtype=dtype) if p else None, empty(rows, width, dtype=dtype),
+        empty(3, 3, width, dtype=torch.float32), vector, vector, vector, rows, width, STREAM, p, seed_tensor(),
+        outputs=(6, 7, 9, 10, 11) if p else (7, 7, 9, 10, 11),
+    )  # fmt: skip
+    both = []
+    for kind in (dtype, torch.float64):
+        leaves = [t.to(kind).requires_grad_() for t in (x, residual, bias, weight, shift)]
+        a, r, b, w, s = leaves
+        summed = r + (a + b) * keep.to(kind)
+        normed = F.layer_norm(summed, (width,), w, s, 1e-5)
+        wanted = torch.autograd.grad([normed, summed], leaves, [grad.to(kind), grad_z.to(kind)])
+        both.append([normed.detach(), summed.detach(), *wanted])
+    check([y, z, dx, dresidual, dbias, dweight, dshift], *both, dtype)
+
+
+# --- mlm_loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "stride", "smoothing", "z_loss"),
+    [(1, 1, 1, 0.0, 0.0), (4, 3, 128, 0.1, 1e-3), (5, 1023, 1023, 0.0, 1e-2), (6, 4500, 4608, 0.1, 0.0)],
+)
+def test_mlm_loss(
+    kernels: Kernels, rows: int, vocab: int, stride: int, smoothing: float, z_loss: float, dtype: torch.dtype
+) -> None:
+    logits, bias = normal(rows, stride, seed=1, scale=3).to(dtype), normal(stride, seed=2).to(dtype)
+    labels = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(3))
+    labels[1::3] = -100
+    labels[0] = (logits[0, :vocab].float() + bias[:vocab].float()).argmax()
+    row, count = empty(rows, dtype=torch.float32), empty(1, dtype=torch.int64)
+    dlogits, lse, dbias, total, right, predictions = kernels.run(
+        "mlm_loss", dtype, logits, bias, labels, row, row, empty(rows, dtype=torch.int32),
+        empty(3, stride, dtype=torch.float32), empty(stride, dtype=dtype), empty(1, dtype=torch.float32), count, count,
+        rows, vocab, stride, smoothing, z_loss, outputs=(0, 4, 7, 8, 9, 10),
+    )  # fmt: skip
+    both = []
+    for kind in (dtype, torch.float64):
+        x, b = (t.to(kind).requires_grad_() for t in (logits, bias))
+        one = torch.eye(stride, dtype=kind)
+        loss, hits = reference.mlm_loss(x, one, b, labels, vocab, smoothing, z_loss)
+        both.append(gradients(loss, [x, b], torch.ones(())))
+    check([total[0], dlogits, dbias], *both, dtype)
+    exact = (logits.double() + bias.double())[:, :vocab].logsumexp(-1) * (labels >= 0)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+    assert int(right) == int(hits) >= 1 and int(predictions) == int((labels >= 0).sum())
+    assert (dlogits[:, vocab:] == 0).all() and (dlogits[labels < 0] == 0).all()
+
+
+def test_mlm_loss_of_equal_logits_and_of_a_wrong_label(kernels: Kernels) -> None:
+    """Of equal logits the first is the prediction; a label outside the vocabulary makes its row NaN and no other."""
+    labels = torch.tensor([0, 5, 8, -1])
+    row = empty(4, dtype=torch.float32)
+    dlogits, loss, correct = kernels.run(
+        "mlm_loss", torch.float32, torch.zeros(4, 8), torch.zeros(8), labels, row, row, empty(4, dtype=torch.int32),
+        empty(3, 8, dtype=torch.float32), torch.zeros(8), torch.zeros(1), torch.zeros(1).long(), torch.zeros(1).long(),
+        4, 8, 8, 0.0, 0.0, outputs=(0, 3, 5),
+    )  # fmt: skip
+    assert correct.tolist()[:2] == [1, 0]
+    assert loss.isnan().tolist() == [False, False, True, True]
+    assert dlogits.isnan().all(-1).tolist() == [False, False, True, True]

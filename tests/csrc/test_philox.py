@@ -1,0 +1,78 @@
+"""Dropout masks: the published Philox, the same mask from oracle and native code, the right share, no visible pattern."""
+
+from __future__ import annotations
+
+import torch
+
+from megabert.model.ops import reference
+from tests.model.ops.oracle import needs_library
+
+SEED = 0x0123456789ABCDEF
+
+
+def test_philox_gives_the_published_values() -> None:
+    """Known answers of philox4x32-10 from the Random123 distribution."""
+    known = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, words in known:
+        found = reference.philox(tuple(torch.tensor([c]) for c in counter), key)
+        assert tuple(int(w) for w in found) == words
+
+
+def native_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> torch.Tensor:
+    """The factor that the native op multiplies with: z = 0 + dropout(1 + 0)."""
+    one, zero = torch.ones(rows, columns), torch.zeros(rows, columns)
+    seed_tensor = torch.tensor([seed])
+    return torch.ops.megabert.dropout_add_layer_norm(
+        one, zero[0], zero, one[0], zero[0], seed_tensor, stream, p, 1e-12
+    )[1]
+
+
+@needs_library
+def test_native_mask_is_the_oracles() -> None:
+    for rows, columns, p, stream in [
+        (1, 1, 0.5, 0),
+        (3, 1023, 0.1, 7),
+        (257, 64, 0.9, 2**31),
+        (5, 100, 1e-9, 1),
+    ]:
+        expected = reference.keep_mask(SEED, stream, rows, columns, p)
+        torch.testing.assert_close(
+            native_mask(SEED, stream, rows, columns, p), expected.float(), rtol=1e-7, atol=0
+        )
+
+
+@needs_library
+def test_share_and_independence_of_the_mask() -> None:
+    rows, columns = 1000, 1000
+    for p in (0.1, 0.5):
+        kept = native_mask(SEED, 3, rows, columns, p) != 0
+        sigma = (p * (1 - p) / kept.numel()) ** 0.5
+        assert abs(1 - kept.double().mean().item() - p) < 4 * sigma + 2**-17  # p is rounded to 16 bits
+        centred = (kept.double() - kept.double().mean()) / kept.double().std()
+        others = {
+            "next column": centred.roll(1, 1),
+            "eight columns on": centred.roll(8, 1),
+            "next row": centred.roll(1, 0),
+            "next seed": (native_mask(SEED + 1, 3, rows, columns, p) != 0).double() - (1 - p),
+            "next stream": (native_mask(SEED, 4, rows, columns, p) != 0).double() - (1 - p),
+        }
+        for name, other in others.items():
+            correlation = (centred * other / other.std()).mean().item()
+            assert abs(correlation) < 5e-3, f"{name}: correlation {correlation:.4f}"  # 5 sigma
+        shares = kept.double().mean(0), kept.double().mean(1)  # no column or row is special
+        for share in shares:
+            assert (share - (1 - p)).abs().max() < 5.5 * (p * (1 - p) / rows) ** 0.5
+
+
+@needs_library
+def test_scale_makes_dropout_unbiased() -> None:
+    mask = native_mask(SEED, 0, 64, 512, 0.1)
+    assert mask.max().item() == torch.tensor(65536 / (65536 - 6554)).float().item()

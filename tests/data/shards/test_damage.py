@@ -1,0 +1,368 @@
+"""No damaged byte of a dataset is trained on: 1,000 flipped bits and 1,000 truncations, each named with its place.
+
+Where a byte lies is worked out by `tarfile`, not by the code under test. A flip in a row or its checksum must be refused
+by whoever reads that row. A flip that no row depends on (tar and npy headers, padding, the end of the archive) must leave
+every row as it was and must be found by `verify`. A truncation must be refused before a row is read, at whatever moment it
+happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megabert.data.batch import Update
+from megabert.data.loader import Loader, row_order
+from megabert.data.shards import DamagedRow, Dataset, Manifest, ShardCheck, plan
+from tests.helpers.rows import make_dataset, vocabulary
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 84, 32, 3, 8, 32  # 3 shards; the last block has 4 rows
+ROW_BYTES = {"ids": 2 * LENGTH, "bounds": 4 * SLOTS, "isnext": SLOTS, "crc": 4}
+IN_ROWS = tuple(ROW_BYTES)
+BESIDE_ROWS = ("tar header", "npy header", "padding", "end of archive")
+END = 1024  # bytes of zeros that close a tar
+GLOBAL_BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Text and fractions in the manifest, so that some of its values have more than one spelling."""
+    folder = tmp_path_factory.mktemp("damage") / "data"
+    more = {"options": {"input": "café ünï", "seed": 7}, "statistics": {"fill": 1.5e-07, "rows": ROWS}}
+    return make_dataset(folder, ROWS, shard_rows=PER_SHARD, **more)
+
+
+@pytest.fixture(scope="module")
+def sites(folder) -> dict[str, list[tuple[str, int, str]]]:
+    """What kind of byte -> [(shard, offset, `block B, row R (ids at byte O)` for a byte of a row)]."""
+    found: dict[str, list[tuple[str, int, str]]] = {kind: [] for kind in (*IN_ROWS, *BESIDE_ROWS)}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            members = tar.getmembers()
+        first = int(members[0].name.split(".")[0])
+        ids = {m.name.split(".")[0]: m.offset_data + 128 for m in members if ".ids." in m.name}
+        for m in members:
+            key, name, _ = m.name.split(".")
+            for at in range(m.offset_data + 128, m.offset_data + m.size):
+                row = (at - m.offset_data - 128) // ROW_BYTES[name]
+                byte = ids[key] + row * ROW_BYTES["ids"]
+                found[name].append(
+                    (path.name, at, f"block {int(key) - first}, row {row} (ids at byte {byte})")
+                )
+            end = m.offset_data + -(-m.size // 512) * 512
+            for kind, start, stop in (
+                ("tar header", m.offset, m.offset_data),
+                ("npy header", m.offset_data, m.offset_data + 128),
+                ("padding", m.offset_data + m.size, end),
+            ):
+                found[kind] += [(path.name, at, "") for at in range(start, stop)]
+        found["end of archive"] += [(path.name, at, "") for at in range(end, path.stat().st_size)]
+    covered = sum(map(len, found.values()))
+    assert covered == sum(path.stat().st_size for path in folder.glob("*.tar"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    """Every row as it was written."""
+    return Dataset(folder).read(np.arange(ROWS))
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    """Flip one bit in place: a second call takes it back, and maps that are open see it."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("ids", "bounds", "isnext"))
+
+
+def shard_problems(folder: Path, name: str) -> list[str]:
+    """What `verify` says about one shard; the other shards are not read, to save time."""
+    (check,) = (part for part in plan(folder) if isinstance(part, ShardCheck) and part.path.name == name)
+    return check.problems()
+
+
+def test_a_thousand_flips_in_shards_are_refused_or_touch_no_row(folder, sites, rows):
+    """125 in each of eight kinds of byte, each met by a reader that had the shard open and by one that opens it now."""
+    rng = np.random.default_rng(11)
+    running = Dataset(folder)
+    running.read(np.arange(ROWS))
+    count: Counter[str] = Counter()
+    for kind, bytes_of_kind in sites.items():
+        for pick in rng.choice(len(bytes_of_kind), 125, replace=len(bytes_of_kind) < 125).tolist():
+            name, at, place = bytes_of_kind[pick]
+            bit = int(rng.integers(8))
+            flip(folder / name, at, bit)
+            problems = shard_problems(folder, name)
+            assert "SHA-256" in problems[-1] and all(p.startswith(f"{folder / name}: ") for p in problems)
+            for reader in (running, Dataset(folder)):
+                if kind in IN_ROWS:
+                    with pytest.raises(DamagedRow) as caught:
+                        reader.read(rng.permutation(ROWS))
+                    message = f"{folder / name}: {place} does not match its checksum"
+                    assert str(caught.value) == message == problems[0], (kind, at, bit)
+                else:
+                    assert same(reader.read(np.arange(ROWS)), rows), (kind, at, bit)
+                    end = kind == "end of archive"
+                    byte = (folder / name).stat().st_size - END if end else at
+                    assert re.search(rf"byte {byte}\b", problems[0]), (kind, at, problems)
+            flip(folder / name, at, bit)
+            count["refused" if kind in IN_ROWS else "no row touched, found by verify"] += 1
+    assert same(running.read(np.arange(ROWS)), rows)
+    print(dict(count))
+    assert count == {"refused": 500, "no row touched, found by verify": 500}
+
+
+def test_every_row_but_the_damaged_one_stays_readable(folder, sites, rows):
+    rng = np.random.default_rng(12)
+    for kind in IN_ROWS:
+        for pick in rng.choice(len(sites[kind]), 10, replace=False).tolist():
+            name, at, place = sites[kind][pick]
+            block, row = (int(found) for found in re.findall(r"(?:block|row) (\d+)", place))
+            bad = int(name[6:12]) * PER_SHARD + block * BLOCK + row
+            others = np.setdiff1d(np.arange(ROWS), [bad])
+            flip(folder / name, at, 3)
+            got = Dataset(folder).read(others)
+            flip(folder / name, at, 3)
+            assert np.array_equal(got.ids, rows.ids[others]) and np.array_equal(
+                got.bounds, rows.bounds[others]
+            )
+
+
+def cuts(rng: np.random.Generator, folder: Path, number: int) -> Iterator[tuple[Path, bytes, int]]:
+    """(shard, its bytes, the size it is cut to): anywhere, and in one of four at a unit of 512 bytes."""
+    shards = sorted(folder.glob("*.tar"))
+    for trial in range(number):
+        path = shards[trial % len(shards)]
+        whole = path.read_bytes()
+        size = int(rng.integers(len(whole)))
+        yield path, whole, size // 512 * 512 if trial % 4 == 0 else size
+
+
+def block_ends(path: Path) -> list[int]:
+    """Where each block of a shard ends: after the padding of its fourth member."""
+    with tarfile.open(path) as tar:
+        return [m.offset_data + -(-m.size // 512) * 512 for m in tar.getmembers()[3::4]]
+
+
+def test_a_thousand_truncations_are_refused_before_a_row_is_read(folder, rows):
+    """Cut before the dataset is opened (500), after it was opened (250), and while the shard is mapped (250).
+
+    Open already, a row that is cut off is named when it is asked for; rows that are whole in the file stay readable.
+    """
+    rng = np.random.default_rng(13)
+    ends = {path: block_ends(path) for path in folder.glob("*.tar")}
+    seen: Counter[str] = Counter()
+    for trial, (path, whole, size) in enumerate(cuts(rng, folder, 1000)):
+        reader = Dataset(folder)
+        if trial % 4 == 3:
+            reader.read(np.arange(ROWS))
+        os.truncate(path, size)
+        end = len(whole) - END
+        if trial % 4 < 2:
+            with pytest.raises(ValueError) as refused:
+                Dataset(folder)
+            expected = f"{path}: has {size} bytes, the manifest says {len(whole)}; "
+            assert str(refused.value).startswith(expected) and "\n" not in str(refused.value)
+            seen["refused when opened"] += 1
+        elif size >= end:
+            assert same(reader.read(np.arange(ROWS)), rows)
+            seen["no row touched, found by verify"] += 1
+        else:
+            first = int(path.name[6:12]) * PER_SHARD
+            block = sum(at <= size for at in ends[path])
+            gone = np.arange(first + block * BLOCK, min(first + PER_SHARD, ROWS))
+            kept = np.setdiff1d(np.arange(ROWS), gone)
+            with pytest.raises(DamagedRow, match=r"row \d+ \(ids at byte \d+\) is not in the file") as lost:
+                reader.read(rng.permutation(ROWS))
+            assert str(lost.value).startswith(f"{path}: block ")
+            for row in gone[:1].tolist() + gone[-1:].tolist():
+                with pytest.raises(DamagedRow, match=rf"^{path}: block \d+, row {row % BLOCK} "):
+                    reader.read(np.array([0, row]) if row >= PER_SHARD else np.array([row]))
+            assert np.array_equal(reader.read(kept).ids, rows.ids[kept])
+            seen["refused when read"] += 1
+        problems = shard_problems(folder, path.name)
+        assert problems and all(p.startswith(f"{path}: ") for p in problems)
+        place = (
+            f"is cut at byte {size} of {len(whole)}" if size < end else f"end of the archive at byte {end} "
+        )
+        assert any(place in p for p in problems), (size, problems)
+        path.write_bytes(whole)
+    print(dict(seen))
+    assert seen["refused when opened"] == 500 and sum(seen.values()) == 1000
+    assert seen["no row touched, found by verify"] < 100
+
+
+def test_a_tail_that_was_never_written_is_refused(folder, rows):
+    """Zeros in place of a shard's tail, as some file systems leave it after a power cut: the size is right."""
+    rng = np.random.default_rng(14)
+    reader = Dataset(folder)
+    seen: Counter[str] = Counter()
+    for path, whole, size in cuts(rng, folder, 200):
+        with path.open("r+b") as file:
+            file.seek(size)
+            file.write(bytes(len(whole) - size))
+        problems = shard_problems(folder, path.name)
+        assert (problems == []) == (whole[size:].count(0) == len(whole) - size)
+        try:
+            got = reader.read(np.arange(ROWS))
+        except DamagedRow as error:
+            assert str(error).startswith(f"{path}: block ") and any(str(error) == p for p in problems)
+            seen["refused"] += 1
+        else:
+            assert same(got, rows)
+            seen["no row touched"] += 1
+        path.write_bytes(whole)
+    print(dict(seen))
+    assert seen["refused"] > 150
+
+
+def test_a_thousand_flips_and_every_truncation_of_the_manifest(folder, rows):
+    """Refused with the file's name, or the same values in another spelling: rows as they were, and `verify` says so."""
+    path = folder / "manifest.json"
+    text, good = path.read_bytes(), Manifest.load(folder)
+    rng = np.random.default_rng(15)
+    spelling = [m.start() for m in re.finditer(rb"(?<=u00)[ef]|e(?=-07)", text)]
+    flips = [(int(at), int(rng.integers(8))) for at in rng.integers(len(text), size=990)]
+    flips += [(at, 5) for at in (spelling * 10)[:10]]  # bit 5: the other case of a letter
+    damaged = [text[:at] + bytes([text[at] ^ 1 << bit]) + text[at + 1 :] for at, bit in flips]
+    damaged += [text[:size] for size in range(len(text))]
+    refused = respelled = 0
+    for data in damaged:
+        path.write_bytes(data)
+        try:
+            dataset = Dataset(folder)
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error), error
+            assert plan(folder) == [str(error)]
+            refused += 1
+        else:
+            assert dataset.manifest == good
+            if respelled % 5 == 0:
+                assert same(dataset.read(np.arange(ROWS)), rows)
+            assert plan(folder)[0] == f"{path}: is not as it was written: the same fields in other bytes"
+            respelled += 1
+    path.write_bytes(text)
+    print(f"{refused} refused, {respelled} respelled of {len(damaged)}")
+    assert refused + respelled == len(text) + 1000 and 10 <= respelled < 30
+
+
+def updates(folder: Path, workers: int = 0, tolerant: bool = False) -> list[Update]:
+    """An epoch, or what comes of it until an update has a problem."""
+    dataset = Dataset(folder, tolerant)
+    sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH}
+    loader = Loader(dataset, vocabulary(), seed=5, workers=workers, **sizes)
+    found = []
+    for update in itertools.islice(loader, ROWS // GLOBAL_BATCH):
+        found.append(update)
+        if update.problem:
+            break
+    loader.close()
+    return found
+
+
+def in_a_row(sites, kind: str, rng: np.random.Generator) -> tuple[str, int, str, int]:
+    """A byte of some row: shard, offset, place as errors name it, row id."""
+    name, at, place = sites[kind][int(rng.integers(len(sites[kind])))]
+    block, row = (int(found) for found in re.findall(r"(?:block|row) (\d+)", place))
+    return name, at, place, int(name[6:12]) * PER_SHARD + block * BLOCK + row
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_gives_no_update_that_holds_a_damaged_row(folder, sites, workers):
+    """Every update before it is what it would have been; in its place comes the reason, and not a row."""
+    rng = np.random.default_rng(16)
+    whole = updates(folder, workers)
+    order = row_order(ROWS, BLOCK, 5, 0, np.arange(ROWS))
+    assert np.array_equal(np.concatenate([update.row_ids for update in whole]), order)
+    for trial in range(60 if workers == 0 else 3):
+        name, at, place, bad = in_a_row(sites, IN_ROWS[trial % 4], rng)
+        bit = int(rng.integers(8))
+        flip(folder / name, at, bit)
+        got = updates(folder, workers)
+        flip(folder / name, at, bit)
+        assert len(got) == int(np.flatnonzero(order == bad)[0]) // GLOBAL_BATCH + 1
+        assert got[-1].problem == f"{folder / name}: {place} does not match its checksum"
+        assert (got[-1].row_ids == -1).all() and got[-1].predictions == 0
+        for update, want in zip(got[:-1], whole, strict=False):
+            assert update.problem == "" and np.array_equal(update.row_ids, want.row_ids)
+            assert torch.equal(update.batches[0].input_ids, want.batches[0].input_ids)
+
+
+def test_a_tolerant_loader_leaves_out_the_damaged_row_alone(folder, sites):
+    rng = np.random.default_rng(18)
+    whole = updates(folder)
+    for trial in range(40):
+        name, at, place, bad = in_a_row(sites, IN_ROWS[trial % 4], rng)
+        bit = int(rng.integers(8))
+        flip(folder / name, at, bit)
+        got = updates(folder, tolerant=True)
+        flip(folder / name, at, bit)
+        damage = {row: text for update in got for row, text in update.damage.items()}
+        assert damage == {bad: f"{folder / name}: {place} does not match its checksum"}
+        for update, want in zip(got, whole, strict=True):
+            others = want.row_ids != bad
+            assert np.array_equal(update.row_ids, np.where(others, want.row_ids, -1))
+            for part in ("input_ids", "key_start", "key_end"):
+                ours, theirs = (getattr(u.batches[0], part) for u in (update, want))
+                assert torch.equal(ours[others], theirs[others]), part
+
+
+@pytest.mark.parametrize("loss", ["cut", "removed"])
+def test_a_shard_lost_after_the_dataset_was_opened_is_one_clear_line(folder, tmp_path, loss):
+    """A worker that read its map beyond the end of the file would be killed without a word."""
+    copy = tmp_path / "data"
+    shutil.copytree(folder, copy)
+    dataset = Dataset(copy)
+    if loss == "cut":
+        dataset.read(np.arange(ROWS))  # the worker inherits the maps
+    for path in copy.glob("*.tar"):
+        path.unlink() if loss == "removed" else os.truncate(path, 512)
+    loader = Loader(dataset, vocabulary(), global_batch=12, micro_batch=12, seed=5, workers=1)
+    problem = next(loader).problem
+    loader.close()
+    assert problem.startswith(f"{copy}/shard-00000") and "\n" not in problem
+    assert problem.endswith(" is not in the file, which is cut or missing")
+
+
+def test_the_verify_command_finds_what_a_hundred_flips_and_cuts_did(folder, tmp_path):
+    """One dataset a fault, all in one folder; nothing is said of the whole one among them."""
+    rng = np.random.default_rng(17)
+    files = [*sorted(folder.glob("*.tar")), folder / "manifest.json"]
+    damaged = {}
+    for trial in range(100):
+        source = files[trial % len(files)]
+        copy = tmp_path / f"{trial:03d}"
+        shutil.copytree(folder, copy)
+        at = int(rng.integers(source.stat().st_size))
+        if trial % 2:
+            os.truncate(copy / source.name, at)
+        else:
+            flip(copy / source.name, at, int(rng.integers(8)))
+        damaged[str(copy)] = source.name
+    shutil.copytree(folder, tmp_path / "whole")
+    done = subprocess.run(
+        [sys.executable, "-m", "data_prep", "verify", str(tmp_path), "--workers", "1"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    found = {tuple(line.split(": ")[0].rsplit("/", 1)) for line in done.stdout.splitlines()}
+    assert found == set(damaged.items())

@@ -1,0 +1,371 @@
+"""The shard contract: stock tools read it, reads equal an independent reader's, and no damage passes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from megabert.data import shards
+from megabert.data.shards import DamagedRow, Dataset, Manifest, Rows, verify, write_manifest, write_shard
+from megabert.data.shards.layout import Layout
+from tests.helpers.rows import make_dataset, make_rows
+
+ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 148, 32, 3, 8, 64  # 3 shards, the last block has 4 rows
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    return make_rows(ROWS, LENGTH, SLOTS, seed=5)
+
+
+@pytest.fixture
+def folder(tmp_path, arrays):
+    return make_dataset(tmp_path / "data", ROWS, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
+
+
+def independent(folder: Path) -> dict[str, np.ndarray]:
+    """Every member of every shard through tarfile and np.load, in archive order."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                data = tar.extractfile(member)
+                assert data is not None
+                array = np.load(io.BytesIO(data.read()), allow_pickle=False)
+                parts.setdefault(member.name.split(".")[1], []).append(array)
+    return {name: np.concatenate(blocks) for name, blocks in parts.items()}
+
+
+def test_stock_webdataset_reads_a_shard_as_it_is(folder, arrays):
+    paths = [str(p) for p in sorted(folder.glob("shard-*.tar"))]
+    samples = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
+    assert [s["__key__"] for s in samples] == [f"{i:09d}" for i in range(19)]
+    for name, array in zip(("ids", "bounds", "isnext"), arrays, strict=True):
+        got = np.concatenate([s[f"{name}.npy"] for s in samples])
+        assert got.dtype == array.dtype and (got == array).all()
+
+
+def test_members_are_what_the_contract_says(folder, arrays):
+    with tarfile.open(folder / "shard-000001.tar") as tar:
+        members = tar.getmembers()
+    assert [m.name for m in members[:4]] == [f"000000008.{n}.npy" for n in ("ids", "bounds", "isnext", "crc")]
+    assert {(m.mtime, m.uid, m.gid, m.mode, m.uname, m.isreg()) for m in members} == {
+        (0, 0, 0, 0o644, "", True)
+    }
+    crc = independent(folder)["crc"]
+    want = [zlib.crc32(b"".join(a[i].tobytes() for a in arrays)) for i in range(ROWS)]
+    assert crc.dtype == np.uint32 and crc.tolist() == want
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_read_equals_an_independent_reader(tmp_path, arrays, dtype):
+    ids = arrays[0].astype(dtype)
+    tree = {"kind": "sentencepiece", "file": "tokenizer.model", "sha256": "0" * 64, "vocab_size": 70_000}
+    tree["special_ids"] = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    changes = {"dtype": dtype, "tokenizer": tree} if dtype == "uint32" else {}
+    folder = make_dataset(tmp_path, ROWS, arrays=(ids, *arrays[1:]), seq_len=LENGTH, slots=SLOTS, **changes)
+    want = independent(folder)
+    dataset = Dataset(folder)
+    rng = np.random.default_rng(0)
+    picks = [
+        np.arange(ROWS),
+        rng.permutation(ROWS),
+        rng.integers(0, ROWS, 400),
+        np.array([147]),
+        np.arange(0),
+    ]
+    for pick in picks:
+        got = pickle.loads(pickle.dumps(dataset)).read(pick) if len(pick) == 400 else dataset.read(pick)
+        for name in ("ids", "bounds", "isnext"):
+            part = getattr(got, name)
+            assert part.dtype == want[name].dtype and (part == want[name][pick]).all()
+    for outside in ([-1], [ROWS]):
+        with pytest.raises(ValueError, match=r"row ids must lie in 0\.\.147"):
+            dataset.read(np.array(outside))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 64, 65])
+def test_any_number_of_rows(tmp_path, rows):
+    dataset = Dataset(make_dataset(tmp_path, rows))
+    want = make_rows(rows, 32, 3)
+    got = dataset.read(np.arange(rows)[::-1])
+    assert (got.ids[::-1] == want[0]).all() and (got.bounds[::-1] == want[1]).all()
+    assert list(verify(tmp_path)) == []
+
+
+def test_more_shards_than_maps_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("megabert.data.shards.dataset.OPEN_SHARDS", 2)
+    dataset = Dataset(make_dataset(tmp_path, 100, shard_rows=8))
+    pick = np.random.default_rng(0).integers(0, 100, 300)
+    assert (dataset.read(pick).ids == make_rows(100, 32, 3)[0][pick]).all()
+    assert len(dataset._maps) == 2
+
+
+def test_bytes_depend_on_the_rows_alone(folder, tmp_path, arrays):
+    again = make_dataset(tmp_path / "again", ROWS, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
+    for path in folder.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes()
+    entry = Manifest.load(folder).shards[0]
+    data = (folder / entry.name).read_bytes()
+    assert (entry.bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert Manifest.load(folder).fingerprint == Manifest.load(again).fingerprint
+
+
+def copy_with(folder: Path, target: Path, name: str, data: bytes) -> Path:
+    target.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if not (target / path.name).exists() or path.name.startswith("shard"):
+            (target / path.name).write_bytes(path.read_bytes() if path.name != name else data)
+    return target
+
+
+def test_every_truncation_is_caught(folder, tmp_path):
+    whole = (folder / "shard-000002.tar").read_bytes()
+    block = len(independent_block(whole))
+    cuts = sorted({0, 1, 511, 512, 640, block - 1, block, block + 1, len(whole) - 1024, len(whole) - 1})
+    for cut in [*cuts, *range(700, len(whole), 977)]:
+        bad = copy_with(folder, tmp_path / "bad", "shard-000002.tar", whole[:cut])
+        with pytest.raises(
+            ValueError, match=rf"shard-000002.tar: has {cut} bytes, the manifest says {len(whole)}"
+        ):
+            Dataset(bad)
+        problems = list(verify(bad))
+        assert problems and all("shard-000002.tar" in p for p in problems), cut
+    bad = copy_with(folder, tmp_path / "bad", "shard-000002.tar", whole + b"\0")
+    assert list(verify(bad))
+    with pytest.raises(ValueError, match=r"shard-000002\.tar"):
+        Dataset(bad)
+
+
+def independent_block(shard: bytes) -> bytes:
+    """The bytes of the first block: four members, each a header and data rounded up to 512."""
+    with tarfile.open(fileobj=io.BytesIO(shard)) as tar:
+        members = tar.getmembers()
+    return shard[: members[4].offset]
+
+
+def test_every_flipped_bit_is_caught_by_verify_and_in_rows_by_read(folder, tmp_path):
+    """A bit in every 61st byte of a shard (headers, rows, checksums, padding, end) and in 120 bytes of its rows."""
+    name = "shard-000002.tar"
+    whole = (folder / name).read_bytes()
+    with tarfile.open(folder / name) as tar:
+        payload = {i for m in tar for i in range(m.offset_data + 128, m.offset_data + m.size)}
+    target = copy_with(folder, tmp_path / "bad", name, whole)
+    rng = np.random.default_rng(1)
+    in_rows = 0
+    inside = rng.choice(sorted(payload), 120, replace=False).tolist()
+    for at in [*range(0, len(whole), 61), *range(0, 640, 9), len(whole) - 1, *inside]:
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(8))
+        (target / name).write_bytes(data)
+        problems = list(verify(target))
+        assert any("SHA-256" in p for p in problems) and all(name in p for p in problems)
+        assert len(problems) == 2 and ("byte" in problems[0]), (at, problems)
+        if at in payload:
+            in_rows += 1
+            dataset = Dataset(target)
+            with pytest.raises(DamagedRow, match=rf"{name}: block \d+, row \d+ \(ids at byte \d+\)"):
+                dataset.read(np.arange(128, ROWS))
+            dataset.read(np.arange(128))  # other shards are untouched
+    assert in_rows >= 120
+
+
+def test_damage_is_placed_exactly(folder):
+    """A flipped bit in a known row is reported with that row's shard, block, row and byte offset."""
+    dataset = Dataset(folder)
+    name = "shard-000001.tar"
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        start = tar.getmember("000000011.ids.npy").offset_data + 128 + 5 * LENGTH * 2
+    data[start + 7] ^= 4
+    path.write_bytes(data)
+    where = f"{name}: block 3, row 5 (ids at byte {start})"
+    with pytest.raises(DamagedRow) as caught:
+        dataset.read(np.random.default_rng(0).permutation(ROWS))
+    assert where in str(caught.value) and "\n" not in str(caught.value)
+    assert any(where in problem for problem in verify(folder))
+    good = np.setdiff1d(np.arange(ROWS), [64 + 3 * BLOCK + 5])
+    assert len(dataset.read(good).ids) == ROWS - 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda ids, bounds, isnext: bounds.__setitem__((3, 0, 0), LENGTH + 1),
+        lambda ids, bounds, isnext: bounds.__setitem__((3, 0, 1), bounds[3, 0, 0] + 1),
+        lambda ids, bounds, isnext: ids.__setitem__((3, 1), 2000),
+        lambda ids, bounds, isnext: isnext.__setitem__((3, 0), 2),
+    ],
+    ids=[
+        "lengths beyond the row",
+        "A longer than its sequence",
+        "an id outside the vocabulary",
+        "a label of 2",
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused_though_their_checksum_is_right(tmp_path, spoil):
+    arrays = make_rows(16, LENGTH, SLOTS)
+    spoil(*arrays)
+    make_dataset(tmp_path, 16, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
+    with pytest.raises(DamagedRow, match=r"block 0, row 3 .* out of range"):
+        Dataset(tmp_path).read(np.arange(16))
+    assert len(list(verify(tmp_path))) == 1
+
+
+def test_a_missing_shard_tokenizer_or_manifest_is_named(folder):
+    (folder / "tokenizer.model").write_bytes(b"another")
+    assert [p for p in verify(folder) if "tokenizer.model" in p]
+    (folder / "shard-000001.tar").unlink()
+    assert any("shard-000001.tar: is missing" in p for p in verify(folder))
+    with pytest.raises(ValueError, match=r"shard-000001\.tar: is missing"):
+        Dataset(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"manifest\.json: not found"):
+        Dataset(folder)
+    assert len(list(verify(folder))) == 1
+
+
+def test_the_held_out_dataset_is_verified_too(tmp_path):
+    inner = make_dataset(tmp_path / "held_out", 8)
+    sha = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
+    entry = {"path": "held_out", "rows": 8, "manifest_sha256": sha}
+    folder = make_dataset(tmp_path, 16, held_out=entry)
+    assert list(verify(folder)) == [] and Dataset(folder).held_out_path == inner
+    make_dataset(inner, 8, seed=9)
+    assert len([p for p in verify(folder) if "held-out manifest" in p]) == 1
+
+
+BAD_FIELDS = [
+    (("schema",), 2, "schema"),
+    (("seq_len",), "128", "seq_len"),
+    (("seq_len",), True, "seq_len"),
+    (("max_sequences",), 0, "max_sequences"),
+    (("rows",), ROWS + 1, "rows"),
+    (("block_rows",), 0, "block_rows"),
+    (("dtype",), "uint32", "dtype"),
+    (("dtype",), "O", "dtype"),
+    (("tokenizer", "kind"), "bpe", "tokenizer.kind"),
+    (("tokenizer", "file"), "/etc/passwd", "tokenizer.file"),
+    (("tokenizer", "file"), "../../x", "tokenizer.file"),
+    (("tokenizer", "sha256"), "xyz", "tokenizer.sha256"),
+    (("tokenizer", "vocab_size"), 0, "tokenizer.vocab_size"),
+    (("tokenizer", "special_ids"), {"pad": 0}, "tokenizer.special_ids"),
+    (("tokenizer", "special_ids", "mask"), 2, "tokenizer.special_ids"),
+    (("statistics",), [], "statistics"),
+    (("options",), None, "options"),
+    (("shards",), {}, "shards"),
+    (("shards", 1), None, "shards[1]"),
+    (("shards", 1, "name"), "pipe:rm", "shards[1].name"),
+    (("shards", 1, "name"), "../shard-000001.tar", "shards[1].name"),
+    (("shards", 1, "rows"), 56, "shards[1].rows"),
+    (("shards", 1, "bytes"), 1024, "shards[1].bytes"),
+    (("shards", 2, "sha256"), 7, "shards[2].sha256"),
+    (("held_out",), {"path": ".."}, "held_out.path"),
+    (("extra",), 1, "extra"),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "field"), BAD_FIELDS, ids=[f"{f}={v}"[:40] for _, v, f in BAD_FIELDS]
+)
+def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, field):
+    path = folder / "manifest.json"
+    tree = json.loads(path.read_text())
+    node = tree
+    for key in where[:-1]:
+        node = node[key]
+    node[where[-1]] = value
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ValueError) as caught:
+        Manifest.load(folder)
+    assert str(caught.value).startswith(f"{path}: {field}") and "\n" not in str(caught.value)
+    assert len(list(verify(folder))) == 1
+    with pytest.raises(ValueError):
+        write_manifest(folder, tree)
+
+
+@pytest.mark.parametrize("field", ["schema", "rows", "shards", "held_out", "tokenizer"])
+def test_a_missing_manifest_field_is_named(folder, field):
+    path = folder / "manifest.json"
+    tree = json.loads(path.read_text())
+    del tree[field]
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=rf"manifest\.json: {field} is missing"):
+        Manifest.load(folder)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"])
+def test_a_manifest_that_is_no_object_is_one_line(folder, text):
+    (folder / "manifest.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
+        Manifest.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_field_is_seen_and_a_manifest_from_before_fingerprints_is_taken(folder):
+    path = folder / "manifest.json"
+    tree, fingerprint = json.loads(path.read_text()), Manifest.load(folder).fingerprint
+    assert tree["fingerprint"] == fingerprint
+    for change in ({"options": {"seed": 2}}, {"statistics": {"rows": 1.5}}, {"fingerprint": None}):
+        path.write_text(json.dumps(tree | change))
+        with pytest.raises(ValueError, match=r"manifest\.json: fingerprint is not that of the other fields"):
+            Manifest.load(folder)
+    write_manifest(folder, tree | {"options": {"seed": 2}})  # written anew, it has a new one
+    assert Manifest.load(folder).fingerprint != fingerprint and list(verify(folder)) == []
+    del tree["fingerprint"]
+    path.write_text(json.dumps(tree, sort_keys=True, indent=1) + "\n")
+    assert Manifest.load(folder).fingerprint == fingerprint and list(verify(folder)) == []
+    path.write_text(json.dumps(tree, sort_keys=True, indent=2) + "\n")
+    assert list(verify(folder)) == [f"{path}: is not as it was written: the same fields in other bytes"]
+
+
+@pytest.mark.parametrize("block", [0, 7, 12_345, 999_999_999])
+def test_headers_are_tarfiles_own(block):
+    layout = Layout(5, LENGTH, SLOTS, "uint16")
+    for name, (npy, _, row_bytes) in layout.members.items():
+        info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
+        info.size, info.mode = 128 + 5 * row_bytes, 0o644
+        assert layout.header(name, block) == info.tobuf(tarfile.USTAR_FORMAT) + npy
+
+
+def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
+    checks = [part for part in shards.plan(folder) if isinstance(part, shards.ShardCheck)]
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("builtins.open", broken)
+    found = [check.problems() for check in checks]
+    monkeypatch.undo()
+    assert found == [[f"{check.path}: cannot be read (Input/output error)"] for check in checks]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, arrays, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    make_dataset(tmp_path, 8)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    tree = json.loads(before["manifest.json"]) | {"options": {"new": 1}}
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError):
+        write_shard(tmp_path / "shard-000001.tar", 0, *arrays)
+    with pytest.raises(OSError):
+        write_manifest(tmp_path, tree)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_public_names():
+    assert {"write_shard", "write_manifest", "Manifest", "Dataset", "Rows", "verify"} <= set(shards.__all__)
+    assert Rows.__dataclass_fields__.keys() == {"ids", "bounds", "isnext"}

@@ -1,0 +1,383 @@
+"""Every row once an epoch, the same global batches however they are cut, arrays equal to hand-computed ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from megabert.config import from_dict
+from megabert.data.loader import Batch, Loader, eval_batches
+from megabert.data.masking import Masking
+from megabert.data.shards import Dataset
+from megabert.distributed.heartbeat import is_alive
+from tests.helpers.rows import make_dataset, vocabulary
+from tests.data.test_tokenizer import train as train_tokenizer
+
+ROWS, GLOBAL, SEED = 180, 48, 3  # 15 updates are 4 epochs; blocks of 8, the last of 4; 3 shards
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return Dataset(make_dataset(tmp_path_factory.mktemp("loader"), ROWS))
+
+
+def global_batches(dataset, steps, world, workers, micro=3, start=0, **options):
+    """For each step, every row of the global batch: (global position, row id, input ids, labels, positions in row)."""
+    loaders = [
+        Loader(
+            dataset,
+            vocabulary(),
+            global_batch=GLOBAL,
+            micro_batch=micro,
+            seed=SEED,
+            rank=rank,
+            world=world,
+            workers=workers,
+            start_step=start,
+            **options,
+        )
+        for rank in range(world)
+    ]
+    found = []
+    for step in range(start, start + steps):
+        updates = [next(loader) for loader in loaders]
+        assert all(u.step == step and u.epoch == step * GLOBAL // dataset.rows for u in updates)
+        rows = []
+        for rank, update in enumerate(updates):
+            assert len(update.batches) == GLOBAL // (micro * world)
+            for a, batch in enumerate(update.batches):
+                first = torch.arange(micro)[:, None] * dataset.manifest.seq_len
+                for i in range(micro):
+                    rows.append(
+                        (
+                            step * GLOBAL + (a * world + rank) * micro + i,
+                            int(batch.row_ids[i]),
+                            batch.input_ids[i].tolist(),
+                            batch.mlm_labels[i].tolist(),
+                            (batch.mlm_positions - first)[i].tolist(),
+                        )
+                    )
+        found.append(sorted(rows))
+    for loader in loaders:
+        loader.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(dataset):
+    return global_batches(dataset, 15, world=1, workers=0)
+
+
+def test_every_row_exactly_once_an_epoch(reference):
+    rows = [row for step in reference for row in step]
+    assert [r[0] for r in rows] == list(range(15 * GLOBAL))
+    for epoch in range(4):
+        ids = [r[1] for r in rows[epoch * ROWS : (epoch + 1) * ROWS]]
+        assert sorted(ids) == list(range(ROWS))
+    orders = [tuple(r[1] for r in rows[e * ROWS : (e + 1) * ROWS]) for e in range(4)]
+    assert len(set(orders)) == 4
+    masks = {(r[1], tuple(r[4])) for r in rows}
+    assert len(masks) > 3.5 * ROWS, "each epoch masks a row anew"
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores, on purpose
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_global_batches_are_identical_for_every_world_and_number_of_workers(
+    dataset, reference, world, workers
+):
+    assert global_batches(dataset, 15, world, workers) == reference
+
+
+@pytest.mark.parametrize("micro", [1, 2, 6, 24, 48])
+def test_global_batches_are_identical_for_every_micro_batch(dataset, reference, micro):
+    assert global_batches(dataset, 5, 1, 0, micro=micro) == reference[:5]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("start", [1, 7, 13])
+def test_resuming_at_a_step_gives_the_tail_of_the_run(dataset, reference, start, workers):
+    assert global_batches(dataset, 15 - start, 2, workers, start=start) == reference[start:]
+
+
+def test_a_dataset_smaller_than_one_global_batch_crosses_epochs_inside_it(tmp_path):
+    small = Dataset(make_dataset(tmp_path, 20))
+    found = global_batches(small, 5, 2, 0)
+    rows = [row for step in found for row in step]
+    for epoch in range(12):
+        assert sorted(r[1] for r in rows[epoch * 20 : (epoch + 1) * 20]) == list(range(20))
+    masks = {(r[1], tuple(r[4])) for r in found[0]}
+    assert len(masks) > 40, "a row that repeats within a batch has another epoch's mask"
+    assert found == global_batches(small, 5, 4, 2)
+
+
+def hand_made(folder):
+    """Rows of 12: [CLS] a a [SEP] b [SEP] | [CLS] c c [SEP] | pad pad, and one full single sequence."""
+    ids = np.array([[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]], np.uint16)
+    bounds = np.array([[[6, 4], [4, 4], [0, 0]], [[12, 12], [0, 0], [0, 0]]], np.uint16)
+    isnext = np.array([[1, -1, -1], [-1, -1, -1]], np.int8)
+    return Dataset(make_dataset(folder, 2, seq_len=12, arrays=(ids, bounds, isnext)))
+
+
+def test_a_batch_equals_the_hand_computed_one(tmp_path):
+    dataset = hand_made(tmp_path)
+    (batch,) = eval_batches(dataset, vocabulary(), micro_batch=2, seed=1)
+    assert batch.row_ids.tolist() == [0, 1]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0], [0] * 12]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 0], list(range(12))]
+    assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]
+    assert batch.key_end.tolist() == [[6, 6, 6, 6, 6, 6, 10, 10, 10, 10, 0, 0], [12] * 12]
+    assert batch.lengths.tolist() == [[6, 4, 0], [12, 0, 0]]
+    assert batch.cls_positions.tolist() == [[0, 6, 0], [12, 12, 12]]
+    assert batch.nsp_labels.tolist() == [[1, -100, -100], [-100, -100, -100]]
+    assert (batch.nsp_pairs, batch.tokens, batch.sequences) == (1, 22, 3)
+    assert batch.mlm_positions.shape == batch.mlm_labels.shape == (2, 3)  # ceil(0.15 x 12) + 1
+    original = dataset.read(np.arange(2)).ids.ravel()
+    used = batch.mlm_labels >= 0
+    assert batch.predictions == int(used.sum()) and used[:, 0].all() and used[0, 1], (
+        "one prediction a sequence"
+    )
+    assert (batch.mlm_labels[used].numpy() == original[batch.mlm_positions[used].numpy()]).all()
+    assert (batch.mlm_positions[~used] == torch.tensor([[0], [12]]).expand(2, 3)[~used]).all()
+    assert (
+        (batch.mlm_positions >= torch.tensor([[0], [12]]))
+        & (batch.mlm_positions < torch.tensor([[12], [24]]))
+    ).all()
+    for name, tensor in batch.inputs().items():
+        assert tensor.is_contiguous(), name
+        assert tensor.dtype == (torch.int64 if name.endswith("labels") else torch.int32), name
+
+
+def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
+    masking = Masking("causal")
+    (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1, masking=masking)
+    assert batch.input_ids.tolist() == [[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]]
+    assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]
+    assert batch.key_end.tolist() == [[*range(1, 11), 0, 0], list(range(1, 13))]
+    assert batch.mlm_labels.tolist() == [
+        [10, 11, 3, 12, 3, 13, 14, 3, *[-100] * 4],
+        [*range(20, 30), 3, -100],
+    ]
+    assert batch.mlm_positions.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8, 0, 0, 0, 0], [*range(12, 23), 12]]
+    assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
+
+
+def test_counts_of_an_update_are_sums(dataset):
+    update = next(Loader(dataset, vocabulary(), global_batch=48, micro_batch=16, seed=1))
+    assert update.predictions == sum(int((b.mlm_labels >= 0).sum()) for b in update.batches)
+    assert update.nsp_pairs == sum(int((b.nsp_labels >= 0).sum()) for b in update.batches)
+    assert update.tokens == sum(int((b.key_end > 0).sum()) for b in update.batches)
+    assert update.sequences == sum(int((b.lengths > 0).sum()) for b in update.batches)
+    assert {k: tuple(v.shape) for k, v in update.batches[0].inputs().items()} == {
+        **dict.fromkeys(("input_ids", "segment_ids", "position_ids", "key_start", "key_end"), (16, 32)),
+        **dict.fromkeys(("lengths", "cls_positions", "nsp_labels"), (16, 3)),
+        **dict.fromkeys(("mlm_positions", "mlm_labels"), (16, 6)),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("micro", "limit"), [(16, None), (7, None), (16, 50), (16, 5), (64, 1000)])
+def test_evaluation_takes_each_row_once_under_one_mask(dataset, world, micro, limit):
+    def batches(rank: int) -> list[Batch]:
+        options = {"micro_batch": micro, "seed": 9, "rank": rank, "world": world, "max_rows": limit}
+        return list(eval_batches(dataset, vocabulary(), **options))
+
+    shares = [batches(rank) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1, "collectives need as many batches on every rank"
+    whole = [b for share in shares for b in share]
+    seen = np.concatenate([b.row_ids for b in whole])
+    rows = min(ROWS, limit or ROWS)
+    assert sorted(seen[seen >= 0].tolist()) == list(range(rows))
+    for b in whole:
+        filler = torch.from_numpy(b.row_ids < 0)
+        assert b.input_ids.shape[0] == micro and (b.lengths.sum(1) > 0).all()
+        assert (b.mlm_labels[filler] == -100).all() and (b.nsp_labels[filler] == -100).all()
+    (reference,) = eval_batches(dataset, vocabulary(), micro_batch=ROWS, seed=9)
+    masks = {int(r): b.input_ids[i].tolist() for b in whole for i, r in enumerate(b.row_ids) if r >= 0}
+    assert masks == {r: reference.input_ids[r].tolist() for r in range(rows)}
+    assert sum(b.predictions for b in whole) == int((reference.mlm_labels[:rows] >= 0).sum())
+    assert sum(b.tokens for b in whole) == int((reference.key_end[:rows] > 0).sum())
+
+
+def flip(folder, *offsets, shard=0):
+    path = folder / f"shard-{shard:06d}.tar"
+    data = bytearray(path.read_bytes())
+    for at in offsets:
+        data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_row_leaves_its_rank_without_rows_and_with_the_reason(tmp_path, workers):
+    """The rank still has an update to take part in, with nothing in it that counts."""
+    folder = make_dataset(tmp_path, 64)
+    flip(folder, 700)
+    loader = Loader(Dataset(folder), vocabulary(), global_batch=64, micro_batch=8, seed=1, workers=workers)
+    update = next(loader)
+    loader.close()
+    assert "shard-000000.tar: block 0, row 0 (ids at byte 640) does not match" in update.problem
+    assert "\n" not in update.problem
+    assert (update.row_ids == -1).all() and len(update.row_ids) == 64
+    assert (update.predictions, update.nsp_pairs, update.tokens, update.sequences) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_tolerant_dataset_leaves_out_exactly_the_damaged_rows(tmp_path, world, workers):
+    """A flipped row, a cut shard and a missing one: fillers in their places, everything else as without the damage."""
+    whole = Dataset(make_dataset(tmp_path / "whole", 256))
+    folder = make_dataset(tmp_path / "bad", 256)
+    flip(folder, 700)  # row 0
+    cut = folder / "shard-000001.tar"
+    block = (cut.stat().st_size - 1024) // 8
+    cut.write_bytes(cut.read_bytes()[: 6 * block + 100])  # of rows 64..127 the last 16 are gone
+    (folder / "shard-000003.tar").unlink()  # rows 192..255
+    lost = {0, *range(112, 128), *range(192, 256)}
+    with pytest.raises(ValueError, match=r"shard-000001\.tar: has \d+ bytes"):
+        Dataset(folder)
+    bad = Dataset(folder, tolerant=True)
+    assert len(bad.problems) == 2 and "shard-000003.tar: is missing" in bad.problems[1]
+    seen: dict[int, str] = {}
+    for rank in range(world):
+        options = {"global_batch": 64, "micro_batch": 8, "seed": 1, "rank": rank, "world": world}
+        good = Loader(whole, vocabulary(), **options)
+        left = Loader(bad, vocabulary(), workers=workers, **options)
+        for _ in range(4):
+            ours, theirs = next(left), next(good)
+            gone = np.isin(theirs.row_ids, list(lost))
+            assert not ours.problem and (ours.row_ids == np.where(gone, -1, theirs.row_ids)).all()
+            assert set(ours.damage) == set(theirs.row_ids[gone].tolist())
+            seen |= ours.damage
+            for a, b in zip(ours.batches, theirs.batches, strict=True):
+                keep = torch.from_numpy(a.row_ids >= 0)
+                for name, tensor in a.inputs().items():
+                    assert torch.equal(tensor[keep], b.inputs()[name][keep]), name
+                assert (a.mlm_labels[~keep] == -100).all() and (a.nsp_labels[~keep] == -100).all()
+                assert a.predictions == int((a.mlm_labels >= 0).sum())
+        left.close()
+    assert set(seen) == lost
+    assert "block 0, row 0 (ids at byte 640) does not match its checksum" in seen[0]
+    assert "shard-000001.tar: block 6, row 0" in seen[112] and "cut or missing" in seen[112]
+    assert "shard-000003.tar: block 7, row 7" in seen[255]
+
+
+def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset):
+    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
+    next(loader)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        for worker in loader._workers:
+            os.kill(worker.pid, number)
+    assert [next(loader).step for _ in range(20)] == list(range(1, 21))
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    loader.close()
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+from megabert.data.loader import Loader
+from megabert.data.shards import Dataset
+from tests.helpers.rows import vocabulary
+loader = Loader(Dataset(sys.argv[1]), vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
+next(loader)
+print(*(worker.pid for worker in loader._workers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_process(dataset):
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(dataset.folder)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline, "loader workers outlive their process"
+        time.sleep(0.05)
+
+
+def test_workers_end_with_close_and_leave_the_global_generator_alone(dataset):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
+    workers = list(loader._workers)
+    next(loader)
+    assert torch.equal(torch.get_rng_state(), before), "the model's dropout must not depend on the loader"
+    assert all(w.is_alive() for w in workers)
+    loader.close()
+    for worker in workers:
+        worker.join(5)
+    assert not any(w.is_alive() for w in workers) and next(loader, None) is None
+
+
+def test_wrong_arguments_are_named(dataset, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"batch\.global_size=50 is not a multiple of batch\.micro_size=8 x 2"
+    ):
+        Loader(dataset, vocabulary(), global_batch=50, micro_batch=8, seed=1, world=2)
+    with pytest.raises(ValueError, match=r"manifest says 2000 pieces, the tokenizer has 100"):
+        Loader(dataset, vocabulary(size=100), global_batch=48, micro_batch=8, seed=1)
+
+
+def test_from_config_takes_the_datasets_tokenizer_and_no_other(tmp_path):
+    from megabert.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(train_tokenizer(tmp_path / "tokenizer.model"))
+    entry = {"kind": "sentencepiece", "file": "tokenizer.model", "vocab_size": 60}
+    entry |= {
+        "special_ids": tokenizer.special_ids,
+        "sha256": hashlib.sha256(tokenizer.path.read_bytes()).hexdigest(),
+    }
+    ids, bounds, isnext = (
+        np.full((8, 16), 9, np.uint16),
+        np.full((8, 2, 2), 0, np.uint16),
+        np.full((8, 2), -1, np.int8),
+    )
+    ids[:, [0, 15]], bounds[:, 0] = (2, 3), 16
+    folder = tmp_path / "data"
+    dataset = Dataset(
+        make_dataset(folder, 8, seq_len=16, slots=2, arrays=(ids, bounds, isnext), tokenizer=entry)
+    )
+    config = from_dict(
+        {
+            "batch": {"global_size": 8, "micro_size": 4},
+            "data": {"workers": 0, "masking": {"strategy": "word"}},
+        }
+    )
+    loader = Loader.from_config(config, dataset, tokenizer, start_step=2)
+    plain = Loader(
+        dataset,
+        tokenizer,
+        global_batch=8,
+        micro_batch=4,
+        seed=config.seed,
+        masking=Masking("word"),
+        start_step=2,
+    )
+    ours, theirs = next(loader), next(plain)
+    assert ours.step == 2 and len(ours.batches) == 2
+    for mine, other in zip(ours.batches, theirs.batches, strict=True):
+        assert all(torch.equal(a, other.inputs()[name]) for name, a in mine.inputs().items())
+    stranger = Tokenizer.load(train_tokenizer(tmp_path / "other.model", vocab_size=58))
+    with pytest.raises(ValueError, match=r"other\.model: not the tokenizer"):
+        Loader.from_config(config, dataset, stranger)
+
+
+def test_masking_options_of_the_config_are_taken(dataset):
+    options = types.SimpleNamespace(strategy="span", rate=0.3, mask=1.0, random=0.0, max_predictions=12)
+    update = next(Loader(dataset, vocabulary(), global_batch=48, micro_batch=48, seed=1, masking=options))
+    (batch,) = update.batches
+    used = batch.mlm_labels >= 0
+    assert batch.mlm_labels.shape == (48, 12)
+    assert (batch.input_ids.ravel()[batch.mlm_positions[used].long()] == 4).all()

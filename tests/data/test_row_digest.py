@@ -1,0 +1,73 @@
+"""The digest of rows is the sum of the documented hashes: free of order and ranks, and of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megabert.data.batch import Update
+from megabert.data.loader import Loader
+from megabert.distributed.process_group import World
+from megabert.data.row_digest import Ledger, row_digest
+from megabert.data.shards import Dataset
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import make_dataset, vocabulary
+
+
+def by_hand(pairs) -> int:
+    """splitmix64 of stream, epoch and row id, in Python's integers."""
+    total, top = 0, 2**64
+    for row, epoch in pairs:
+        value = 0
+        for part in (int.from_bytes(b"digest"), epoch, row):
+            value = ((value ^ part) + 0x9E3779B97F4A7C15) % top
+            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % top
+            value = (value ^ value >> 27) * 0x94D049BB133111EB % top
+            value ^= value >> 31
+        total += value
+    return total % top
+
+
+def test_the_digest_is_the_documented_sum():
+    draw = np.random.default_rng(0)
+    rows, epochs = draw.integers(0, 10**9, 1000), draw.integers(0, 5, 1000)
+    want = by_hand(zip(rows.tolist(), epochs.tolist(), strict=True))
+    assert row_digest(rows, epochs) == want
+    order = draw.permutation(1000)
+    assert row_digest(rows[order], epochs[order]) == want
+    assert row_digest(np.append(rows, -1), np.append(epochs, 0)) == want  # a filler is no row
+    assert row_digest(rows, epochs + 1) != want and row_digest(rows[1:], epochs[1:]) != want
+
+
+def totals(world: World, folder: str, steps: int) -> dict[str, int]:
+    dataset = Dataset(folder)
+    ledger = Ledger(world, 5, 7)
+    options = {"global_batch": 48, "micro_batch": 8, "seed": 1, "rank": world.rank, "world": world.size}
+    loader = Loader(dataset, vocabulary(), **options)
+    for _ in range(steps):
+        assert ledger.add(next(loader)) == []
+    return ledger.totals()
+
+
+@pytest.mark.dist
+def test_every_number_of_ranks_has_the_same_digest_of_whole_epochs(tmp_path):
+    folder = make_dataset(tmp_path, 144)
+    want = (5 + by_hand((row, epoch) for epoch in range(2) for row in range(144))) % 2**64
+    alone = totals(World(0, 0, 1, None, "gloo", "single"), str(folder), 6)  # type: ignore[arg-type]
+    assert alone == {"row_digest": want, "damaged_rows": 7}
+    assert run_ranks(2, totals, str(folder), 6) == [alone, alone]
+
+
+def test_a_damaged_row_is_counted_each_time_and_told_once(tmp_path):
+    folder = make_dataset(tmp_path, 48)
+    path = folder / "shard-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1  # row 0
+    path.write_bytes(data)
+    ledger = Ledger(World(0, 0, 1, None, "gloo", "single"))  # type: ignore[arg-type]
+    loader = Loader(Dataset(folder, tolerant=True), vocabulary(), global_batch=48, micro_batch=8, seed=1)
+    updates: list[Update] = [next(loader) for _ in range(3)]
+    told = [ledger.add(update) for update in updates]
+    assert [len(texts) for texts in told] == [1, 0, 0] and "block 0, row 0" in told[0][0]
+    want = by_hand((row, epoch) for epoch in range(3) for row in range(1, 48))
+    assert ledger.totals() == {"row_digest": want, "damaged_rows": 3}

@@ -1,0 +1,280 @@
+"""The tokenizer is the file that was hashed, its ids are its library's own, and a file that is none is one clear line."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, Tokenizer
+from tests.helpers import wordpiece
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog near the river bank.",
+    "She sells sea shells by the sea shore, and the shells she sells are surely sea shells.",
+    "A language model learns which words follow which, and how often they do so.",
+] * 50
+PIECES = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]"}
+
+
+def train(path, **changes):
+    model = io.BytesIO()
+    options = {f"{k}_id": i for i, k in enumerate(PIECES)} | {f"{k}_piece": v for k, v in PIECES.items()}
+    options |= {"control_symbols": ["[MASK]"], "vocab_size": 60, "model_type": "unigram"} | changes
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT), model_writer=model, minloglevel=2, **options
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+
+
+def test_encoding_is_sentencepieces_own_and_decodes_to_the_text(path):
+    tokenizer = Tokenizer.load(path)
+    plain = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    texts = [*TEXT[:3], "", "shells", "words and shells " * 200]
+    got = tokenizer.encode_batch(texts)
+    assert [list(ids) for ids in got] == [plain.encode(text) for text in texts]
+    assert [tokenizer.decode(ids) for ids in got] == [" ".join(text.split()) for text in texts]
+    assert tokenizer.encode_batch(texts, threads=2) == got
+    assert tokenizer.encode_batch([]) == []
+    assert tokenizer.kind == "sentencepiece" and tokenizer.word_local
+    assert tokenizer.vocab_size == 60 and tokenizer.processor.get_piece_size() == 60
+    assert tokenizer.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
+    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
+    texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
+    encoded = tokenizer.encode_with_offsets(texts)
+    assert [ids for ids, _ in encoded] == tokenizer.encode_batch(texts)
+    for text, (ids, offsets) in zip(texts, encoded, strict=True):
+        assert offsets.shape == (len(ids), 2) and offsets.dtype == np.int64
+        solid = "".join(text.replace("\u200b", " ").split())
+        shown = [text[a:b] for a, b in offsets]
+        assert "".join(shown) == solid and not any(s != s.strip() for s in shown)
+        if kind == "sentencepiece" and text in TEXT:
+            assert shown == [tokenizer.pieces[i].strip() for i in ids]
+    rng = np.random.default_rng(4)
+    points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
+    odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
+    for text, (ids, offsets) in zip(odd, tokenizer.encode_with_offsets(odd), strict=True):
+        assert [ids] == tokenizer.encode_batch([text])
+        assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
+        assert offsets.min() >= 0 and offsets.max() <= len(text)
+        assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
+
+
+def test_offsets_outlive_normalisation(path, tmp_path):
+    """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
+    text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
+    pieces, lower = (
+        Tokenizer.load(p).encode_with_offsets([text])[0][1]
+        for p in (path, wordpiece.write(tmp_path / "v.txt"))
+    )
+    for offsets in (pieces, lower):
+        covered = set().union(*(range(a, b) for a, b in offsets))
+        assert {i for i, c in enumerate(text) if c != " " and c != "\u0301"} <= covered
+        assert not covered & {i for i, c in enumerate(text) if c == " "}
+        assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index(" sea") + 1
+
+
+def test_special_ids_never_come_from_text_but_unknown(path):
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.special_ids == SPECIAL_IDS == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    ids = tokenizer.encode_batch(["[MASK] [CLS] [SEP] [PAD] the fox", "\x00 \u4e2d"])
+    assert not {0, 2, 3, 4} & {i for text in ids for i in text}
+    assert [getattr(tokenizer, f"{name}_id") for name in SPECIAL_IDS] == [0, 1, 2, 3, 4]
+    assert tokenizer.decode([2, *tokenizer.encode_batch(["the fox"])[0], 3, 0, 4]) == "the fox"
+    assert tokenizer.decode(np.array(tokenizer.encode_batch(["the fox"])[0], np.uint16)) == "the fox"
+    for outside in ([-1], [60]):
+        with pytest.raises(ValueError, match=r"0\.\.59"):
+            tokenizer.decode(outside)
+
+
+def test_word_starts_count_the_words(path):
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.word_start.shape == (60,) and tokenizer.word_start.dtype == bool
+    assert not tokenizer.word_start[:5].any()
+    for text in TEXT[:3]:
+        assert tokenizer.word_start[tokenizer.encode_batch([text])[0]].sum() == len(text.split())
+
+
+def test_pieces_joined_are_the_text(path):
+    tokenizer = Tokenizer.load(path)
+    for text in TEXT[:3]:
+        assert "".join(tokenizer.pieces[i] for i in tokenizer.encode_batch([text])[0]) == f" {text}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}],
+)
+def test_models_whose_pieces_depend_on_neighbours_say_so(tmp_path, changes):
+    assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+def test_it_survives_pickling(path, tmp_path, kind):
+    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
+    assert tokenizer.kind == kind
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode_batch(TEXT[:3]) == tokenizer.encode_batch(TEXT[:3])
+
+
+def test_every_malformed_file_is_one_line_naming_it(path, tmp_path):
+    whole = path.read_bytes()
+    bad = tmp_path / "bad.model"
+    for data in (b"", b"text", b"\x00" * 5000, whole[: len(whole) // 2], whole[:100], whole[::-1]):
+        bad.write_bytes(data)
+        with pytest.raises(ValueError) as caught:
+            Tokenizer.load(bad)
+        assert str(bad) in str(caught.value) and "\n" not in str(caught.value)
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in rng.integers(
+        0, len(whole), 200
+    ).tolist():  # a flipped bit is refused or gives another hash: no crash
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(8))
+        bad.write_bytes(data)
+        try:
+            assert Tokenizer.load(bad).sha256 != hashlib.sha256(whole).hexdigest()
+        except ValueError as error:
+            refused += str(bad) in str(error)
+    assert refused > 0
+    for missing in (tmp_path / "nothing.model", tmp_path):
+        with pytest.raises(ValueError, match=str(missing)):
+            Tokenizer.load(missing)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"control_symbols": ["[MSK]"]}, r"piece 4 must be \[MASK\]"),
+        ({"pad_piece": "<pad>"}, r"piece 0 must be \[PAD\]"),
+        ({"control_symbols": [], "user_defined_symbols": ["[MASK]"]}, r"\[MASK\] must be a control symbol"),
+    ],
+)
+def test_a_tokenizer_with_other_special_pieces_is_refused(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        Tokenizer.load(train(tmp_path / "other.model", **changes))
+
+
+@pytest.fixture(scope="module", params=["uncased", "cased", "published"])
+def vocab(request, tmp_path_factory):
+    if request.param == "published":
+        return wordpiece.published()
+    return wordpiece.write(tmp_path_factory.mktemp("vocab") / "pieces", cased=request.param == "cased")
+
+
+def test_wordpiece_ids_are_transformers_own(vocab):
+    tokenizer, peer = Tokenizer.load(vocab), wordpiece.peer(vocab)
+    assert tokenizer.kind == "wordpiece" and tokenizer.vocab_size == len(peer)
+    assert tokenizer.cased is not peer.do_lower_case
+    texts = [*wordpiece.odd_texts(2000), *wordpiece.real_texts(3 << 19)]
+    want = peer(texts, add_special_tokens=False)["input_ids"]
+    got = tokenizer.encode_batch(texts)
+    wrong = [text for text, a, b in zip(texts, got, want, strict=True) if a != b]
+    assert not wrong, wrong[:3]
+    assert sum(map(len, got)) > 5000 and tokenizer.encode_batch(texts[:9000], threads=2) == got[:9000]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_wordpiece_special_ids_are_found_by_name_and_never_come_from_text(vocab):
+    tokenizer = Tokenizer.load(vocab)
+    lines = vocab.read_text(encoding="utf-8").splitlines()
+    special = {name: lines.index(f"[{name.upper()}]") for name in SPECIAL_IDS}
+    assert tokenizer.special_ids == special and special["pad"] == 0 and special["mask"] > 5
+    assert {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_IDS} == special
+    assert not tokenizer.word_start[list(special.values())].any()
+    ordinary = set(range(tokenizer.vocab_size)) - set(special.values())
+    assert all(tokenizer.word_start[i] == (not lines[i].startswith("##")) for i in ordinary)
+    spelled = "".join(f"[{name.upper()}] " for name in SPECIAL_IDS) + "[MASK]x \x00"
+    texts = [spelled, spelled.lower(), *wordpiece.odd_texts(200)]
+    ids = {i for text in tokenizer.encode_batch(texts) for i in text}
+    assert not ids & (set(special.values()) - {special["unk"]})
+    word = tokenizer.encode_batch(["the fox"])[0]
+    assert tokenizer.decode([special["cls"], *word, special["sep"], 0, special["mask"]]) == "the fox"
+    assert tokenizer.decode([special["unk"]]) == "[UNK]"
+    assert "".join(tokenizer.pieces[i] for i in word) == " the fox"
+    with pytest.raises(ValueError, match="ids to decode"):
+        tokenizer.decode([tokenizer.vocab_size])
+
+
+def test_words_alone_give_the_ids_of_their_sentence(vocab):
+    """What a cache of words rests on, for both kinds; real lines where there are any."""
+    tokenizer = Tokenizer.load(vocab)
+    assert tokenizer.word_local
+    for text in [*wordpiece.odd_texts(500), *wordpiece.real_texts(1 << 18)]:
+        words = text.split()
+        whole = tokenizer.encode_batch([" ".join(words)])[0]
+        assert whole == [i for ids in tokenizer.encode_batch(words) for i in ids], text
+
+
+def test_the_kind_is_told_by_content_and_line_ends_do_not_matter(path, tmp_path):
+    model, pieces = tmp_path / "vocab.txt", tmp_path / "tokenizer.model"
+    model.write_bytes(path.read_bytes())
+    wordpiece.write(pieces)
+    windows = tmp_path / "windows"
+    windows.write_bytes(pieces.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    assert [Tokenizer.load(p).kind for p in (model, pieces, windows)] == ["sentencepiece"] + ["wordpiece"] * 2
+    assert Tokenizer.load(windows).pieces == Tokenizer.load(pieces).pieces
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [*lines, "the"], r"lines 12 and \d+ hold the same piece 'the'"),
+        (lambda lines: [p for p in lines if p != "[MASK]"], r"no line is \[MASK\]"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], r"\[PAD\] is on line 2, must be the first"),
+        (lambda lines: [*lines, "", "last"], r"line \d+ is empty"),
+        (lambda lines: lines[:1] + [p for p in lines[1:] if p[0] == "[" and p.isupper()], "special pieces alone"),
+        (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is no text"),
+        (lambda lines: ["text"], r"no line is \[PAD\] or \[UNK\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_vocab_txt_is_one_line_naming_it(tmp_path, change, said):
+    file = wordpiece.write(tmp_path / "vocab.txt")
+    lines = change(file.read_text(encoding="utf-8").splitlines())
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with pytest.raises(ValueError, match=said) as caught:
+        Tokenizer.load(file)
+    assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value)
+
+
+def test_a_vocab_txt_of_other_bytes_is_refused(tmp_path):
+    file = wordpiece.write(tmp_path / "vocab.txt")
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"caf\xe9\n")
+    with pytest.raises(ValueError, match=rf"\(byte {len(whole) + 3} is no text"):
+        Tokenizer.load(file)
+    with open(file, "ab") as handle:
+        handle.truncate(MAX_BYTES + 1)  # a hole: takes no space
+    with pytest.raises(ValueError, match="larger than 256 MiB"):
+        Tokenizer.load(file)
+
+
+def test_no_warning_after_a_fork(tmp_path):
+    """The library's own threads would make a later fork print a warning."""
+    program = (
+        "import os, sys\nfrom megabert.data.tokenizer import Tokenizer\nt = Tokenizer.load(sys.argv[1])\n"
+        "t.encode_batch(['the fox'] * 9000, threads=2)\npid = os.fork()\n"
+        "t.encode_batch(['the fox'] * 9)\nif pid: print(os.waitpid(pid, 0)[1])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", program, str(wordpiece.write(tmp_path / "vocab.txt"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=wordpiece.ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

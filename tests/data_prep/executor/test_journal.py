@@ -1,0 +1,133 @@
+"""An item of work is done once: its record stands for it exactly as long as doing it again would give the same bytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.executor import work_files
+from data_prep.executor.journal import Journal, write_json
+from data_prep.executor.pool import Local
+from data_prep.executor.work_files import Done, Job
+from data_prep.options import BuildOptions
+
+calls = []
+
+
+def square(job, item):
+    """Writes square-ITEM, which holds the item's square."""
+    calls.append(("square", item))
+    done = Done()
+    work_files.write(job, f"square-{item}", np.array([item * item]), done)
+    done.counts["squares"] += 1
+    return done
+
+
+def add_one(job, item):
+    calls.append(("add", item))
+    done = Done(facts={"value": int(work_files.read(job, f"square-{item}", np.int64)[0]) + 1})
+    work_files.write(job, f"sum-{item}", np.array([done.facts["value"]]), done)
+    return done
+
+
+@pytest.fixture
+def job(tmp_path):
+    calls.clear()
+    return Job(BuildOptions(), "", str(tmp_path), "stop")
+
+
+def run(job, items=(1, 2, 3), consume=False):
+    """Both stages. Returns the values and what was called."""
+    calls.clear()
+    journal = Journal(Path(job.work), Local(1))
+    squares = journal.map("squares", square, job, list(items), lambda done: None)
+    sums = journal.map("sums", add_one, job, list(items), lambda done: None)
+    if consume:
+        journal.consume(squares, sums)
+    journal.settle()
+    journal.close()
+    assert sum(done.counts["squares"] for done in squares.results) == len(items)
+    return [done.facts["value"] for done in sums.results], list(calls)
+
+
+def test_a_second_run_does_nothing_and_reports_the_same(job):
+    first = run(job)
+    assert first == ([2, 5, 10], [("square", i) for i in (1, 2, 3)] + [("add", i) for i in (1, 2, 3)])
+    assert run(job) == ([2, 5, 10], [])
+
+
+def test_progress_hears_of_items_that_were_done_before(job, tmp_path):
+    run(job)
+    heard = []
+    Journal(tmp_path, Local(1)).map("squares", square, job, [1, 2, 3], heard.append)
+    assert [done.counts["squares"] for done in heard] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_file_is_made_again_and_what_was_made_of_it_stays(job, tmp_path, damage):
+    run(job)
+    path = tmp_path / "square-2"
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if damage == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    assert run(job) == ([2, 5, 10], [("square", 2)])
+    assert path.read_bytes() == data
+
+
+def test_half_a_record_is_no_record(job, tmp_path):
+    run(job)
+    record = tmp_path / "journal" / "sums" / "0000001.json"
+    record.write_text(record.read_text()[:-20])
+    assert run(job) == ([2, 5, 10], [("add", 2)])
+
+
+def test_other_items_or_options_are_done_again_with_all_that_follows(job):
+    run(job)
+    assert run(job, (1, 2, 4)) == ([2, 5, 17], [("square", 4), ("add", 1), ("add", 2), ("add", 4)])
+    assert len(run(replace(job, held_limit=7), (1, 2, 4))[1]) == 6
+    # What does not change the bytes is no reason.
+    again = replace(job, held_limit=7, on_error="skip", tokenizer="elsewhere")
+    assert run(again, (1, 2, 4)) == ([2, 5, 17], [])
+
+
+def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path):
+    assert run(job, consume=True)[0] == [2, 5, 10]
+    assert not list(tmp_path.glob("square-*")) and len(list(tmp_path.glob("sum-*"))) == 3
+    assert run(job, consume=True) == ([2, 5, 10], [])
+
+
+def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path):
+    journal = Journal(Path(job.work), Local(1))
+    squares = journal.map("squares", square, job, [1], lambda done: None)
+    (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
+    journal.consume(squares)
+    with pytest.raises(OSError, match=r"squares\.json"):
+        journal.settle()
+    journal.close()
+    assert (tmp_path / "square-1").exists(), "a file is gone whose results are on no disk"
+
+
+def test_a_json_file_is_replaced_whole(tmp_path):
+    write_json(tmp_path / "x.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_report_survives_its_record():
+    done = Done(size=5, peak=7)
+    done.counts["documents"] = 3
+    done.drop("empty", 2, 4, 50, ["one", "two", "three", "four"])
+    done.histogram("tokens", np.array([1, 1, 64, 65, 127, 128, 300]))
+    done.files["x"] = (1, 2)
+    done.seconds["read"] += 0.5
+    found = Done.from_json(json.loads(json.dumps(done.as_json())))
+    assert found == done and found.identity() == done.identity()
+    assert found.histograms == {"tokens": {1: 2, 64: 3, 128: 1, 256: 1}}
+    assert found.examples == {"empty": ["one", "two", "three"]}
+    assert "seconds" not in found.identity()

@@ -1,0 +1,149 @@
+"""Rows of Parquet and Arrow files and of datasets that Hugging Face `datasets` saved."""
+
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.common.errors import BadInput
+from data_prep.readers import tasks
+from tests.helpers.prep_reading import plan, read_all
+
+TEXTS = [f"Row {i} of the table: é {'x' * (i % 40)}." for i in range(3000)]
+
+
+def write(path, table):
+    """A table as the kind of file that the suffix says."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=700)
+    elif path.suffix == ".feather":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        make = pa.ipc.new_file if path.name.startswith("footer") else pa.ipc.new_stream
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=700)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "stream.arrow", "footer.arrow", "t.feather"])
+@pytest.mark.parametrize(
+    "type_",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_the_text_column_is_read_and_nulls_are_counted(name, type_, tmp_path):
+    texts = [None if i % 10 == 3 else text for i, text in enumerate(TEXTS)]
+    table = pa.table({"id": range(3000), "text": pa.array(texts).cast(type_), "more": ["z"] * 3000})
+    path = write(tmp_path / name, table)
+    for policy in ("stop", "skip"):
+        found, problems = read_all([path], policy)
+        assert found == [text for text in texts if text is not None]
+        assert problems.dropped == {"null value": 300} and not problems.counts
+
+
+def test_row_groups_are_pieces_in_order(tmp_path, monkeypatch):
+    path = write(tmp_path / "t.parquet", pa.table({"text": TEXTS}))
+    monkeypatch.setattr(tasks, "RANGE_BYTES", path.stat().st_size // 3)
+    pieces = [piece for task in plan([path]) for piece in task.pieces]
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 1), (1, 3), (3, 5)]
+    assert sum(piece.size for piece in pieces) == path.stat().st_size
+    assert read_all([path])[0] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_a_column_that_is_missing_or_no_text_is_one_line(name, tmp_path):
+    path = write(tmp_path / name, pa.table({"id": [1], "body": ["x"]}))
+    with pytest.raises(
+        BadInput, match=rf"{name}: no column 'text' \(it has id, body\); name one with --text-field"
+    ):
+        read_all([path])
+    with pytest.raises(BadInput, match=r"column 'id' is int64, not text"):
+        read_all([path], text_field="id")
+    assert read_all([path], text_field="body")[0] == ["x"]
+    assert sum(read_all([path], "skip")[1].counts.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
+    values = [b"good"] * 600
+    values[555] = b"bad \xff"
+    column = pa.array(values, pa.binary()).view(pa.string())
+    path = write(tmp_path / name, pa.table({"text": column}))
+    with pytest.raises(BadInput, match=rf"{name}: row 555: invalid UTF-8"):
+        read_all([path])
+    found, problems = read_all([path], "skip")
+    assert len(found) == 599 and problems.counts == {"invalid UTF-8": 1}
+
+
+def test_a_table_that_is_damaged_or_cut_never_passes(tmp_path):
+    rng = random.Random(2)
+    for name in ("t.parquet", "t.arrow", "footer.arrow"):
+        whole = write(tmp_path / name, pa.table({"text": TEXTS[:500]})).read_bytes()
+        path = tmp_path / f"bad-{name}"
+        for share in (0.01, 0.2, 0.5, 0.9, 0.99):
+            path.write_bytes(whole[: int(len(whole) * share)])
+            with pytest.raises(BadInput, match=f"bad-{name}: damaged or truncated table"):
+                read_all([path])
+            assert sum(read_all([path], "skip")[1].counts.values()) == 1
+        for _ in range(60):
+            damaged = bytearray(whole)
+            for _ in range(rng.choice((1, 30))):
+                damaged[rng.randrange(6, len(damaged))] = rng.randrange(256)
+            path.write_bytes(damaged)
+            read_all([path], "skip")
+
+
+def test_a_bomb_of_one_repeated_value_is_refused(tmp_path):
+    path = tmp_path / "bomb.parquet"
+    table = pa.table({"text": ["x" * (1 << 20)] * 110})
+    pq.write_table(table, path, use_dictionary=False, compression="zstd")
+    assert path.stat().st_size < 200_000
+    with pytest.raises(BadInput, match=r"bomb\.parquet: row group 0 unpacks to more than 200 times"):
+        read_all([path])
+
+
+def test_a_compressed_table_is_refused(tmp_path):
+    import gzip
+
+    path = write(tmp_path / "t.parquet", pa.table({"text": ["x"]}))
+    (tmp_path / "t.parquet.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(BadInput, match=r"t\.parquet\.gz: a table inside gz data; unpack it first"):
+        read_all([tmp_path / "t.parquet.gz"])
+
+
+def test_a_saved_dataset_is_the_shards_that_its_state_names(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(3000))})
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    write(tmp_path / "one" / "data-left-over.arrow", pa.table({"text": ["stale"]}))
+    assert read_all([tmp_path / "one"])[0] == TEXTS
+    both = datasets.DatasetDict({"train": whole.select(range(2000)), "test": whole.select(range(2000, 3000))})
+    both.save_to_disk(tmp_path / "more" / "two")
+    assert read_all([tmp_path / "more"])[0] == TEXTS[2000:] + TEXTS[:2000]  # test, train
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "", "..", 5, "a/b.arrow"])
+def test_a_state_that_names_other_places_is_refused(name, tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(BadInput, match=r"state\.json: names .* which is no name in this folder"):
+        read_all([tmp_path])
+    assert read_all([tmp_path], "skip")[1].counts == {"damaged dataset folder": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"_data_files": 5}', b"[" * 100_000])
+def test_a_damaged_state_is_named(content, tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_bytes(content)
+    with pytest.raises(BadInput, match=r"state\.json: not the JSON object of a saved dataset"):
+        read_all([tmp_path])
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+    with pytest.raises(BadInput, match=r"data-0\.arrow: can't be read: No such file"):
+        read_all([tmp_path])

@@ -1,0 +1,112 @@
+"""What a compressed file unpacks to, and that a damaged or short one is never taken for whole."""
+
+import bz2
+import gzip
+import lzma
+import os
+import random
+
+import pytest
+import zstandard
+
+from data_prep.common.errors import BadInput
+from data_prep.readers.decompress import Edge, compression_of, first_stream, read_chunks
+
+PACK = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+DATA = random.Random(1).randbytes(50_000) + b"line of text\n" * 400_000
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_stream_two_streams_and_padding_unpack_to_what_was_packed(kind, tmp_path):
+    path = tmp_path / "file"
+    packed = PACK[kind](DATA)
+    assert compression_of(packed) == kind
+    for content, want in (
+        (packed, DATA),
+        (packed + PACK[kind](b"tail"), DATA + b"tail"),
+        (packed + b"\0" * 512, DATA),
+    ):
+        path.write_bytes(content)
+        chunks = list(read_chunks(str(path), kind))
+        assert b"".join(chunks) == want
+        assert max(map(len, chunks)) <= 16 << 20
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_every_truncation_is_an_error_that_names_the_file(kind, tmp_path):
+    path = tmp_path / "cut"
+    packed = PACK[kind](DATA[:60_000])
+    for share in (0.01, 0.3, 0.6, 0.9, 0.999):
+        path.write_bytes(packed[: max(5, int(len(packed) * share))])
+        with pytest.raises(BadInput, match=r"cut: truncated: the \w+ stream ends early, after \d+"):
+            list(read_chunks(str(path), kind))
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_flipped_byte_never_passes_as_the_data(kind, tmp_path):
+    path = tmp_path / "flip"
+    pack = PACK[kind]
+    if kind == "zst":
+        pack = zstandard.ZstdCompressor(write_checksum=True).compress
+    packed = bytearray(pack(DATA[:60_000]))
+    packed[len(packed) // 2] ^= 0x10
+    path.write_bytes(packed)
+    with pytest.raises(BadInput, match="flip: "):
+        list(read_chunks(str(path), kind))
+
+
+BOMBS = {
+    "gz": lambda: gzip.compress(bytes(300 << 20), 9),
+    "bz2": lambda: bz2.compress(bytes(300 << 20)),
+    "xz": lambda: lzma.compress(bytes(300 << 20), preset=0),
+    "zst": lambda: zstandard.ZstdCompressor().compress(bytes(300 << 20)),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_bomb_costs_bounded_memory_and_time(kind, tmp_path):
+    path = tmp_path / "bomb"
+    path.write_bytes(BOMBS[kind]())
+    total = largest = 0
+    with pytest.raises(BadInput, match=r"bomb: unpacks to more than 200 times its size"):
+        for chunk in read_chunks(str(path), kind):
+            total, largest = total + len(chunk), max(largest, len(chunk))
+    assert largest <= 64 << 20 and 36 << 20 <= total <= 100 << 20
+
+
+def test_zeros_between_streams_and_skippable_frames_are_read_over(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(gzip.compress(b"one ") + bytes(300) + gzip.compress(b"two"))
+    assert b"".join(read_chunks(str(path), "gz")) == b"one two"
+    frame = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # as pzstd writes before each frame
+    path.write_bytes((frame + zstandard.ZstdCompressor().compress(b"text ")) * 2 + frame)
+    assert compression_of(path.read_bytes()) == "zst"
+    assert b"".join(read_chunks(str(path), "zst")) == b"text text "
+
+
+def test_a_pipe_is_not_waited_on(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match=r"pipe: not a regular file"):
+        next(read_chunks(str(tmp_path / "pipe")))
+
+
+def test_the_streams_of_a_bzip2_file_are_found_and_end_a_range(tmp_path):
+    path = tmp_path / "many.bz2"
+    packed = [bz2.compress(b"%d " % i * 1000) for i in range(6)]
+    starts = [sum(map(len, packed[:i])) for i in range(7)]
+    path.write_bytes(b"".join(packed))
+    for start in range(0, starts[-1], 7):
+        want = next((s for s in starts[:-1] if s >= start), None) if start else 0
+        assert first_stream(str(path), start, starts[-1]) == want
+    assert first_stream(str(path), starts[1] + 1, starts[2]) is None
+    assert first_stream(str(path), starts[1] + 1, starts[2] + 1) == starts[2]
+    for i in range(1, 6):
+        edge = Edge()
+        data = b"".join(read_chunks(str(path), "bz2", starts[1], starts[i] + 1, edge))
+        assert data == b"".join(b"%d " % j * 1000 for j in range(1, 6))
+        assert edge.end == 2000 * i

@@ -1,0 +1,189 @@
+"""What an input names, in which order, and that nothing but regular files is ever opened."""
+
+import os
+import socket
+
+import pytest
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers import decompress, find_files
+from data_prep.readers import tasks as sources
+from data_prep.readers.tasks import Corpus, ReadOptions
+from tests.helpers.prep_reading import plan, read_all
+
+
+def make(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def names_of(folder, item, policy="stop"):
+    found = find_files.expand(str(item), Problems(policy))
+    return [os.path.relpath(path, folder) for path in found]
+
+
+def test_folders_are_walked_in_order_through_links_and_once(tmp_path):
+    make(tmp_path, "in/b/2.txt", "in/b/1.txt", "in/a.txt", "in/.hidden/x.txt", "in/b/.x", "other/o.txt")
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "other")
+    for name in ("loop", "b/up", "b/again"):
+        (tmp_path / "in" / name).symlink_to(tmp_path / "in")
+    assert names_of(tmp_path, tmp_path / "in") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt", "in/linked/o.txt"]
+
+
+def test_two_loops_and_a_deep_glob_end(tmp_path):
+    make(tmp_path, "d/e/a.txt", "d/.h/b.txt", "d/c.md")
+    for name in ("one", "two"):
+        (tmp_path / "d" / name).symlink_to(tmp_path / "d")
+    assert names_of(tmp_path, tmp_path / "**" / "*.txt") == ["d/e/a.txt"]
+    assert names_of(tmp_path, tmp_path / "d*" / "**" / "*.txt") == ["d/e/a.txt"]
+
+
+def test_a_folder_that_a_glob_matches_is_walked(tmp_path):
+    make(tmp_path, "x1/a.txt", "x2/b.txt", "y/c.txt")
+    assert names_of(tmp_path, tmp_path / "x*") == ["x1/a.txt", "x2/b.txt"]
+
+
+def test_a_link_to_itself_or_to_nothing_is_named_or_counted(tmp_path):
+    (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    for name, reason in (("self.txt", "Too many levels of symbolic links"), ("gone.txt", "No such file")):
+        with pytest.raises(BadInput, match=rf"{name}: can't be read: {reason}"):
+            plan([tmp_path / name])
+    problems = Problems("skip")
+    assert plan([tmp_path], problems) == [] and problems.counts == {"unreadable file": 2}
+
+
+def test_pipes_devices_and_sockets_are_never_opened(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(tmp_path)  # a socket's path must be short
+        server.bind("socket.txt")
+        os.chdir(here)
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **more: (opened.append(path), real(path, *rest, **more))[1]
+    )
+    for name in ("pipe.txt", "socket.txt", "device.txt"):
+        with pytest.raises(BadInput, match=rf"{name}: not a regular file"):
+            plan([tmp_path / name])
+    problems = Problems("skip")
+    assert plan([tmp_path], problems) == [] and problems.counts == {"not a regular file": 3}
+    assert opened == []
+
+
+def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
+    """Root may read everything, so the refusal is made."""
+    make(tmp_path, "in/a.txt", "in/shut/b.txt", "in/locked.txt")
+    real_scan, real_open = os.scandir, os.open
+
+    def refuse(real, name):
+        def call(path, *rest, **more):
+            if os.path.basename(path) == name:
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, *rest, **more)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refuse(real_scan, "shut"))
+    monkeypatch.setattr(os, "open", refuse(real_open, "locked.txt"))
+    with pytest.raises(BadInput, match=r"in/shut: can't be read: Permission denied"):
+        plan([tmp_path])
+    with pytest.raises(BadInput, match=r"locked\.txt: can't be read: Permission denied"):
+        plan([tmp_path / "in" / "locked.txt"])
+    found, problems = read_all([tmp_path], "skip")
+    assert found == ["in/a.txt"] and problems.counts == {"unreadable folder": 1, "unreadable file": 1}
+
+
+def test_a_folder_that_vanishes_while_it_is_walked(tmp_path, monkeypatch):
+    make(tmp_path, "in/a.txt", "in/gone/b.txt")
+    real = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: str(path).endswith("phantom") or real(path))
+    (tmp_path / "in" / "phantom").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=r"phantom: can't be read: No such file"):
+        plan([tmp_path])
+    assert plan([tmp_path], problems := Problems("skip")) and problems.counts == {"unreadable folder": 1}
+
+
+@pytest.mark.parametrize("change", ["grow", "shrink", "replace", "vanish"])
+@pytest.mark.parametrize("kind", ["txt", "gz"])
+def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, monkeypatch):
+    import gzip
+
+    path = tmp_path / f"f.{kind}"
+    content = b"".join(b"Line %d of a file.\n" % i for i in range(200_000))
+    pack = gzip.compress if kind == "gz" else bytes
+    path.write_bytes(pack(content))
+    os.utime(path, ns=(1, 1))
+
+    def alter():
+        if change == "grow":
+            with open(path, "ab") as file:
+                file.write(pack(b"more"))
+        elif change == "shrink":
+            os.truncate(path, path.stat().st_size // 2)
+        elif change == "replace":
+            (tmp_path / "new").write_bytes(pack(content))
+            (tmp_path / "new").replace(path)
+        else:
+            path.unlink()
+
+    for when in ("before", "while"):
+        path.write_bytes(pack(content))
+        os.utime(path, ns=(1, 1))
+        (task,) = plan([path])
+        options, problems = ReadOptions(text_documents="line"), Problems("stop")
+        if when == "before":
+            alter()
+        documents = sources.read(task.pieces[0], options, problems)
+        with pytest.raises(
+            BadInput,
+            match=r"changed while it was read \(\d+ bytes"
+            if change != "vanish"
+            else "can't be read: No such file",
+        ):
+            for i, _ in enumerate(documents):
+                if i == 5 and when == "while":
+                    alter()
+        path.write_bytes(pack(content))
+        os.utime(path, ns=(1, 1))
+        documents = sources.read(task.pieces[0], options, skipping := Problems("skip"))
+        for i, _ in enumerate(documents):
+            if i == 5:
+                alter()
+        assert sum(skipping.counts.values()) == 1
+
+
+def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
+    make(tmp_path, *(f"{name}/{i}.txt" for name in "abc" for i in range(3)))
+    corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
+               Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
+    tasks = sources.plan(corpora, ReadOptions(), Problems("stop"))
+    read = [
+        (task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces]) for task in tasks
+    ]
+    assert read == [
+        (0, 0, ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"]),
+        (1, 1, ["b/0.txt", "b/2.txt"]),
+        (2, 2, ["c/0.txt", "c/1.txt", "c/2.txt"]),
+    ]
+
+
+def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):
+    for i in range(400):
+        (tmp_path / f"{i:03}.txt").write_bytes(b"x" * 100)
+    monkeypatch.setattr(sources, "TASK_BYTES", (200, 2000))
+    assert len(plan([tmp_path])) == 200
+    monkeypatch.setattr(sources, "TASKS", 50)
+    assert len(plan([tmp_path])) == 50
+    monkeypatch.setattr(sources, "TASKS", 2)
+    assert len(plan([tmp_path])) == 20
+
+
+def test_opening_checks_again(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="not a regular file"):
+        decompress.open_regular(str(tmp_path / "pipe"))

@@ -1,0 +1,193 @@
+"""Arbitrary bytes in every format and compression: only BadInput, always an end, the same documents however cut."""
+
+import bz2
+import gzip
+import json
+import lzma
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers import formats
+from data_prep.readers import tasks as sources
+from data_prep.readers.tasks import ReadOptions
+from tests.helpers.prep_reading import plan
+
+PACK = {
+    "": bytes,
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lambda data: lzma.compress(data, preset=0),
+    "zst": zstandard.ZstdCompressor().compress,
+}
+FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "parquet", "arrow")
+few = settings(derandomize=True, max_examples=150, deadline=None, database=None)
+PIECES = {
+    "wiki": (b"<doc ", b"</doc>", b'id="1">\n', b"T\n\n", b"text ", b"<d", b"oc ", b"</", b"doc>", b"\n", b">", b"\xff", b"\xc3\xa9"),
+    "mediawiki": (b"<page>", b"</page>", b"<title>", b"</title>", b"<text>", b"</text>", b"word ", b"&l;", b"[[", b"]]", b"{{", b"}}",
+                  b"<pa", b"ge>", b"\n", b"\xff", b"\0"),
+    "line": (b"a", b"line of words", b"\n", b"\r\n", b" ", b"\t", b"\x0c", b"\xff", b"\0", b"\xc3\xa9"),
+    "blank-line": (b"a", b"two words", b"\n", b"\n\n", b"\r\n", b" ", b"  \t", b"\x0c", b"\x0b", b"\xff", b"\n \n"),
+    "jsonl": (b'{"text": "', b'"}', b"\n", b"\\ud800", b"a", b"[", b"{", b"null", b"\xff", b'{"text": null}\n', b'{"text": "x"}\n'),
+}  # fmt: skip
+
+
+def soup(kind):
+    return st.lists(st.sampled_from(PIECES[kind]) | st.binary(max_size=3), max_size=60).map(b"".join)
+
+
+def read(path, problems, **options):
+    """(pieces, (offset, text) of each document) of a file."""
+    tasks = plan([path], problems, **options)
+    pieces = [piece for task in tasks for piece in task.pieces]
+    return len(pieces), [
+        (d.offset, d.text) for piece in pieces for d in sources.read(piece, ReadOptions(**options), problems)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("kind", PACK)
+@settings(few, max_examples=40)
+@given(data=st.data())
+def test_arbitrary_bytes_raise_nothing_but_bad_input(kind, format_, folder, data):
+    content = data.draw(st.binary(max_size=300) | soup(format_ if format_ in PIECES else "wiki"))
+    packed = PACK[kind](content)
+    damage = data.draw(st.integers(0, 3))
+    if damage == 1:
+        packed = packed[: data.draw(st.integers(0, len(packed)))]
+    elif damage == 2 and packed:
+        at = data.draw(st.integers(0, len(packed) - 1))
+        packed = packed[:at] + data.draw(st.binary(min_size=1, max_size=4)) + packed[at + 1 :]
+    elif damage == 3:
+        packed += data.draw(st.binary(max_size=20))
+    path = folder / "file"
+    path.write_bytes(packed)
+    _, found = read(path, skipping := Problems("skip"), format=format_)
+    assert all(isinstance(text, bytes) or text.encode() is not None for _, text in found)
+    try:
+        _, stopped = read(path, problems := Problems("stop"), format=format_)
+    except BadInput as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)
+        # Under skip a byte without meaning outside of documents is left out with what is around it.
+        assert skipping.counts or ": invalid " in str(error)
+    else:
+        assert stopped == found and problems.dropped == skipping.dropped
+        assert not set(skipping.counts) - {"empty file"}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+@few
+@given(data=st.data())
+def test_ranges_and_chunks_of_any_size_give_the_same_documents_and_counts(kind, folder, data):
+    content = b"\n" + data.draw(soup(kind))  # no magic number of a compression
+    step = data.draw(st.integers(3, 40))
+    line, document = data.draw(st.sampled_from([(4, 9), (20, 30), (1 << 20, 1 << 20)]))
+    path = folder / "cut"
+    path.write_bytes(content)
+    format_ = kind if kind in FORMATS else "text"
+    options = {
+        "format": format_,
+        "encoding": "utf-8",
+        "text_documents": kind if format_ == "text" else "auto",
+    }
+    with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
+        one, want = read(path, whole := Problems("skip"), **options)
+        with (
+            mock.patch.object(sources, "RANGE_BYTES", step),
+            mock.patch.object(formats, "STEP", data.draw(st.integers(1, 50))),
+        ):
+            pieces, found = read(path, cut := Problems("skip"), **options)
+    assert one == 1 and (pieces > 1 or len(content) <= step * 3 // 2)
+    assert found == want
+    assert cut.counts == whole.counts and cut.dropped == whole.dropped
+
+
+@pytest.mark.parametrize("kind", ["wiki", "mediawiki"])
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_bzip2_streams_cut_at_any_byte_give_the_same_documents(kind, folder, data):
+    head = b"<doc " if kind == "wiki" else b"<mediawiki>"
+    content = head + data.draw(soup(kind))
+    ends = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=12)) | {0, len(content)})
+    packed = b"".join(bz2.compress(content[a:b]) for a, b in pairwise(ends))
+    path = folder / "streams"
+    path.write_bytes(packed)
+    _, want = read(path, whole := Problems("skip"), encoding="utf-8", format=kind)
+    with mock.patch.object(sources, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))):
+        pieces, found = read(path, cut := Problems("skip"), encoding="utf-8", format=kind)
+    assert pieces > 1 or len(packed) < 400
+    assert [text for _, text in found] == [text for _, text in want]
+    assert cut.counts == whole.counts and cut.dropped == whole.dropped
+
+
+texts = st.lists(
+    st.text(st.characters(codec="utf-8", exclude_characters="\n\r\x00"), max_size=30), min_size=1, max_size=20
+)
+
+
+@pytest.mark.parametrize("kind", PACK)
+@settings(few, max_examples=40)
+@given(values=texts)
+@example(values=["\ud7ff\ufeff", "\u2028", ""])
+def test_records_come_back_as_they_were_written(kind, folder, values):
+    path = folder / "records"
+    path.write_bytes(PACK[kind]("".join(json.dumps({"text": value}) + "\n" for value in values).encode()))
+    assert [text for _, text in read(path, Problems("stop"), format="jsonl")[1]] == values
+    documents = "".join(f'<doc id="1">\nT\n\n{value.replace("<", "")}\n</doc>\n' for value in values).encode()
+    path.write_bytes(PACK[kind](documents))
+    found = [text.decode() for _, text in read(path, Problems("stop"), format="wiki")[1]]
+    assert found == ["\n" + value.replace("<", "") + "\n" for value in values]
+
+
+@settings(few, max_examples=30)
+@given(
+    values=st.lists(st.none() | st.text(st.characters(codec="utf-8"), max_size=20), min_size=1, max_size=30),
+    group=st.integers(1, 10),
+)
+def test_tables_come_back_as_they_were_written(folder, values, group):
+    table = pa.table({"text": pa.array(values, pa.string())})
+    pq.write_table(table, folder / "t.parquet", row_group_size=group)
+    with pa.ipc.new_stream(str(folder / "t.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=group)
+    want = [(i, value) for i, value in enumerate(values) if value is not None]
+    for name in ("t.parquet", "t.arrow"):
+        for size in (1, 300, 1 << 20):
+            with mock.patch.object(sources, "RANGE_BYTES", size):
+                assert read(folder / name, problems := Problems("stop"))[1] == want
+            assert problems.dropped["null value"] == values.count(None)
+
+
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_damaged_tables_raise_nothing_but_bad_input(folder, data):
+    table = pa.table({"text": ["some text", None, "é" * 50] * 20})
+    path = folder / "damaged"
+    if data.draw(st.booleans()):
+        pq.write_table(table, path, row_group_size=25, compression="none")
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        content[data.draw(st.integers(4, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    read(path, Problems("skip"))
+    try:
+        read(path, Problems("stop"))
+    except BadInput as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)

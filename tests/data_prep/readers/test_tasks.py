@@ -1,0 +1,246 @@
+"""Which documents are read, in which order, whatever they are packed in and wherever a file is cut."""
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from data_prep.common.errors import BadInput, Problems
+from data_prep.readers import formats, pydoc_corpus, tasks
+from data_prep.readers.decompress import Edge
+from data_prep.text import clean
+from tests.helpers.prep_reading import plan, read_all
+
+ROOT = Path(__file__).resolve().parents[3]
+PACK = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+WIKI = b'<doc id="1" title="One">\nOne\n\nFirst text.\nSecond line.\n</doc>\n<doc id="2" title="a > b">\nTwo\n\nOther.\n</doc>\n'
+JSONL = b'{"text": "Alpha one."}\n\n{"n": 2, "text": "Beta \\u00e9."}\n'
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_formats_are_told_by_content_in_every_compression(suffix, tmp_path):
+    (tmp_path / f"wiki_00{suffix}").write_bytes(PACK[suffix](WIKI))
+    (tmp_path / f"lines.dat{suffix}").write_bytes(PACK[suffix](JSONL))
+    (tmp_path / f"novel.txt{suffix}").write_bytes(PACK[suffix](b"\xef\xbb\xbfOnce.\r\n\r\nTwice.\r\n"))
+    found, _ = read_all([tmp_path])
+    assert found == [
+        "Alpha one.",
+        "Beta é.",
+        "Once.\r\n\r\nTwice.\r\n",
+        "\nFirst text.\nSecond line.\n",
+        "\nOther.\n",
+    ]
+
+
+def test_compression_is_told_by_content_without_a_suffix(tmp_path):
+    (tmp_path / "anything").write_bytes(bz2.compress(WIKI))
+    assert len(read_all([tmp_path / "anything"])[0]) == 2
+
+
+def test_files_folders_globs_and_names_given_twice(tmp_path):
+    for name in ("b/2.txt", "b/1.txt", "a.txt", "c.txt", "b/.hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found, _ = read_all(
+        [tmp_path / "c.txt", tmp_path / "b", str(tmp_path / "*.txt"), tmp_path / "b" / "1.txt"]
+    )
+    assert found == ["c.txt", "b/1.txt", "b/2.txt", "a.txt"]
+
+
+def test_titles_are_dropped_unless_kept(tmp_path):
+    (tmp_path / "w").write_bytes(WIKI)
+    assert read_all([tmp_path / "w"])[0][0] == "\nFirst text.\nSecond line.\n"
+    assert read_all([tmp_path / "w"], keep_titles=True)[0][0] == "\nOne\n\nFirst text.\nSecond line.\n"
+
+
+def test_what_a_document_is_in_plain_text(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"a 1\na 2\n\n \r\nb 1\n\n\n\nc 1\nc 2\n")
+    assert len(read_all([path])[0]) == 1
+    assert read_all([path], text_documents="blank-line")[0] == ["a 1\na 2", "b 1", "c 1\nc 2\n"]
+    assert read_all([path], text_documents="line")[0] == ["a 1", "a 2", "b 1", "c 1", "c 2"]
+
+
+@pytest.mark.parametrize("kind", ["wiki", "jsonl", "line", "blank-line"])
+@pytest.mark.parametrize("size", [37, 64, 101, 600])
+def test_a_file_cut_in_ranges_gives_each_document_once_and_in_order(kind, size, tmp_path, monkeypatch):
+    make = {
+        "wiki": lambda i: f'<doc id="{i}" title="T">\nT\n\nDocument {i} {"x" * (i * 7 % 50)}.\n</doc>\n',
+        "jsonl": lambda i: json.dumps({"text": f"Document {i} {'x' * (i * 7 % 50)}."}) + "\n",
+        "line": lambda i: f"Document {i} {'x' * (i * 7 % 50)}.\n" + "\n" * (i % 3),
+        "blank-line": lambda i: f"Document {i}\n{'x' * (i * 7 % 50)}." + "\n" * (2 + i % 4),
+    }[kind]
+    path = tmp_path / ("f.txt" if "line" in kind else "f")
+    path.write_bytes("".join(make(i) for i in range(60)).encode())
+    options = {"text_documents": kind} if "line" in kind else {}
+    whole, _ = read_all([path], **options)
+    assert len(whole) == 60
+    monkeypatch.setattr(tasks, "RANGE_BYTES", size)
+    assert sum(len(task.pieces) for task in plan([path], **options)) > 2
+    assert [text.strip() for text in read_all([path], **options)[0]] == [text.strip() for text in whole]
+
+
+def test_chunk_ends_anywhere_change_nothing():
+    for cut in range(1, len(WIKI)):
+        chunks = iter([WIKI[:cut], WIKI[cut:]])
+        found = list(formats.split_elements(chunks, 0, "wiki", "f", Problems("stop"), Edge()))
+        assert [offset for offset, _ in found] == [0, WIKI.index(b'<doc id="2"')]
+        assert [formats.wiki_body(element, False).split() for _, element in found] == [
+            b"First text. Second line.".split(),
+            b"Other.".split(),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", b"%PDF-1.4 text", r"a\.pdf: unknown suffix '\.pdf'"),
+        ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data \(or UTF-16 without"),
+        ("a.gz", b"plain text", r"a\.gz: byte 0: no gz data in spite of its suffix"),
+        (
+            "a.jsonl",
+            b'{"body": "x"}\n',
+            r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\); name it with --text-field",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"a\.jsonl: byte 14: field 'text' is not a string"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl: byte 14: not a JSON object"),
+        ("a", b"<!DOCTYPE html><html>", r"a: XML or HTML with a DOCTYPE"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', r"a\.jsonl: byte 0: half a surrogate pair"),
+        ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
+    ],
+)
+def test_bad_files_are_named_with_their_offset_or_skipped_and_counted(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        read_all([tmp_path / name])
+    _, problems = read_all([tmp_path / name], policy="skip")
+    assert sum(problems.counts.values()) == 1
+
+
+def test_pydoc_reads_docstrings_without_importing(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('''"""Module text."""
+raise SystemExit("imported")
+class Thing:
+    """Class text.
+
+    >>> Thing()
+    1
+
+    More text.
+    """
+    def method(self):
+        """Method text."""
+''')
+    assert pydoc_corpus.documents(str(path)) == [
+        "Module text.\n\nClass text.\n\n\nMore text.\n\nMethod text."
+    ]
+    (tmp_path / "broken.py").write_text('"""x"""\ndef (')
+    assert pydoc_corpus.documents(str(tmp_path / "broken.py")) == []
+    files = pydoc_corpus.files()
+    assert files == pydoc_corpus.files() and len(files) > 300
+    assert any(name.endswith("topics.py") for name, _ in files)
+
+
+OPENINGS = {
+    "text": (b"words of a first line\n", "long line"),
+    "jsonl": (b'{"text": "words"}\n{"text": "', "long line"),
+    "wiki": (b'<doc id="1">\nT\n\nwords\n</doc>\n<doc id="2">\n', "long document"),
+    "mediawiki": (b"<mediawiki><page><text>words</text></page><page><text>", "long document"),
+    "blank": (b"words\n\n" + b"a line of a block\n", "long document"),
+}
+
+
+@pytest.mark.parametrize("kind", OPENINGS)
+def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
+    opening, reason = OPENINGS[kind]
+    path = tmp_path / "f.txt"
+    with open(path, "wb") as file:
+        file.write(opening)
+        if kind == "blank":
+            file.write(b"a line of a block\n" * 12_000_000)
+        else:
+            file.truncate(1 << 30 if kind == "text" else 1 << 28)  # a hole
+    code = (
+        "import re, resource, sys; from tests.helpers.prep_reading import read_all; "
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "found, problems = read_all([sys.argv[1]], 'skip', encoding='utf-8', format=sys.argv[2], text_documents='blank-line'); "
+        "print(sum(map(len, found)), dict(problems.counts)); "
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"
+    )
+    format_ = "text" if kind == "blank" else kind
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, format_], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts, peak = done.stdout.splitlines()
+    assert int(counts.split()[0]) < 100 and counts.endswith(f"{{{reason!r}: 1}}")
+    assert int(peak) < 300
+
+
+def test_a_long_document_of_many_streams_costs_bounded_time(tmp_path):
+    path = tmp_path / "d.bz2"
+    path.write_bytes(bz2.compress(b"<doc 1>\nT\n\nwords\n</doc><doc ") + bz2.compress(b"x" * 1000) * 20_000)
+    began = time.process_time()
+    found, problems = read_all([path], "skip", format="wiki")
+    assert len(found) == 1 and problems.counts == {"long document": 1}
+    assert time.process_time() - began < 20
+
+
+def test_empty_documents_are_left_to_their_count(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "x"}\n')
+    found, problems = read_all([tmp_path])
+    assert found == ["", "x"] and problems.dropped == {"null value": 1} and not problems.counts
+
+
+def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n{"text": "a\\u0000b"}\n{"te\0xt": 1}\n'
+    )
+    with pytest.raises(BadInput, match=r"a\.jsonl: byte 25: invalid UTF-8"):
+        read_all([tmp_path])
+    found, problems = read_all([tmp_path], "skip")
+    assert found == ["é", "a\0b"] and problems.counts == {"invalid UTF-8": 1, "bad JSON line": 1}
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    for suffix, pack in list(PACK.items())[1:]:
+        path = tmp_path / f"two{suffix}"
+        path.write_bytes(pack(JSONL) + pack(JSONL))
+        assert len(read_all([path], encoding="utf-8")[0]) == 4
+        path.write_bytes(pack(JSONL) + pack(JSONL)[:-5])
+        found, problems = read_all([path], "skip")
+        assert (
+            problems.counts == {"damaged or truncated file": 1}
+            and found == (["Alpha one.", "Beta é."] * 2)[: len(found)]
+            and len(found) >= 2
+        )
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_hard_wrapped_blocks_are_rejoined_whatever_ends_their_lines(ends, mark, tmp_path):
+    line = "It was the best of times, it was the worst of times, it was"
+    block = ends.join([line] * 3)
+    path = tmp_path / "t.txt"
+    path.write_bytes((mark + (ends * 2).join([block, block, block])).encode())
+    for kind, count in (("blank-line", 3), ("file", 1)):
+        found = read_all([path], text_documents=kind)[0]
+        assert len(found) == count
+        joined = [
+            paragraph.split()
+            for text in found
+            for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
+        ]
+        assert joined == [(" ".join([line] * 3)).split()] * 3

@@ -1,0 +1,113 @@
+"""What a build drops as repeated is what was planted, wherever in the input it stands, and everything adds up."""
+
+import json
+import random
+
+import pytest
+
+from data_prep.common.errors import Problems
+from data_prep.executor import work_files
+from data_prep.executor.pool import Local
+from data_prep.options import BuildOptions
+from data_prep.readers.tasks import Corpus, ReadOptions, plan
+from data_prep.stages import dedup
+from data_prep.stages import read as reading
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def planted(topics, tmp_path_factory):
+    """A folder: 300 documents of distinct sentences; 40 exact copies, 30 near copies and 25 repeated paragraphs."""
+    folder = tmp_path_factory.mktemp("planted")
+    vocabulary = sorted({word for text in topics for word in text.split() if word.isalpha()})
+    rng = random.Random(11)
+
+    def paragraph():
+        return " ".join(" ".join(rng.choices(vocabulary, k=12)).capitalize() + "." for _ in range(4))
+
+    documents = [[paragraph() for _ in range(5)] for _ in range(300)]
+    for i in range(25):  # the second paragraph of i stands again in 100 + i
+        documents[100 + i][2] = documents[i][1]
+    copies = [list(documents[i]) for i in range(40, 80)]
+    near = []
+    for i in range(200, 230):
+        words = documents[i][0].split()
+        words[5] = rng.choice(vocabulary)
+        near.append([" ".join(words), *documents[i][1:]])
+    everything = documents + copies + near
+    order = list(range(len(everything)))
+    rng.shuffle(order)
+    for part in range(4):
+        lines = []
+        for n, i in enumerate(order[part::4]):
+            body = "\n".join(everything[i])
+            if i >= 300 and n % 2:
+                body = body.replace(". ", ".   ")  # whitespace is no difference
+            lines.append(f'<doc id="{i}" url="u" title="T">\nT\n\n{body}\n</doc>\n')
+        (folder / f"wiki_{part}").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def build(command, folder, tokenizer_file, output, *extra):
+    result = command(
+        "build", "--input", folder, "--tokenizer", tokenizer_file, "--output", output, "--held-out", 0, "--quiet",
+        "--no-nsp", *extra,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return json.loads((output / "report.json").read_text()), result.stdout
+
+
+def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, command, tmp_path):
+    report, _ = build(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
+    assert report["read"]["documents"] == 370 and report["dropped"]["documents"] == 0
+    report, stdout = build(command, planted, tokenizer_file, tmp_path / "exact")
+    assert report["dropped"]["reasons"] == {"exact duplicate": 40}
+    assert "exact duplicate 40" in stdout and len(report["examples"]["exact duplicate"]) == 3
+    report, _ = build(command, planted, tokenizer_file, tmp_path / "near", "--dedup", "documents", "near")
+    assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
+    report, _ = build(
+        command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs"
+    )
+    assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
+    # 25 planted ones; those of near copies went with them
+    assert report["dropped"]["repeated_paragraphs"] == 25
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert "near duplicate" in page and "exact duplicate" in page and "<script" not in page
+
+
+def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, command, tmp_path):
+    build(command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs")
+    build(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
+    counts = {}
+    for name in ("all", "none"):
+        dataset = Dataset(tmp_path / name)
+        tokenizer = Tokenizer.load(tmp_path / name / "tokenizer.model")
+        rows = dataset.read(range(dataset.rows))
+        text = " ".join(tokenizer.decode(ids[ids > 0]) for ids in rows.ids)
+        sentences = [s.strip() for s in text.split(".") if len(s.split()) == 12]
+        counts[name] = len(sentences) / len(set(sentences))
+    # Rows cut some sentences; of the whole ones none is there twice but those of kept near-equal text.
+    assert counts["none"] > 1.2 and counts["all"] < 1.01
+
+
+@pytest.mark.parametrize("size", [64, 1 << 21])
+def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
+    options = BuildOptions(dedup=("documents", "near"))
+    job = work_files.Job(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
+    tasks = plan(
+        [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))],
+        ReadOptions(),
+        Problems("stop"),
+    )
+    read = [reading.read_task(job, task) for task in tasks]
+    documents = sum(done.facts["documents"] for done in read)
+    kinds = []
+    for kind, records in (("documents", documents), ("near", documents * dedup.duplicates.BANDS)):
+        parts = dedup.ranges(kind, "read", len(tasks), records)
+        assert (len(parts) > 1) == (size == 64)
+        Local(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
+        kinds.append((kind, len(parts)))
+    masks = [dedup.mask_documents(job, dedup.TaskMask(task.index, tuple(kinds))) for task in tasks]
+    assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}

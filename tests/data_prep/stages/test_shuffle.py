@@ -1,0 +1,90 @@
+"""The order of rows is that of random keys over the whole corpus, however many runs it lies in."""
+
+import numpy as np
+import pytest
+
+from data_prep.build import build
+from data_prep.executor.pool import Local
+from data_prep.options import BuildOptions
+from data_prep.readers import tasks
+from data_prep.stages import shuffle
+from data_prep.stages.shuffle import Part, plan_shards
+from megabert.data.shards import Dataset
+
+
+@pytest.fixture
+def make(corpus, tokenizer_file, tmp_path, monkeypatch):
+    """Build the corpus with many small tasks; returns the folder."""
+    monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 20, 1 << 20))
+    monkeypatch.setattr(shuffle, "MAX_BUCKET_TOKENS", 1 << 16)
+
+    def run(name, **options):
+        given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
+        corpora = [tasks.Corpus("input", (str(corpus),))]
+        build(corpora, tmp_path / name, given, Local(1), str(tokenizer_file), progress=False)
+        return tmp_path / name
+
+    return run
+
+
+def test_merged_runs_give_the_same_bytes(make, monkeypatch):
+    names = ("manifest.json", "shard-000000.tar", "held_out/manifest.json")
+    few = make("few")
+    merged = []
+    original = shuffle.merge
+    monkeypatch.setattr(shuffle, "MAX_RUNS", 2)
+
+    def merge(job, item):
+        merged.append((item.index, item.runs, item.ranges))
+        return original(job, item)
+
+    monkeypatch.setattr(shuffle, "merge", merge)
+    many = make("many")
+    assert [index for index, _, _ in merged] == [0, 1]
+    assert sum(runs for _, runs, _ in merged) == 6 and all(ranges > 3 for _, _, ranges in merged)
+    for name in names:
+        assert (many / name).read_bytes() == (few / name).read_bytes()
+
+
+def test_neighbouring_rows_are_strangers(make):
+    """The share of rare tokens is the same in each tenth of the rows, and that of a row says nothing of the next."""
+    dataset = Dataset(make("whole", nsp=False))
+    rows = dataset.read(np.arange(dataset.rows)).ids
+    half = np.median(rows[rows > 4])
+    share = ((rows > half) & (rows > 4)).sum(1) / (rows > 4).sum(1)
+    tenths = np.array_split(share, 10)
+    for part in tenths:
+        assert abs(part.mean() - share.mean()) < 5 * share.std() / np.sqrt(len(part))
+    neighbours = np.corrcoef(share[:-1], share[1:])[0, 1]
+    assert abs(neighbours) < 5 / np.sqrt(len(share))
+
+
+def test_shards_cut_buckets_where_the_rows_say():
+    part = Part("train", 128, 2, 1, "uint16", "out")
+    plans = plan_shards(part, [300, 0, 500, 248], 512)
+    assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [
+        (0, 0, 512),
+        (1, 512, 512),
+        (2, 1024, 24),
+    ]
+    assert [plan.pieces for plan in plans] == [
+        ((0, 0, 300), (2, 0, 212)),
+        ((2, 212, 288), (3, 0, 224)),
+        ((3, 224, 24),),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots"),
+    [
+        ({128: 1000}, 1),
+        ({64: 1000, 128: 100}, 2),
+        ({32: 4000}, 4),
+        (
+            {128: 5000, 100: 20, 28: 20},
+            1,
+        ),  # a second slot would save 20 rows of 5,040: less than half a percent
+    ],
+)
+def test_slots_are_as_few_as_fill_rows(lengths, slots):
+    assert shuffle.choose_slots(lengths, 128) == slots

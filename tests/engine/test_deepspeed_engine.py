@@ -1,0 +1,312 @@
+"""An update is the same whatever the ZeRO stage, ranks and micro-steps, and a bad one changes nothing anywhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megabert.model import ops
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+STAGES = (0, 1, 2, 3)
+STEPS = 20
+BACKENDS = {
+    "native": {"ops__attention": "native", "ops__mlm_loss": "native", "ops__layer": "native"},
+    "fused_softmax": {"ops__attention": "fused_softmax", "ops__mlm_loss": "native", "ops__layer": "native"},
+}
+
+
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on CPUs without native fp16; torch computes it all the same, only slowly."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def same_updates(world: Any) -> dict[str, Any]:
+    """Losses of 20 updates at every stage; on 1 rank the update takes 4 micro-steps, on 2 ranks 2."""
+    found: dict[str, Any] = {}
+    for stage in STAGES:
+        cfg = tiny.config(zero__stage=stage)
+        engine = tiny.engine(cfg, world)
+        results = [engine.train_update(tiny.update(s, cfg, world), 0.003) for s in range(STEPS)]
+        found[f"{stage}"] = [tuple(r.losses.tolist()) for r in results]
+        found[f"{stage} norms"] = [float(r.grad_norm) for r in results]
+        found[f"{stage} counts"] = [r.counts.tolist() + r.correct.tolist() for r in results]
+        found[f"{stage} eval"] = engine.eval_sums(tiny.update(99, cfg, world).batches).tolist()
+    return found
+
+
+def two_ranks(world: Any) -> dict[str, Any]:
+    found = same_updates(world)
+    allow_fp16()
+    for stage in STAGES[1:]:
+        engine = tiny.engine(tiny.config(zero__stage=stage, zero__offload="cpu"), world)
+        found[f"offload {stage}"] = tiny.train(engine, range(5))
+    for precision in ("fp32", "bf16", "fp16"):
+        for stage in STAGES:
+            found[f"skip {precision} {stage}"] = skip(world, precision, stage)
+    found["skip offload"] = skip(world, "fp32", 2, zero__offload="cpu")
+    found["uneven"] = uneven_evaluation(world)
+    if not ops.MISSING:
+        for name, chosen in BACKENDS.items():
+            cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **chosen)
+            found[f"backend {name}"] = tiny.train(tiny.engine(cfg, world), range(STEPS))
+    return found
+
+
+def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]:
+    """4 updates; the same with two bad ones between, on the last rank only: infinite gradients under a finite loss, then
+    an infinite loss over finite gradients."""
+    cfg = tiny.config(precision=precision, zero__stage=stage, **extra)
+    clean, engine = tiny.engine(cfg, world), tiny.engine(cfg, world)
+    seen = gradient_types(engine) if stage == 0 else []
+    found: dict[str, Any] = {"straight": tiny.train(clean, range(4)), "losses": tiny.train(engine, range(2))}
+    for kind in ("gradient", "loss"):
+        before = engine.consolidated_weights()
+        bad = poisoned_update(engine, kind)
+        after = engine.consolidated_weights()
+        found[kind] = {
+            "skipped": bad.skipped,
+            "overflow": bad.overflow,
+            "norm": float(bad.grad_norm),
+            "unchanged": all(torch.equal(before[n], after[n]) for n in before),
+            "counter": engine.skipped_steps,
+        }
+        done = len(found["losses"])
+        found["losses"] += tiny.train(engine, range(done, done + 1))
+    weights = (engine.consolidated_weights().values(), clean.consolidated_weights().values())
+    found["types"] = [
+        {str(p.dtype) for p in engine.module.parameters()},
+        {str(shard.tensor.dtype) for shard in engine.layout.shards},
+        set(seen),
+    ]
+    found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    if precision == "fp16":  # at the floor of the loss scale an overflow is a bad update like any other
+        wrapper = engine._deepspeed.optimizer
+        scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
+        scaler.cur_scale = engine._loss_scale()[1]
+        bad = poisoned_update(engine, "gradient")
+        found["at the floor"] = (bad.skipped, bad.overflow)
+    else:
+        found["weights"] = weights_round_trip(clean, cfg)
+    return found
+
+
+def gradient_types(engine: Any) -> list[str]:
+    """Filled with the type of the accumulated gradient after each micro-step."""
+    seen: list[str] = []
+    next(engine.module.parameters()).register_post_accumulate_grad_hook(
+        lambda p: seen.append(str(p.grad.dtype))
+    )
+    return seen
+
+
+def poisoned_update(engine: Any, kind: str) -> Any:
+    hook = poison(engine, kind) if engine.world.rank == engine.world.size - 1 else None
+    result = engine.train_update(tiny.update(50, engine.config, engine.world), 0.003)
+    if hook is not None:
+        hook.remove()
+    return result
+
+
+def poison(engine: Any, kind: str) -> Any:
+    def bad_gradient(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda g: torch.full_like(g, math.inf))
+
+    def bad_loss(module: Any, inputs: Any, output: Any) -> Any:
+        return output._replace(mlm_loss_sum=output.mlm_loss_sum + math.inf)
+
+    if kind == "gradient":
+        return engine.module.mlm.register_forward_hook(bad_gradient)
+    return engine.module.register_forward_hook(bad_loss)
+
+
+def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
+    """Another model's weights, loaded: masters exact, the model rounded to its type, and its first loss the donor's."""
+    donor = {n: p.detach().clone() for n, p in tiny.model(cfg, seed=3).named_parameters()}
+    engine.load_weights(donor)
+    held = engine.consolidated_weights()
+    loss = tiny.train(engine, range(1))[0][0]
+    expected = tiny.model(cfg, seed=3).to(engine.dtype)
+    batch = tiny.batch(0, range(tiny.ROWS))
+    with torch.no_grad():
+        own = float(expected(**batch.inputs()).mlm_loss_sum) / batch.predictions
+    problems = []
+    for wrong in (
+        {k: v for k, v in donor.items() if k != "mlm.bias"},
+        donor | {"extra": donor["mlm.bias"]},
+        donor | {"embeddings.position": torch.zeros(8, 32)},
+    ):
+        try:
+            engine.load_weights(wrong)
+        except ValueError as error:
+            problems.append(str(error))
+    return {
+        "exact": not held or all(torch.equal(held[n], donor[n]) for n in donor),
+        "names": sorted(held) == sorted(donor) if engine.world.rank == 0 else held == {},
+        "loss": loss,
+        "expected": own,
+        "problems": problems,
+    }
+
+
+def uneven_evaluation(world: Any) -> list[Any]:
+    """Rank 0 evaluates 3 micro-batches, rank 1 one; then rank 1 none, which stage 3 cannot do."""
+    cfg = tiny.config(zero__stage=3)
+    engine = tiny.engine(cfg, world)
+    rows = [range(0, 2), range(2, 4), range(4, 6)] if world.rank == 0 else [range(6, 8)]
+    sums = engine.eval_sums([tiny.batch(0, r) for r in rows]).tolist()
+    try:
+        engine.eval_sums([tiny.batch(0, range(2))] if world.rank == 0 else [])
+    except ValueError as error:
+        return [sums, str(error)]
+    return [sums, ""]
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    return run_ranks(1, same_updates)[0]
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(2, two_ranks, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The same 20 updates by a loop over whole updates with torch's own AdamW and clipping, no DeepSpeed."""
+    cfg = tiny.config()
+    model = tiny.model(cfg)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.003, eps=1e-6, foreach=False)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = tiny.batch(step, range(tiny.ROWS))
+        out = model(**batch.inputs())
+        mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
+        (mlm + nsp).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((float(mlm.detach()), float(nsp.detach())))
+    model.eval()
+    batch = tiny.batch(99, range(tiny.ROWS))
+    with torch.no_grad():
+        out = model(**batch.inputs())
+    sums = [
+        out.mlm_loss_sum,
+        out.mlm_correct,
+        batch.predictions,
+        out.nsp_loss_sum,
+        out.nsp_correct,
+        batch.nsp_pairs,
+    ]
+    return {"losses": losses, "norms": norms, "eval": [float(v) for v in sums]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_20_updates_have_the_plain_losses_at_every_stage_and_split(ranks, stage, one, two, plain):
+    found = one if ranks == 1 else two[0]
+    for ours, theirs in zip(found[str(stage)], plain["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert found[f"{stage} norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert found[f"{stage} eval"] == pytest.approx(plain["eval"], rel=1e-4)
+    for step, counts in enumerate(found[f"{stage} counts"]):
+        batch = tiny.batch(step, range(tiny.ROWS))
+        assert counts[:2] == [batch.predictions, batch.nsp_pairs]
+        assert 0 <= counts[2] <= counts[0] and 0 <= counts[3] <= counts[1]
+    assert found[str(stage)][-1][0] < found[str(stage)][0][0] - 0.5  # it learns
+
+
+@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_native_operations_under_stage_3_with_recomputation_have_the_plain_losses(name, two, plain):
+    for ours, theirs in zip(two[0][f"backend {name}"], plain["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_ranks_report_the_same_update(two):
+    for stage in STAGES:
+        assert two[0][str(stage)] == two[1][str(stage)]
+        assert two[0][f"{stage} counts"] == two[1][f"{stage} counts"]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_cpu_offload_changes_nothing(stage, two, plain):
+    for ours, theirs in zip(two[0][f"offload {stage}"], plain["losses"], strict=False):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_masters_are_fp32_and_stage_0_accumulates_in_fp32(precision, stage, two):
+    model, masters, gradients = two[0][f"skip {precision} {stage}"]["types"]
+    assert model == {{"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]}
+    assert masters == {"torch.float32"}
+    assert gradients == ({"torch.float32"} if stage == 0 else set())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+def test_16_bits_follow_fp32(precision, stage, two, plain):
+    """4 updates within 0.5% of fp32: both types carry at least 8 bits, masters and accumulation are fp32."""
+    for ours, theirs in zip(two[0][f"skip {precision} {stage}"]["straight"], plain["losses"], strict=False):
+        assert ours == pytest.approx(theirs, rel=5e-3)
+
+
+CASES = [f"skip {precision} {stage}" for precision in ("fp32", "bf16", "fp16") for stage in STAGES]
+
+
+@pytest.mark.parametrize("case", [*CASES, "skip offload"])
+def test_bad_numbers_on_one_rank_skip_the_update_on_all(case, two):
+    for found in two:
+        run = found[case]
+        for number, kind in enumerate(("gradient", "loss"), 1):
+            assert run[kind]["skipped"] and run[kind]["unchanged"]
+            assert run[kind]["counter"] == number
+            assert not math.isfinite(run[kind]["norm"])
+            # only fp16's search for a loss scale is excused, and a bad loss is not the scale's fault
+            assert run[kind]["overflow"] == ("fp16" in case and kind == "gradient")
+        if "fp16" in case:  # the loss scale has moved, so only nearly the same
+            for ours, theirs in zip(run["losses"], run["straight"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-3)
+            assert run["at the floor"] == (True, False)
+        else:  # moments, accumulators and masters hold no trace of them: bit-equal from there on
+            assert run["losses"] == run["straight"]
+            assert run["same weights"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+def test_weights_can_be_set_and_read_whole(precision, stage, two):
+    for rank in range(2):
+        run = two[rank][f"skip {precision} {stage}"]["weights"]
+        assert run["exact"] and run["names"]
+        assert run["loss"] == pytest.approx(run["expected"], rel=1e-5 if precision == "fp32" else 2e-3)
+        missing, unknown, shape = run["problems"]
+        assert "mlm.bias" in missing and "extra" in unknown
+        assert "embeddings.position is [8, 32]" in shape and "[16, 32]" in shape and "max_positions" in shape
+
+
+def test_evaluation_counts_each_batch_once_when_ranks_hold_different_numbers(two):
+    cfg = tiny.config()
+    model = tiny.model(cfg).eval()
+    batch = tiny.batch(0, range(8))
+    with torch.no_grad():
+        out = model(**batch.inputs())
+    sums, problem = two[0]["uneven"]
+    assert sums[0] == pytest.approx(float(out.mlm_loss_sum), rel=1e-5)
+    assert sums[2] == batch.predictions and sums[5] == batch.nsp_pairs
+    assert "zero.stage=3" in problem and two[1]["uneven"][1] == problem

@@ -1,0 +1,254 @@
+"""Optimizers against update rules written out plainly here, on whole parameters and on ZeRO's flat partitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabert.engine.optimizers import AdamW, Lamb, Segment, parameter_groups
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
+
+
+class PlainLamb:
+    """LAMB a parameter at a time, as NVIDIA's recipe has it; norms in fp64."""
+
+    def __init__(self, model: nn.Module, decay: float = DECAY) -> None:
+        self.parameters = list(model.parameters())
+        self.decay = decay
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.t += 1
+        for p, m, v in zip(self.parameters, self.m, self.v, strict=True):
+            assert p.grad is not None
+            m.copy_(BETAS[0] * m + (1 - BETAS[0]) * p.grad)
+            v.copy_(BETAS[1] * v + (1 - BETAS[1]) * p.grad**2)
+            u = (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
+            ratio = 1.0
+            if p.ndim >= 2:
+                u = u + self.decay * p
+                w_norm, u_norm = float(p.double().norm()), float(u.double().norm())
+                if w_norm > 0 and u_norm > 0:
+                    ratio = w_norm / u_norm
+            p.sub_(lr * ratio * u)
+            p.grad = None
+
+
+def clip(model: nn.Module, limit: float) -> float:
+    norm = float(torch.cat([p.grad.double().view(-1) for p in model.parameters()]).norm())
+    for p in model.parameters():
+        p.grad.div_(max(1.0, norm / limit))
+    return norm
+
+
+def plain_run(cfg: Any, steps: int) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, final weights and gradient norms of a plain loop over whole updates in fp32, without DeepSpeed."""
+    model = tiny.model(cfg)
+    optimizer = PlainLamb(model)
+    losses, norms = [], []
+    for step in range(steps):
+        batch = tiny.batch(step, range(tiny.ROWS))
+        out = model(**batch.inputs())
+        mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
+        (mlm + nsp).backward()
+        norms.append(clip(model, 1.0))
+        optimizer.step(LR)
+        losses.append(float(mlm.detach()))
+    return losses, {n: p.detach() for n, p in model.named_parameters()}, norms
+
+
+def lamb_under_zero(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage, extra in ((0, {}), (1, {}), (2, {}), (3, {}), (2, {"zero__offload": "cpu"})):
+        cfg = tiny.config(optimizer__name="lamb", zero__stage=stage, **extra)
+        engine = tiny.engine(cfg, world)
+        results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(20)]
+        found[f"{stage}{'-offload' if extra else ''}"] = (
+            [float(r.losses[0]) for r in results],
+            engine.consolidated_weights(),
+            [float(r.grad_norm) for r in results],
+        )
+    cfg = tiny.config(optimizer__name="lamb", zero__stage=1)
+    engine = tiny.engine(cfg, world)
+    engine.optimizer.attach()  # what any other LAMB sees: flat tensors that it takes for parameters
+    losses = [loss for loss, _ in tiny.train(engine, range(20), LR)]
+    found["plain"] = (losses, engine.consolidated_weights(), [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def lamb_runs() -> dict[str, Any]:
+    return run_ranks(2, lamb_under_zero)[0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[float], dict[str, Tensor], list[float]]:
+    return plain_run(tiny.config(optimizer__name="lamb"), 20)
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Largest relative distance |a - b| / |b| of any parameter."""
+    return max(float((ours[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in theirs.items())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3", "2-offload"])
+def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
+    losses, weights, norms = lamb_runs[stage]
+    assert losses == pytest.approx(reference[0], rel=1e-5)
+    assert norms == pytest.approx(reference[2], rel=1e-4)
+    assert set(weights) == set(reference[1])
+    assert distance(weights, reference[1]) < 1e-5, distance(weights, reference[1])
+
+
+@pytest.mark.dist
+def test_plain_lamb_under_zero_is_another_optimizer(lamb_runs, reference):
+    losses, weights, _ = lamb_runs["plain"]
+    # 10 and 1,000 times what the right one is allowed
+    assert max(abs(a - b) / b for a, b in zip(losses, reference[0], strict=True)) > 1e-4
+    assert distance(weights, reference[1]) > 1e-2, distance(weights, reference[1])
+
+
+def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
+    model = tiny.model(tiny.config())
+    groups = parameter_groups(model, DECAY)
+    listed = [id(p) for group in groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters()) and len(set(listed)) == len(listed)
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    names = {n: decays[id(p)] for n, p in model.named_parameters()}
+    assert {n for n, d in names.items() if d == 0} == {n for n in names if n.endswith("bias") or "norm" in n}
+    assert set(names.values()) == {0.0, DECAY}
+
+
+def test_adamw_is_decoupled_weight_decay_with_bias_correction():
+    torch.manual_seed(0)
+    layer = nn.Linear(7, 5)
+    start = {n: p.detach().clone() for n, p in layer.named_parameters()}
+    optimizer = AdamW(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    gradients = [{n: torch.randn_like(p) for n, p in start.items()} for _ in range(5)]
+    for gradient in gradients:
+        for name, p in layer.named_parameters():
+            p.grad = gradient[name].clone()
+        optimizer.step()
+    for name, w in start.items():
+        decay = DECAY if w.ndim >= 2 else 0.0
+        m = v = torch.zeros_like(w)
+        for t, gradient in enumerate(gradients, 1):
+            m, v = 0.9 * m + 0.1 * gradient[name], 0.999 * v + 0.001 * gradient[name] ** 2
+            w = w - LR * decay * w
+            w = w - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + EPS)
+        torch.testing.assert_close(dict(layer.named_parameters())[name].detach(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_on_a_flat_tensor_with_padding_equals_lamb_on_parameters():
+    """Three matrices laid out in one flat tensor with gaps, garbage in the gaps: same weights, to 1e-6."""
+    torch.manual_seed(1)
+    shapes, starts, size = [(5, 3), (1, 1), (4, 6)], [2, 17, 20], 49
+    tensors = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    flat = torch.full((size,), 1e6)
+    segments = []
+    for i, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
+        flat[start : start + tensor.numel()] = tensor.detach().view(-1)
+        segments.append(Segment(i, start, start + tensor.numel(), 0))
+    flat = flat.requires_grad_()
+    whole = Lamb([{"params": tensors, "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
+    whole.attach()
+    parts = Lamb([{"params": [*tensors], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
+    parts.param_groups[0]["params"] = [flat]
+    parts.attach({flat: tuple(segments)})
+    for _ in range(4):
+        flat.grad = torch.zeros(size)
+        for tensor, start in zip(tensors, starts, strict=True):
+            tensor.grad = torch.randn_like(tensor)
+            flat.grad[start : start + tensor.numel()] = tensor.grad.view(-1)
+        whole.step()
+        parts.step()
+    for tensor, start in zip(tensors, starts, strict=True):
+        torch.testing.assert_close(
+            flat.detach()[start : start + tensor.numel()].view(tensor.shape),
+            tensor.detach(),
+            rtol=1e-6,
+            atol=1e-7,
+        )
+
+
+def test_lamb_takes_ratio_one_for_a_zero_weight_and_leaves_zero_updates_alone():
+    zero, still = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = Lamb([{"params": [zero, still], "weight_decay": DECAY}], lr=0.5, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    zero.grad, still.grad = torch.ones(3, 2), torch.zeros(2, 2)
+    optimizer.step()
+    # first step: m^ / sqrt(v^) = 1 for a gradient of 1, so u = 1 / (1 + eps), and the ratio is 1 as |w| = 0
+    torch.testing.assert_close(zero.detach(), torch.full((3, 2), -0.5 / (1 + EPS)))
+    # u = decay * w points along w: ratio 1/decay, so the step is lr * w
+    torch.testing.assert_close(still.detach(), torch.full((2, 2), 0.5))
+
+
+def test_guard_skips_a_step_with_one_bad_gradient_and_counts_it():
+    torch.manual_seed(2)
+    layer = nn.Linear(4, 4)
+    optimizer = AdamW(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
+    optimizer.attach(clip=1.0)
+    for bad in (float("nan"), float("inf")):
+        before = [p.detach().clone() for p in layer.parameters()]
+        for p in layer.parameters():
+            p.grad = torch.ones_like(p)
+        layer.bias.grad[2] = bad
+        optimizer.step()
+        assert optimizer.overflow and all(
+            torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)
+        )
+        assert not optimizer.state
+    assert optimizer.skipped == 2
+    for p in layer.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not optimizer.overflow and float(optimizer._global_grad_norm) == pytest.approx(20**0.5, rel=1e-6)
+    assert float(layer.bias.grad.norm() ** 2 + layer.weight.grad.norm() ** 2) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", (AdamW, Lamb))
+def test_a_resumed_optimizer_is_the_one_that_never_stopped(kind):
+    """Moments copied through `resume` and `moments_of`: the same bits after, and counters of the type and place that the
+    update rule itself makes."""
+    torch.manual_seed(3)
+    gradients = [torch.randn(5, 3) for _ in range(5)]
+    weights = [nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
+    straight, second = (
+        kind([{"params": [w], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS) for w in weights
+    )
+    for optimizer in (straight, second):
+        optimizer.attach()
+        assert optimizer.moments_of(optimizer.param_groups[0]["params"][0]) == {}
+        assert optimizer.updates_of(optimizer.param_groups[0]["params"]) == 0
+    for gradient in gradients[:3]:
+        weights[0].grad = gradient.clone()
+        straight.step()
+    second.resume([weights[1]], straight.updates_of([weights[0]]))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for name, flat in second.moments_of(weights[1]).items():
+        assert flat.shape == (15,) and not flat.any()
+        flat.copy_(straight.moments_of(weights[0])[name])
+    made, resumed = straight.state[weights[0]], second.state[weights[1]]
+    assert {k: (v.dtype, v.device, v.shape) for k, v in made.items()} == {
+        k: (v.dtype, v.device, v.shape) for k, v in resumed.items()
+    }
+    assert second.updates_of([weights[1]]) == 3
+    for gradient in gradients[3:]:
+        for optimizer, w in ((straight, weights[0]), (second, weights[1])):
+            w.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(weights[0], weights[1])
+    second.resume([weights[1]], 0)
+    assert second.updates_of([weights[1]]) == 0 and second.moments_of(weights[1]) == {}

@@ -1,0 +1,199 @@
+"""A checkpoint does not know how many ranks wrote it: any world size and ZeRO stage goes on from any other."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megabert.checkpoint import Checkpoints, Damaged, load_weights
+from megabert.checkpoint.tensors import (
+    Moments,
+    check_moments,
+    check_pieces,
+    moments_file,
+    write_moments,
+    write_weights,
+)
+from megabert.config import CheckpointConfig
+from megabert.distributed.process_group import World
+from megabert.engine.zero_layout import Piece
+from tests.checkpoint.test_store import state
+from tests.engine.test_deepspeed_engine import allow_fp16
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+# the way that a run is moved: ranks, then (ZeRO stage, offload, micro-batch); three updates at each place
+LAUNCHES = (
+    (1, [(0, "none", 4)]),
+    (2, [(1, "none", 2), (0, "none", 4)]),
+    (4, [(2, "none", 2)]),
+    (1, [(3, "cpu", 2), (1, "none", 8)]),
+)
+PLACES = sum(len(stays) for _, stays in LAUNCHES)
+STEPS = 3
+KINDS = {
+    "adamw": {"precision": "fp32", "optimizer__name": "adamw"},
+    "lamb": {"precision": "fp32", "optimizer__name": "lamb"},
+    "bf16": {"precision": "bf16", "optimizer__name": "adamw"},
+    "fp16": {"precision": "fp16", "optimizer__name": "lamb"},
+}
+
+
+def stay(
+    world: World, folder: str, first_place: int, stays: list[tuple[int, str, int]]
+) -> list[dict[str, Any]]:
+    """At each place: load what the place before left, save it again unchanged as step x + 1, train, save."""
+    allow_fp16()
+    settings, found = CheckpointConfig(keep=99, asynchronous=False), []
+    for place, (stage, offload, micro) in enumerate(stays, first_place):
+        here: dict[str, Any] = {}
+        for kind, extra in KINDS.items():
+            cfg = tiny.config(zero__stage=stage, zero__offload=offload, batch__micro_size=micro, **extra)
+            engine = tiny.engine(cfg, world, seed=7 if place == 0 else 50 + place)
+            run = Checkpoints(Path(folder) / kind, world, settings)
+            first = STEPS * place
+            if place:
+                newest = run.latest()
+                assert newest is not None and run.load(engine, newest)["step"] == 10 * first
+                run.save(engine, state(10 * first + 1, cfg))
+            losses = tiny.train(engine, range(first, first + STEPS))
+            run.save(engine, state(10 * (first + STEPS), cfg))
+            here[kind] = losses, engine.snapshot().counters
+            if place == 0:
+                straight = tiny.engine(cfg, world)
+                here[f"{kind} straight"] = tiny.train(straight, range(STEPS * PLACES))
+        found.append(here)
+    return found
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder, found = tmp_path_factory.mktemp("moved"), []
+    for ranks, stays in LAUNCHES:
+        found += run_ranks(ranks, stay, str(folder), len(found), stays, timeout=240)[0]
+    return folder, found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_do_not_see_the_moves(kind, moved):
+    """fp32 within 1e-5; 16 bits within their rounding, which other sums of other micro-batches meet differently."""
+    losses = [loss for place in moved[1] for loss in place[kind][0]]
+    straight = moved[1][0][f"{kind} straight"]
+    assert len(losses) == len(straight) == STEPS * PLACES
+    worst = max(
+        abs(a - b) / b
+        for ours, theirs in zip(losses, straight, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    assert worst < (5e-3 if "16" in kind else 1e-5), worst
+    assert straight[-1][0] < straight[0][0] - 0.1  # it learns, so a seam would show
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_of_weights_and_moments_survives_a_move(kind, moved):
+    names = set()
+    for place in range(1, PLACES):
+        first = STEPS * place * 10
+        before, after = whole(moved[0] / kind, first), whole(moved[0] / kind, first + 1)
+        assert before == after, place
+        names = set(before)
+    parameters = dict(tiny.model(tiny.config()).named_parameters())
+    assert names == {f"{what} {name}" for name in parameters for what in ("weight", "exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_counters_go_along(kind, moved):
+    for place, found in enumerate(moved[1], 1):
+        counters = found[kind][1]
+        skipped = counters["deepspeed"]["skipped_steps"]
+        assert counters["optimizer_steps"] + skipped == STEPS * place
+        assert counters["deepspeed"]["global_steps"] == STEPS * place
+        assert counters["deepspeed"]["global_samples"] == STEPS * place * tiny.ROWS
+        if kind == "fp16":
+            assert counters["loss_scale"]["cur_iter"] == STEPS * place
+            assert counters["loss_scale"]["cur_scale"] >= 1
+        else:
+            assert skipped == 0 and counters["loss_scale"] == {}
+
+
+def whole(run: Path, step: int) -> dict[str, str]:
+    """SHA-256 of each parameter's weights and moments, put together from the pieces of all files."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    weights = load_weights(folder)[0]
+    found = {f"weight {name}": tensor.reshape(-1) for name, tensor in weights.items()}
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in folder.glob("moments-*"):
+        for key, tensor in load_file(file).items():
+            kind, name, offset = key.split(":")
+            pieces.setdefault(f"{kind} {name}", []).append((int(offset), tensor))
+    for name, parts in pieces.items():
+        found[name] = torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, files: list[dict[str, list[tuple[int, int]]]], updates: int = 1) -> dict[str, Any]:
+    """A folder with weights a [3, 4] and b [5], and moments files of these (offset, length) pieces; its manifest."""
+    folder.mkdir()
+    weights = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5.0)}
+    entries = {"weights.safetensors": write_weights(folder, weights)}
+    for rank, pieces in enumerate(files):
+        name = moments_file(rank, len(files))
+        parts = [
+            Piece(p, o, {"exp_avg": torch.arange(o, o + n) + 0.5, "exp_avg_sq": torch.arange(o, o + n) * 2.0})
+            for p, stretches in pieces.items()
+            for o, n in stretches
+        ]
+        entries[name] = write_moments(folder / name, parts)
+        check_moments(folder, name, entries[name])
+    return {"files": entries, "engine": {"optimizer_steps": updates}}
+
+
+SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)]}]
+
+
+def test_any_stretch_is_read_from_the_files_that_hold_it_and_no_other(tmp_path):
+    manifest = written(tmp_path / "step-1", SPLIT)
+    check_pieces(tmp_path / "step-1", manifest)
+    (tmp_path / "step-1" / moments_file(2, 3)).unlink()  # has nothing of a
+    moments = Moments(tmp_path / "step-1", manifest)
+    for first in range(12):
+        for last in range(first + 1, 13):
+            for kind, value in (("exp_avg", lambda i: i + 0.5), ("exp_avg_sq", lambda i: i * 2.0)):
+                into = torch.full((last - first,), -1.0)
+                moments.read(kind, "a", first, into)
+                assert into.tolist() == [value(i) for i in range(first, last)]
+
+
+@pytest.mark.parametrize(
+    ("files", "updates", "message"),
+    [
+        ([{"a": [(0, 5)], "b": [(0, 5)]}, {"a": [(6, 6)]}], 1, "piece of a at 6 does not start at 5"),
+        ([{"a": [(0, 6)], "b": [(0, 5)]}, {"a": [(5, 7)]}], 1, "piece of a at 5 does not start at 6"),
+        ([{"a": [(0, 12)], "b": [(0, 5)]}, {"a": [(0, 12)]}], 1, "piece of a at 0 does not start at 12"),
+        ([{"a": [(0, 12)], "b": [(0, 4)]}], 1, "hold 4 of the 5 elements of b"),
+        ([{"a": [(0, 13)], "b": [(0, 5)]}], 1, "hold 13 of the 12 elements of a"),
+        ([{"a": [(0, 12)]}], 1, "hold 0 of the 5 elements of b"),
+        ([{"a": [(0, 12)], "b": [(0, 5)], "c": [(0, 1)]}], 1, "hold 1 of the 0 elements of c"),
+        ([], 1, "hold 0 of the"),
+        ([{"a": [(0, 12)], "b": [(0, 5)]}], 0, "hold"),
+    ],
+)
+def test_pieces_that_do_not_cover_every_parameter_once_are_damage(files, updates, message, tmp_path):
+    manifest = written(tmp_path / "step-1", files, updates)
+    with pytest.raises(Damaged, match=message):
+        check_pieces(tmp_path / "step-1", manifest)
+
+
+def test_before_the_first_update_there_are_no_moments(tmp_path):
+    check_pieces(tmp_path / "step-1", written(tmp_path / "step-1", [], updates=0))

@@ -1,0 +1,346 @@
+"""Each published layout is read as it is, and each mistake in a file is one line that names the file and the place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megabert.finetune.datasets import Question, Text, Words, read
+from megabert.finetune.tasks import PRESETS, custom
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "tasks"
+PLAIN = custom("classify", text=["text"], label="label")
+PAIR = custom("classify", text=["a", "b"], label="y", id="key")
+SCORE = custom("score", text=["a", "b"], label="y")
+BY_NUMBER = custom("classify", text=["3"], label="1")
+TAG = custom("tag")
+SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def squad(*qas: dict, context: str = "Ada met Bob in Rome.") -> dict:
+    return {"version": "x", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(qas)}]}]}
+
+
+def qa(identity: str = "q1", *answers: tuple[str, int], **more) -> dict:
+    return {
+        "id": identity,
+        "question": "Who?",
+        "answers": [{"text": text, "answer_start": start} for text, start in answers],
+    } | more
+
+
+# first lines as GLUE's own files have them (texts shortened)
+GLUE = {
+    "cola": ("gj04\t1\t\tOur friends won't buy this.\ngj04\t0\t*\tThey drank the pub.\n", "1", None),
+    "sst2": ("sentence\tlabel\nhide new secretions \t0\nthat loves its characters \t1\n", "0", None),
+    "mrpc": (
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+        '1\t702876\t702977\tHe called him "the witness.\tHe said "so.\r\n0\t1\t2\tYucaipa\tSafeway\r\n',
+        *("1", 'He said "so.'),
+    ),
+    "stsb": (
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        "0\tcaptions\tMSRvid\t2012\t1\tnone\tnone\tA plane.\tAn air plane.\t5.000\n"
+        "1\tcaptions\tMSRvid\t2012\t4\tnone\tnone\tA man.\tA woman.\t3.8\n",
+        *(5.0, "An air plane."),
+    ),
+    "qqp": (
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n133273\t213221\t213222\tHow?\tWhy?\t0\n"
+        '7\t8\t9\tWas it?\t"\n"\tWas he a figure?\t0\n4\t5\t6\tA?\tB?\t1\n',  # the middle row is cut at a line end
+        *("0", "Why?"),
+    ),
+    "mnli": (
+        "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
+        "sentence2_parse\tsentence1\tsentence2\tlabel1\tgold_label\n"
+        + "0\t31193\t31193n\tgovernment\t(\t(\t(\t(\tCream.\tProduct.\tneutral\tneutral\n"
+        * 2,
+        *("neutral", "Product."),
+    ),
+    "qnli": (
+        "index\tquestion\tsentence\tlabel\n0\tWhen?\tThen.\tentailment\n1\tWho?\tI.\tnot_entailment\n",
+        *("entailment", "Then."),
+    ),
+    "rte": (
+        "index\tsentence1\tsentence2\tlabel\n0\tNo W.\tW.\tnot_entailment\n1\tA.\tB.\tentailment\n",
+        *("not_entailment", "W."),
+    ),
+    "wnli": (
+        "index\tsentence1\tsentence2\tlabel\n0\tI stuck.\tIt hurt.\t1\n1\tA.\tB.\t0\n",
+        *("1", "It hurt."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GLUE)
+def test_glues_files_are_read_as_published(tmp_path, name) -> None:
+    content, label, second = GLUE[name]
+    examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
+    assert [e.id for e in examples] == ["0", "1"]
+    assert (examples[0].label, examples[0].b) == (label, second)
+    assert examples[0].a in content
+
+
+def test_the_two_first_columns_are_not_taken_for_the_others(tmp_path) -> None:
+    cola = read(PRESETS["cola"], write(tmp_path, "train.tsv", GLUE["cola"][0]))
+    assert [(e.a, e.label) for e in cola] == [
+        ("Our friends won't buy this.", "1"),
+        ("They drank the pub.", "0"),
+    ]
+    mnli = replace(PRESETS["mnli"], label="label1")
+    assert read(mnli, write(tmp_path, "dev_matched.tsv", GLUE["mnli"][0]))[0].a == "Cream."
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.tsv", 'text\tlabel\nsay "hi\tx\nb, c\ty\n'),
+        ("t.csv", 'label,text\nx,"say ""hi"\ny,"b, c"\n'),
+        ("t.jsonl", '{"text": "say \\"hi", "label": "x"}\n{"label": "y", "text": "b, c", "more": [1]}\n'),
+        ("t.data", 'text\tlabel\r\nsay "hi\tx\r\nb, c\ty'),
+        ("u.data", '{"text": "say \\"hi", "label": "x"}\n\n{"text": "b, c", "label": "y"}'),
+        ("v.data", '\ufefftext,label\nsay "hi,x\n"b, c",y\n\n'),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
+    path = write(tmp_path, name, content)
+    if packed:
+        path = write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))
+    examples = read(PLAIN, path)
+    assert [(e.id, e.a, e.b, e.label) for e in examples] == [
+        ("0", 'say "hi', None, "x"),
+        ("1", "b, c", None, "y"),
+    ]
+    assert examples[0].where.startswith(f"{path}, line ")
+
+
+def test_lines_end_where_files_end_them(tmp_path) -> None:
+    """Other line ends of Unicode's are text; in CSV a quoted field may hold a line end."""
+    odd = "one\u2028two\x85three\x0bfour"
+    for name, content in {
+        "t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n",
+        "t.csv": f"text,label\n{odd},x\nb,y\n",
+    }.items():
+        assert read(PLAIN, write(tmp_path, name, content))[0].a == odd
+    lines = read(PLAIN, write(tmp_path, "l.csv", 'text,label\n"one\ntwo",x\nb,y\n'))
+    assert [e.a for e in lines] == ["one\ntwo", "b"]
+    assert [e.where.rsplit(" ", 1)[1] for e in lines] == ["2", "4"]
+
+
+def test_labels_and_scores_of_json_keep_their_value(tmp_path) -> None:
+    rows = [{"text": "a", "label": 1}, {"text": "b", "label": "1"}, {"text": "c", "label": True}]
+    path = write(tmp_path, "t.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [e.label for e in read(PLAIN, path)] == ["1", "1", "true"]
+    path = write(tmp_path, "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
+    assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
+
+
+def test_without_labels_none_are_needed_or_read(tmp_path) -> None:
+    only = write(tmp_path, "test.tsv", "index\tsentence1\tsentence2\n0\tA.\tB.\n")
+    assert read(PRESETS["rte"], only, labelled=False) == [Text("0", f"{only}, line 2", "A.", "B.", None)]
+    both = write(tmp_path, "dev.tsv", "text\tlabel\na\t\n")
+    assert read(PLAIN, both, labelled=False)[0].label is None
+    words = write(tmp_path, "t.conll", "one\ntwo\n\nthree\n")
+    assert read(TAG, words, labelled=False) == [
+        Words("0", f"{words}, line 1", ("one", "two"), None),
+        Words("1", f"{words}, line 4", ("three",), None),
+    ]
+    asked = squad({"id": "q", "question": "Who?"})
+    (question,) = read(SQUAD2, write(tmp_path, "t.json", json.dumps(asked)), labelled=False)
+    assert question.answers is None and not question.impossible
+
+
+def test_conll_2003(tmp_path) -> None:
+    content = (
+        "-DOCSTART- -X- -X- O\n\nEU NNP I-NP I-ORG\nrejects VBZ I-VP O\nGerman JJ I-NP I-MISC\n\n"
+        "-DOCSTART- -X- O O\n\n\nPeter NNP I-NP I-PER\n"
+    )
+    path = write(tmp_path, "eng.train", content)
+    assert read(PRESETS["conll2003"], path) == [
+        Words("0", f"{path}, line 3", ("EU", "rejects", "German"), ("I-ORG", "O", "I-MISC")),
+        Words("1", f"{path}, line 10", ("Peter",), ("I-PER",)),
+    ]
+
+
+def test_words_and_tags_with_a_tab_between_or_crlf(tmp_path) -> None:
+    """What parts the sentences may hold a tab or a blank; a word may hold a blank or be but a control character."""
+    path = write(tmp_path, "w.conll", "New York\tS-place\r\n\x1f\tO\r\n\r\n\xa0\tB-x\nc\tE-x\n \t\n\t\nd\tO")
+    assert [(e.words, e.tags) for e in read(TAG, path)] == [
+        (("New York", "\x1f"), ("S-place", "O")),
+        (("\xa0", "c"), ("B-x", "E-x")),
+        (("d",), ("O",)),
+    ]
+    any_tag = custom("tag", metrics=["accuracy"])
+    assert read(any_tag, write(tmp_path, "p.conll", "dogs  NOUN\nbark  VERB\n"))[0].tags == ("NOUN", "VERB")
+
+
+def test_squad(tmp_path) -> None:
+    tree = squad(
+        qa("q1", ("Ada", 0), ("Ada met", 0)),
+        qa("q2", is_impossible=True, plausible_answers=[{"text": "Rome", "answer_start": 15}]),
+    )
+    path = write(tmp_path, "dev.json", json.dumps(tree))
+    first, second = read(SQUAD2, path)
+    where = f"{path}, data[0].paragraphs[0], question q1"
+    assert first == Question("q1", where, "Who?", "Ada met Bob in Rome.", (("Ada", 0), ("Ada met", 0)))
+    assert second.answers == () and second.impossible and not first.impossible
+    with pytest.raises(ValueError, match=r"question q2: has no answer, and squad1\.1 knows no such"):
+        read(SQUAD, path)
+
+
+BAD_TABLES = {
+    "empty file": ("", PLAIN, "bad: is empty"),
+    "blank file": ("\n \r\n", PLAIN, "bad: is empty"),
+    "header alone": ("text\tlabel\n", PLAIN, "bad: holds no example"),
+    "missing column": ("sentence\tclass\na\tb\n", PLAIN, "bad: no column 'text'; its columns are sentence, class"),
+    "missing label": ("text\tclass\na\tb\n", PLAIN, "no column 'label'; its columns are text, class"),
+    "missing id": ("a\tb\ty\n1\t2\t3\n", PAIR, "no column 'key'; its columns are a, b, y"),
+    "missing number": ("a\t1\tx\n", BY_NUMBER, "no column 3; its first line has columns 0 to 2"),
+    "missing key": ('{"text": "a", "label": "x"}\n{"text": "b"}', PLAIN, "line 2: no column 'label'; its columns are text"),
+    "empty text": ("text\tlabel\na\tx\n \u3000\ty\n", PLAIN, "line 3: column 'text' is empty"),
+    "empty second text": ("a\tb\ty\n1\t\t3\n", SCORE, "line 2: column 'b' is empty"),
+    "empty label": ("text\tlabel\na\t\n", PLAIN, "line 2: column 'label' is empty"),
+    "null text": ('{"text": null, "label": "x"}', PLAIN, "line 1: column 'text' is empty"),
+    "number for text": ('{"text": 5, "label": "x"}', PLAIN, "line 1: column 'text' holds no text but 5"),
+    "list for label": ('{"text": "a", "label": ["x"]}', PLAIN, "line 1: column 'label' holds [\"x\"], which is neither"),
+    "too few columns": ("text\tlabel\na\tx\nb\n", PLAIN, "line 3: has 1 columns, the header has 2"),
+    "too many columns": ("text\tlabel\na\tb\tx\n", PLAIN, "line 2: has 3 columns, the header has 2"),
+    "ragged": ("s\t1\t\ta\ns\t1\ta\n", BY_NUMBER, "line 2: has 3 columns, the first line has 4"),
+    "unknown label": ("sentence\tlabel\na\t0\nb\t2\n", PRESETS["sst2"], "line 3: label '2' is none of 0, 1"),
+    "NaN": ("a\tb\ty\n1\t2\t0.5\n1\t2\tnan\n", SCORE, "line 3: score 'nan' in column 'y' is no finite number"),
+    "infinite": ("a\tb\ty\n1\t2\t-inf\n", SCORE, "line 2: score '-inf'"),
+    "no number": ("a\tb\ty\n1\t2\t3,5\n", SCORE, "line 2: score '3,5' in column 'y' is no finite number"),
+    "true": ('{"a": "x", "b": "y", "y": true}', SCORE, "line 1: score 'True'"),
+    "duplicate id": ("key\ta\tb\ty\n7\t1\t2\tx\n8\t1\t2\tx\n7\t1\t2\tx\n", PAIR, "line 4: id '7' was there before, at "),
+    "not UTF-8": (b"text\tlabel\na\tx\ncaf\xe9\ty\n", PLAIN, "line 3: is not UTF-8; convert"),
+    "not JSON": ('{"text": "a", "label": "x"}\n{"text": ', PLAIN, "line 2: is not JSON"),
+    "no object": ('{"text": "a", "label": "x"}\n[1]', PLAIN, "line 2: is no JSON object"),
+    "deep": ('{"text": ' + "[" * 100_000, PLAIN, "line 1: is not JSON"),
+    "half a character": (r'{"text": "a \ud83d b", "label": "x"}', PLAIN, r"line 1: holds '\ud83d', half a character"),
+    "tag without word": ("a\tO\n\tB-x\n", TAG, "line 2: the word in column 0 is empty"),
+    "word without tag": ("a\tO\nb\tB-x\nc\n", TAG, "line 3: has 1 columns, the lines before have 2"),
+    "word with no tag": ("a\tO\nb\t\n", TAG, "line 2: the tag in column -1 is empty"),
+    "one column": ("O\nB-x\n", TAG, "line 1: has one column, 'O'; a word and its tag are wanted"),
+    "more tags than words": ("a O\nb O B-x\n", TAG, "line 2: has 3 columns, the lines before have 2"),
+    "too few for conll": ("a\tO\n", PRESETS["conll2003"], "line 1: has 2 columns, but the tag is in column 3"),
+    "no entity tag": ("a NOUN\n", TAG, "line 1: tag 'NOUN' is neither O nor B-, I-, E- or S- and a name"),
+    "nameless tag": ("a B-\n", TAG, "line 1: tag 'B-' is neither"),
+    "unknown tag": ("a O\nb B-y\n", replace(TAG, labels=("O", "B-x")), "line 2: label 'B-y' is none of O, B-x"),
+    "no sentence": ("-DOCSTART- O\n\n", TAG, "bad: holds no example"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_TABLES)
+def test_a_mistake_in_a_table_or_in_columns_is_one_line(tmp_path, case) -> None:
+    content, task, says = BAD_TABLES[case]
+    path = write(tmp_path, "bad", content)
+    with pytest.raises(ValueError) as caught:
+        read(task, path)
+    assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bad_csv_and_bad_gzip_are_one_line(tmp_path) -> None:
+    path = write(tmp_path, "t.csv", 'text,label\na,x\n"b"c,y\n')
+    with pytest.raises(ValueError, match=r"t\.csv, line 3: is not CSV"):
+        read(PLAIN, path)
+    whole = gzip.compress(b"text\tlabel\n" + b"a\tx\n" * 1000)
+    for data in (b"text\tlabel\na\tx\n", whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:]):
+        with pytest.raises(ValueError, match=r"t\.tsv\.gz: is not a whole gzip file"):
+            read(PLAIN, write(tmp_path, "t.tsv.gz", data))
+    with pytest.raises(ValueError, match="none: no such file"):
+        read(PLAIN, tmp_path / "none")
+    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+        read(PLAIN, tmp_path)
+
+
+BAD_SQUAD = {
+    "outside": (squad(qa("q1", ("Rome.", 16))), "question q1: answer 'Rome.' at 16 is outside its context of 20"),
+    "negative": (squad(qa("q1", ("Ada", -1))), "question q1: answer 'Ada' at -1 is outside its context"),
+    "elsewhere": (squad(qa("q1", ("Bob", 7))), "question q1: answer 'Bob' is not at 7, there stands ' Bo'"),
+    "empty answer": (squad(qa("q1", ("", 3))), "question q1: an answer is empty"),
+    "blank answer": (squad(qa("q1", (" ", 3))), "question q1: an answer is empty"),
+    "answer and blanks": (squad(qa("q1", ("Ada ", 1))), "answer 'Ada ' is not at 1, there stands 'da m'"),
+    "no answer": (squad(qa("q1")), "question q1: has no answer and is not marked is_impossible"),
+    "impossible": (squad(qa("q1", ("Ada", 0), is_impossible=True)), "question q1: is_impossible, but it has answers"),
+    "twice": (squad(qa("q1", ("Ada", 0)), qa("q1", ("Bob", 8))), "question q1: id 'q1' was there before"),
+    "empty question": (squad(qa("q1", ("Ada", 0), question=" ")), "question q1: the question is empty"),
+    "empty context": (squad(qa("q1", ("Ada", 0)), context="\n"), "data[0].paragraphs[0]: its context is empty"),
+    "text for start": (squad(qa("q1", ("Ada", "0"))), "question q1: has no 'answer_start' that is a number"),
+    "true for start": (squad(qa("q1", ("Ada", False))), "question q1: has no 'answer_start' that is a number"),
+    "no id": (squad({"question": "Who?"}), "data[0].paragraphs[0]: has no 'id' that is a text"),
+    "no data": ({"version": "1"}, "bad.json: has no 'data' that is a list, as SQuAD's JSON has"),
+    "a list": ([1], "bad.json: has no 'data' that is a list"),
+    "no paragraphs": ({"data": [{"title": "x"}]}, "data[0]: has no 'paragraphs' that is a list"),
+    "no questions": (squad(), "bad.json: holds no example"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_SQUAD)
+def test_a_mistake_in_squads_json_is_one_line(tmp_path, case) -> None:
+    tree, says = BAD_SQUAD[case]
+    path = write(tmp_path, "bad.json", json.dumps(tree))
+    with pytest.raises(ValueError) as caught:
+        read(SQUAD2, path)
+    assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qqp", "mrpc"])
+def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(tmp_path, name) -> None:
+    task = PRESETS[name]
+    header = GLUE[name][0].splitlines()[0].removeprefix("\ufeff")
+    row = "\t".join(["1"] * len(header.split("\t")))
+    path = write(tmp_path, "t.tsv", f"{header}\n{row}\nhalf a\trow\n{row}\n")
+    if task.cut_rows:
+        assert [e.where.rsplit(" ", 1)[1] for e in read(task, path)] == ["2", "4"]
+        return
+    with pytest.raises(ValueError, match="line 3: has 2 columns, the header has 5"):
+        read(task, path)
+
+
+REAL = {
+    "sst2/train.tsv": (PRESETS["sst2"], 67349),
+    "sst2/dev.tsv": (PRESETS["sst2"], 872),
+    "rte/train.tsv": (PRESETS["rte"], 2490),
+    "rte/dev.tsv": (PRESETS["rte"], 277),
+    "wnut17/wnut17train.conll": (TAG, 3394),
+    "wnut17/emerging.dev.conll": (TAG, 1009),
+    "squad1.1/train-v1.1.json.gz": (SQUAD, 87599),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_files_are_read_whole(name) -> None:
+    task, count = REAL[name]
+    if not (DATA / name).is_file():
+        pytest.skip(f"{name} is not in {DATA}; MEGABERT_DATA names the folder above")
+    assert len(read(task, DATA / name)) == count
+
+
+def test_sentence_polarity_is_read_once_its_two_files_are_a_table(tmp_path) -> None:
+    folder = DATA / "sentence_polarity" / "sentence_polarity"
+    if not folder.is_dir():
+        pytest.skip(f"sentence_polarity is not in {DATA}; MEGABERT_DATA names the folder above")
+    with pytest.raises(
+        ValueError, match=r"rt-polarity\.pos: no column 'text'; its columns are the rock is destined"
+    ):
+        read(PLAIN, folder / "rt-polarity.pos")
+    rows = [
+        f"{line}\t{label}"
+        for label in ("neg", "pos")
+        for line in (folder / f"rt-polarity.{label}").read_text("utf-8").split("\n")
+        if line
+    ]
+    examples = read(PLAIN, write(tmp_path, "all.tsv", "\n".join(["text\tlabel", *rows])))
+    assert len(examples) == 2 * 5331 and {e.label for e in examples} == {"neg", "pos"}

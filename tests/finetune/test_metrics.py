@@ -1,0 +1,390 @@
+"""Figures equal their published rules, worked by hand or by another way of counting, where rules are easily got wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megabert.finetune.datasets import Question, Text, Words
+from megabert.finetune.encoding import Item
+from megabert.finetune.metrics import decode, normalized, overlap, score, write
+from megabert.finetune.tasks import METRICS, PRESETS, custom
+
+CLASSES = custom("classify", ["text"], "label", METRICS["classify"])
+SCORE = custom("score", ["text"], "label", ["pearson", "spearman"])
+TAG = custom("tag", metrics=METRICS["tag"])
+SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
+
+
+def texts(labels) -> list[Text]:
+    return [Text(str(i), f"t.tsv, line {i + 2}", "a", None, label) for i, label in enumerate(labels)]
+
+
+def sentences(tags) -> list[Words]:
+    return [Words(str(i), f"line {i}", ("w",) * len(t), tuple(t)) for i, t in enumerate(tags)]
+
+
+def questions(answers) -> list[Question]:
+    return [
+        Question(
+            f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found)
+        )
+        for i, found in enumerate(answers)
+    ]
+
+
+def said(text: str, probability: float = 0.0, best: str | None = None) -> dict:
+    n_best = [{"text": text if best is None else best, "start": 0, "probability": 1.0}]
+    return {"text": text, "no_answer_probability": probability, "n_best": n_best}
+
+
+# ---- classes
+
+
+def test_figures_of_two_classes_by_hand() -> None:
+    truth, found = "1111100000", "1110011000"  # 3 true positives, 2 misses, 2 false alarms, 3 true negatives
+    figures = score(CLASSES, texts(truth), list(found), ("0", "1"))
+    assert list(figures) == ["accuracy", "f1", "macro_f1", "matthews"]
+    assert figures == pytest.approx({"accuracy": 0.6, "f1": 0.6, "macro_f1": 0.6, "matthews": 0.2})
+    turned = score(CLASSES, texts(truth), list(found), ("1", "0"))
+    assert turned == pytest.approx(figures)  # as symmetric as the counts
+    uneven = "1100000000"
+    f1 = {
+        names: score(CLASSES, texts(truth), list(uneven), names)["f1"] for names in (("0", "1"), ("1", "0"))
+    }
+    assert f1 == pytest.approx({("0", "1"): 2 * 2 / (5 + 2), ("1", "0"): 2 * 5 / (5 + 8)})
+
+
+def test_constant_predictions_and_none_of_a_class() -> None:
+    """Nothing is divided by: the figure is 0, as scikit-learn has it."""
+    for found, accuracy, f1 in (("1111", 0.5, 2 / 3), ("0000", 0.5, 0.0)):
+        figures = score(CLASSES, texts("1100"), list(found), ("0", "1"))
+        assert figures == pytest.approx({"accuracy": accuracy, "f1": f1, "macro_f1": 1 / 3, "matthews": 0.0})
+    assert score(CLASSES, texts("00"), list("00"), ("0", "1")) == pytest.approx(
+        {"accuracy": 1.0, "f1": 0.0, "macro_f1": 1.0, "matthews": 0.0}
+    )
+
+
+def test_a_missing_prediction_is_a_wrong_one() -> None:
+    figures = score(CLASSES, texts("1100"), ["1", None, "0", None], ("0", "1"))
+    # f1: one true positive, one miss, no false alarm; macro: both classes have that
+    assert figures["accuracy"] == 0.5
+    assert figures["f1"] == pytest.approx(2 / 3) and figures["macro_f1"] == pytest.approx(2 / 3)
+    assert 0 < figures["matthews"] < 1
+    assert score(CLASSES, texts("10"), [None, None], ("0", "1")) == dict.fromkeys(METRICS["classify"], 0.0)
+
+
+def test_matthews_of_several_classes_is_gorodkins() -> None:
+    """R_K of Gorodkin 2004 from the confusion matrix, on random cases."""
+    rng = random.Random(5)
+    task = custom("classify", ["text"], "label", ["matthews"])
+    for _ in range(20):
+        truth, found = ([rng.choice("abc") for _ in range(30)] for _ in range(2))
+        confusion = np.array(
+            [
+                [sum(t == x and p == y for t, p in zip(truth, found, strict=True)) for y in "abc"]
+                for x in "abc"
+            ]
+        )
+        s, c = confusion.sum(), confusion.trace()
+        t, p = confusion.sum(1), confusion.sum(0)
+        want = (c * s - t @ p) / math.sqrt((s**2 - p @ p) * (s**2 - t @ t))
+        assert score(task, texts(truth), found, "abc")["matthews"] == pytest.approx(want)
+
+
+def test_f1_of_two_classes_needs_to_know_them() -> None:
+    assert score(replace(CLASSES, labels=("no", "yes")), texts(["no", "yes"]), ["no", "yes"])["f1"] == 1.0
+    with pytest.raises(AssertionError):
+        score(CLASSES, texts("10"), list("10"))
+    with pytest.raises(ValueError, match=r"t\.tsv, line 2: has no label, so nothing can be scored"):
+        score(CLASSES, texts([None]), ["1"], ("0", "1"))
+
+
+# ---- scores
+
+
+def average_ranks(values: list[float]) -> list[float]:
+    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+
+def plain_pearson(x: list[float], y: list[float]) -> float:
+    a, b = (np.array(v) - np.mean(v) for v in (x, y))
+    return float(a @ b / math.sqrt((a @ a) * (b @ b)))
+
+
+def test_correlations_with_ties() -> None:
+    truth, found = [1.0, 2.0, 2.0, 3.0, 5.0], [0.0, 4.0, 4.0, 4.0, 3.0]
+    figures = score(SCORE, texts(truth), found)
+    assert figures["pearson"] == pytest.approx(plain_pearson(truth, found))
+    assert figures["spearman"] == pytest.approx(plain_pearson(average_ranks(truth), average_ranks(found)))
+    # by hand: ranks 1 2.5 2.5 4 5 against 1 4 4 4 2
+    assert figures["spearman"] == pytest.approx(2 / math.sqrt(9.5 * 8))
+    assert score(SCORE, texts([1.0, 2.0, 9.0]), [3.0, 4.0, 5.0])["spearman"] == pytest.approx(1.0)
+    assert score(SCORE, texts([1.0, 2.0]), [5.0, 3.0]) == pytest.approx({"pearson": -1.0, "spearman": -1.0})
+
+
+def test_constant_scores_correlate_with_nothing() -> None:
+    for truth, found in (([1.0, 2.0, 3.0], [2.0] * 3), ([2.0] * 3, [1.0, 2.0, 3.0]), ([1.0], [1.0])):
+        assert score(SCORE, texts(truth), found) == {"pearson": 0.0, "spearman": 0.0}
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_a_correlation_needs_every_score(bad) -> None:
+    with pytest.raises(ValueError, match=r"t\.tsv, line 3: prediction .* is no finite number"):
+        score(SCORE, texts([1.0, 2.0]), [1.0, bad])
+
+
+# ---- entities
+
+
+def conlleval(tags: list[str]) -> set[tuple[str, int, int]]:
+    """(type, first, last) of each chunk, as the CoNLL-2000 script defines where chunks end and begin."""
+    chunks, start = set(), None
+    split = [("O", "")] + [(t[0], t[2:]) for t in tags] + [("O", "")]
+    for i, ((before, last), (now, kind)) in enumerate(itertools.pairwise(split)):
+        ends = before in "ES" or (before in "BI" and now in "BSO") or (before != "O" and last != kind)
+        if start is not None and ends:
+            chunks.add((last, start, i - 1))
+            start = None
+        begins = now in "BS" or (now in "EI" and before in "ESO") or (now != "O" and last != kind)
+        if begins:
+            start = i
+    return chunks
+
+
+def test_the_oracle_on_cases_by_hand() -> None:
+    assert conlleval(["I-A", "I-A", "B-A", "I-B", "O"]) == {("A", 0, 1), ("A", 2, 2), ("B", 3, 3)}
+    assert conlleval(["S-A", "B-A", "E-A", "E-A", "I-A"]) == {
+        ("A", 0, 0),
+        ("A", 1, 2),
+        ("A", 3, 3),
+        ("A", 4, 4),
+    }
+
+
+@pytest.mark.parametrize("prefixes", ["BI", "I", "BIES", "IES"])
+def test_entities_are_conllevals(prefixes) -> None:
+    rng = random.Random(prefixes)
+    tags = ["O", *(f"{p}-{kind}" for p in prefixes for kind in ("PER", "creative-work"))]
+    for _ in range(50):
+        truth = [[rng.choice(tags) for _ in range(rng.randint(1, 8))] for _ in range(4)]
+        found = [[t if rng.random() < 0.6 else rng.choice(tags) for t in sentence] for sentence in truth]
+        gold, ours = (
+            {(i, *chunk) for i, s in enumerate(each) for chunk in conlleval(s)} for each in (truth, found)
+        )
+        figures = score(TAG, sentences(truth), found)
+        both = len(gold & ours)
+        assert figures["precision"] == pytest.approx(both / len(ours) if ours else 0.0)
+        assert figures["recall"] == pytest.approx(both / len(gold) if gold else 0.0)
+        assert figures["f1"] == pytest.approx(2 * both / (len(gold) + len(ours)) if both else 0.0)
+        words = [a == b for t, p in zip(truth, found, strict=True) for a, b in zip(t, p, strict=True)]
+        assert figures["accuracy"] == pytest.approx(np.mean(words))
+
+
+def test_no_entity_at_all_and_missing_sentences() -> None:
+    none = {"f1": 0.0, "precision": 0.0, "recall": 0.0}
+    assert score(TAG, sentences([["O", "O"]]), [["O", "O"]]) == none | {"accuracy": 1.0}
+    assert score(TAG, sentences([["O", "O"]]), [["B-A", "I-A"]]) == none | {"accuracy": 0.0}
+    assert score(TAG, sentences([["B-A", "I-A"]]), [["O", "O"]]) == none | {"accuracy": 0.0}
+    figures = score(TAG, sentences([["B-A", "O"], ["B-A", "O"]]), [["B-A", "O"], None])
+    assert figures == pytest.approx({"f1": 2 / 3, "precision": 1.0, "recall": 0.5, "accuracy": 0.5})
+
+
+# ---- SQuAD's rules
+
+
+def test_answers_are_normalized_as_squad_does() -> None:
+    for text, want in {
+        "The  Café, an\tOld-Time bar!": "café oldtime bar",
+        "a.b the-end": "ab theend",  # punctuation goes before articles are looked for
+        "U.S.A.": "usa",
+        "an “answer”": "“answer”",  # ASCII punctuation alone
+        "The": "",
+        "theatre another A": "theatre another",
+        "...": "",
+        "1,000.5": "10005",
+    }.items():
+        assert normalized(text) == want, text
+
+
+def test_overlap_counts_words_as_often_as_both_have_them() -> None:
+    assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(
+        2 * (2 / 2) * (2 / 3) / (1 + 2 / 3)
+    )
+    assert overlap("no no no", "no no", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
+    assert overlap("cat", "dog", False) == overlap("cat", "dog", True) == 0.0
+    for one, other, by_1, by_2 in (
+        ("", "", 0, 1),
+        ("the", "", 0, 1),
+        ("the", "!", 0, 1),
+        ("", "cat", 0, 0),
+        ("cat", "a", 0, 0),
+    ):
+        assert (overlap(one, other, False), overlap(one, other, True)) == (by_1, by_2), (one, other)
+
+
+def test_squad_takes_the_best_of_the_answers_and_counts_what_is_missing() -> None:
+    asked = questions([["Denver Broncos", "The Broncos"], ["1999"], ["a cat", "the"], ["x"]])
+    figures = score(SQUAD, asked, [said("broncos"), said("in 1999"), said(""), None])
+    # 1 and 1; 0 and 2/3; the third equals "the" once normalised, but shares no word with it; the last is missing
+    assert figures == pytest.approx({"f1": (1 + 2 / 3 + 0 + 0) / 4, "em": 2 / 4})
+    with pytest.raises(ValueError, match="question q0: has no label"):
+        score(SQUAD, questions([None]), [said("x")])
+
+
+def test_squad_2_has_questions_without_answers() -> None:
+    task = replace(SQUAD2, metrics=("em", "f1"))
+    asked = questions([[], [], [], ["the"], ["Rome", "the"], ["Rome"]])
+    given = [said(""), said("Rome"), None, said(""), said(""), said("")]
+    # right; wrong; missing; its answer is nothing once normalised, so none is right; "the" is dropped; wrong
+    assert score(task, asked, given) == {"em": 2 / 6, "f1": 2 / 6}
+    assert score(task, asked[4:5], [said("in Rome")]) == pytest.approx({"em": 0.0, "f1": 2 / 3})
+
+
+def test_the_best_threshold_by_hand() -> None:
+    task = replace(SQUAD2, metrics=("best_f1",))
+    asked = questions([["Rome"], [], ["sea"], ["old bank"], []])
+    given = [
+        *(
+            said("", 0.1, "Rome"),
+            said("", 0.2, "x"),
+            said("", 0.3, "sea"),
+            said("", 0.6, "bank"),
+            said("", 0.9, "y"),
+        ),
+    ]
+    # nothing answered: 2 right; + Rome 3; - q1 2; + sea 3; + bank's 2/3; - the last
+    figures = score(task, asked, given)
+    assert figures == pytest.approx({"best_f1": (3 + 2 / 3) / 5, "best_f1_threshold": 0.6})
+    assert list(figures) == ["best_f1", "best_f1_threshold"]
+    # with that threshold as SQuAD's script applies it (above it: no answer), F1 is what was promised
+    applied = [said(p["n_best"][0]["text"] if p["no_answer_probability"] <= 0.6 else "") for p in given]
+    assert score(replace(SQUAD2, metrics=("f1",)), asked, applied)["f1"] == pytest.approx(figures["best_f1"])
+    # an answer that is nothing once normalised is one: giving none is right, and costs nothing to leave out
+    assert score(task, questions([["the"], []]), [said("", 0.1, ""), said("", 0.2, "x")]) == pytest.approx(
+        {"best_f1": 1.0, "best_f1_threshold": 0.1}
+    )
+    never = [said("", 0.5, "wrong"), said("", 0.5, "wrong"), None]
+    assert score(task, questions([["Rome"], [], []]), never) == pytest.approx(
+        {"best_f1": 1 / 3, "best_f1_threshold": 0.0}
+    )
+
+
+# ---- logits to predictions
+
+
+def item(example: int, tokens: int = 1, spans: list[tuple[int, int]] | None = None) -> Item:
+    char_spans = np.array([(0, 0), *(spans or [])], np.int64)
+    positions = np.arange(len(char_spans) if spans else tokens)
+    return Item(example, np.zeros(9, np.int32), 9, positions, np.zeros(0, np.int64), char_spans)
+
+
+def test_windows_of_a_text_are_averaged() -> None:
+    items = [item(0), item(2), item(2), item(2)]
+    logits = [np.array(v, np.float32) for v in ([0, 1, 0], [5, 0, 0], [0, 3, 0], [0, 3, 0])]
+    assert decode(CLASSES, texts("abc"), items, logits, "xyz") == ["y", None, "y"]
+    assert decode(SCORE, texts([0.0] * 3), items, [v[:1] for v in logits], ()) == [0.0, None, 5 / 3]
+    with pytest.raises(ValueError, match=r"t\.tsv, line 4: the model's output is not finite"):
+        decode(CLASSES, texts("abc"), items, [*logits[:3], logits[3] * np.nan], "xyz")
+
+
+def test_tags_of_windows_are_joined_in_order() -> None:
+    items = [item(0, 2), item(0, 1), item(1, 2)]
+    logits = [np.eye(3)[[1, 0]], np.eye(3)[[2]], np.eye(3)[[0, 1]]]
+    found = decode(TAG, sentences([["O"] * 3, ["O"] * 2]), items, logits, ("O", "B-A", "I-A"))
+    assert found == [["B-A", "O", "I-A"], ["O", "B-A"]]
+
+
+CONTEXT = "Ada  met Bob in Rome."
+SPANS = [(0, 3), (5, 8), (9, 12), (13, 15), (16, 20), (20, 21)]
+
+
+def span_logits(null: float = 0.0, **values: tuple[float, float]) -> np.ndarray:
+    """[7, 2]; `t3=(1, 2)` gives token 3 the start logit 1 and the end logit 2."""
+    logits = np.full((7, 2), -5.0, np.float32)
+    logits[0] = null / 2
+    for name, pair in values.items():
+        logits[int(name[1:])] = pair
+    return logits
+
+
+def answer(task, *logits: np.ndarray, **more) -> dict:
+    asked = [Question("q", "question q", "Who?", CONTEXT, None)]
+    (found,) = decode(task, asked, [item(0, spans=SPANS) for _ in logits], list(logits), (), **more)
+    return found
+
+
+def test_an_answer_is_a_slice_of_its_context() -> None:
+    assert answer(SQUAD, span_logits(t1=(3, 0), t2=(0, 3)))["text"] == "Ada  met"
+    backwards = answer(SQUAD, span_logits(t5=(3, -5), t1=(-4, 9)))  # an end before its start is no answer
+    assert backwards["text"] == "Ada" and all(b["text"] for b in backwards["n_best"])
+    n_best = answer(SQUAD, span_logits(t1=(3, 3), t5=(2, 2)))["n_best"]
+    assert n_best[0]["text"] == "Ada" and n_best[0]["start"] == 0
+    assert len(n_best) == 20 and sum(b["probability"] for b in n_best) == pytest.approx(1.0)
+    # exp(6) : exp(5) : exp(4) of Ada, Ada to Rome, Rome
+    assert n_best[0]["probability"] / n_best[1]["probability"] == pytest.approx(math.e)
+    assert [b["text"] for b in n_best[1:3]] == ["Ada  met Bob in Rome", "Rome"]
+
+
+def test_no_answer_wins_where_it_may() -> None:
+    logits = span_logits(null=8, t3=(3, 3))
+    assert answer(SQUAD, logits)["text"] == "Bob"
+    found = answer(SQUAD2, logits)
+    assert found["text"] == "" and found["n_best"][0]["text"] == "Bob"
+    assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(-2)))
+    assert answer(SQUAD2, logits, null_threshold=0.9)["text"] == "Bob"
+    assert answer(SQUAD2, span_logits(null=6, t3=(3, 3)))["text"] == "Bob"  # a tie
+    assert answer(SQUAD2, span_logits(null=-2000, t3=(3, 3)))["no_answer_probability"] < 1e-300
+    assert answer(SQUAD2, span_logits(null=2000, t3=(3, 3)))["no_answer_probability"] == 1.0
+
+
+def test_the_best_window_answers() -> None:
+    sure, unsure = span_logits(null=1, t5=(4, 4)), span_logits(null=9, t1=(2, 2))
+    for windows in ((sure, unsure), (unsure, sure)):
+        found = answer(SQUAD2, *windows)
+        assert found["text"] == "Rome"
+        assert found["no_answer_probability"] == pytest.approx(1 / (1 + math.exp(7)))
+    assert len({(b["text"], b["start"]) for b in answer(SQUAD, sure, sure)["n_best"]}) == 20
+
+
+def test_an_answer_is_neither_long_nor_blank() -> None:
+    context = " ".join("w" for _ in range(60))
+    spans = [(2 * i, 2 * i + 1) for i in range(60)]
+    logits = np.zeros((61, 2))
+    logits[1, 0] = logits[31, 1] = 9  # 31 tokens
+    logits[30, 1] = 8  # 30 tokens
+    asked = [Question("q", "", "Who?", context, None)]
+    (found,) = decode(SQUAD, asked, [item(0, spans=spans)], [logits], ())
+    assert found["text"] == context[:59]
+    (none,) = decode(SQUAD, [Question("q", "", "Who?", " \u200b ", None)], [item(0)], [np.zeros((1, 2))], ())
+    assert none == {"text": "", "no_answer_probability": 1.0, "n_best": []}
+    (blank,) = decode(SQUAD, [Question("q", "", "Who?", "a  b", None)], [item(0, spans=[(0, 1), (3, 3), (3, 4)])],
+                      [np.array([[0, 0], [0, 0], [9, 9], [0, 1]])], ())  # fmt: skip
+    assert [b["text"] for b in blank["n_best"]] == ["b", "a", "a  b"]
+
+
+# ---- files
+
+
+def test_each_kind_of_predictions_has_its_file(tmp_path) -> None:
+    path = tmp_path / "new" / "p.tsv"
+    write(CLASSES, texts("xyz"), ["x", None, "z"], path)
+    assert path.read_text() == "index\tprediction\n0\tx\n1\t\n2\tz\n"
+    write(SCORE, texts([1.0]), [0.1], path)
+    assert path.read_text() == "index\tprediction\n0\t0.1\n"
+    sentence = [Words("0", "", ("Ada", "ran"), ("B-A", "O")), Words("1", "", ("x",), ("O",))]
+    write(TAG, sentence, [["B-A", "I-A"], None], path)
+    assert path.read_text() == "Ada B-A B-A\nran O I-A\n\nx O O\n"
+    write(TAG, [Words("0", "", ("Ada",), None)], [["B-A"]], path)
+    assert path.read_text() == "Ada B-A\n"
+    write(SQUAD2, questions([["a"], [], []]), [said("Café", 0.25), said("", 0.75), None], tmp_path / "p.json")
+    assert json.loads((tmp_path / "p.json").read_text()) == {"q0": "Café", "q1": ""}
+    assert json.loads((tmp_path / "p.no_answer.json").read_text()) == {"q0": 0.25, "q1": 0.75}
+    write(SQUAD, questions([["a"]]), [said("a")], tmp_path / "one.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "one.json", "p.json", "p.no_answer.json"]

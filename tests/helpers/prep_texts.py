@@ -1,0 +1,34 @@
+"""Documents as the filters see them, made from plain strings, and the real articles where they are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from data_prep.common.errors import Problems
+from data_prep.readers import tasks
+from data_prep.text import clean
+from data_prep.tokens import encoder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def batch_of(documents):
+    """A Batch of documents, each a list of paragraphs or one string with line feeds between them."""
+    return encoder.batch_of([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
+
+
+def articles(count):
+    """The first `count` real articles as lists of paragraphs."""
+    data = Path(os.environ.get("MEGABERT_DATA") or ROOT.parent / "shared" / "data")
+    if not (data / "enwiki").is_dir():
+        pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
+    options, problems = tasks.ReadOptions(), Problems("stop")
+    found = []
+    for task in tasks.plan([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
+        for piece in task.pieces:
+            for document in tasks.read(piece, options, problems):
+                found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))
+                if len(found) == count:
+                    return found
+    raise AssertionError(f"only {len(found)} articles")

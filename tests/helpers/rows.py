@@ -1,0 +1,102 @@
+"""Small real-shaped datasets for loader tests, made row by row in plain Python through the public writers."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megabert.data.masking import Vocabulary
+from megabert.data.shards import write_manifest, write_shard
+
+VOCAB = 2000
+SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+TOKENIZER = b"a stand-in: these tests never parse it"
+
+
+def vocabulary(seed: int = 0, size: int = VOCAB) -> Vocabulary:
+    """About 70% of the ordinary tokens start a word, as in English SentencePiece text."""
+    starts = np.random.default_rng(seed).random(size) < 0.7
+    starts[: len(SPECIAL)] = False
+    return Vocabulary(size, SPECIAL["mask"], SPECIAL.values(), starts)
+
+
+def make_rows(
+    rows: int, seq_len: int = 128, slots: int = 8, seed: int = 0, shortest: int = 12
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids, bounds, isnext: sequences of `shortest`.. tokens until the row is full or nearly so, 5 in 6 of them pairs."""
+    rng = np.random.default_rng(seed)
+    ids, bounds = np.zeros((rows, seq_len), np.uint16), np.zeros((rows, slots, 2), np.uint16)
+    isnext = np.full((rows, slots), -1, np.int8)
+    for i in range(rows):
+        start = 0
+        for s in range(slots):
+            room = seq_len - start
+            if room < shortest:
+                break
+            length = room if rng.random() < 0.5 else int(rng.integers(shortest, room + 1))
+            ids[i, start : start + length] = rng.integers(len(SPECIAL), VOCAB, length)
+            ids[i, start], ids[i, start + length - 1] = SPECIAL["cls"], SPECIAL["sep"]
+            first = length
+            if rng.random() < 5 / 6:
+                first = int(rng.integers(3, length - 2))
+                ids[i, start + first - 1] = SPECIAL["sep"]
+                isnext[i, s] = rng.integers(0, 2)
+            bounds[i, s] = length, first
+            start += length
+    return ids, bounds, isnext
+
+
+def make_dataset(
+    folder: Path,
+    rows: int,
+    *,
+    seq_len: int = 32,
+    slots: int = 3,
+    block_rows: int = 8,
+    shard_rows: int = 64,
+    seed: int = 0,
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    **changes: Any,
+) -> Path:
+    """A dataset of `rows` rows in `folder`; `changes` replace fields of its manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = arrays or make_rows(rows, seq_len, slots, seed)
+    shards = [
+        write_shard(
+            folder / f"shard-{first // shard_rows:06d}.tar",
+            first // block_rows,
+            *(array[first : first + shard_rows] for array in arrays),
+            block_rows=block_rows,
+        )
+        for first in range(0, rows, shard_rows)
+    ]
+    (folder / "tokenizer.model").write_bytes(TOKENIZER)
+    write_manifest(folder, manifest(rows, seq_len, slots, block_rows, shards) | changes)
+    return folder
+
+
+def manifest(
+    rows: int, seq_len: int, slots: int, block_rows: int, shards: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "seq_len": seq_len,
+        "max_sequences": slots,
+        "rows": rows,
+        "block_rows": block_rows,
+        "dtype": "uint16",
+        "tokenizer": {
+            "kind": "sentencepiece",
+            "file": "tokenizer.model",
+            "sha256": hashlib.sha256(TOKENIZER).hexdigest(),
+            "vocab_size": VOCAB,
+            "special_ids": SPECIAL,
+        },
+        "statistics": {},
+        "options": {},
+        "shards": shards,
+        "held_out": None,
+    }

@@ -1,0 +1,135 @@
+"""A tiny BERT and synthetic updates for the distributed tests: row i of step s is a pure function of (s, i)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabert import config as configuration
+from megabert.config import Config
+from megabert.distributed.process_group import World
+from megabert.engine.deepspeed_engine import Engine
+from megabert.model.bert import BertForPreTraining
+
+VOCAB, LENGTH, SLOTS, ROWS = 512, 16, 4, 8  # ids, row length, prediction slots a row, rows an update
+
+
+@dataclass(frozen=True)
+class Batch:
+    input_ids: Tensor
+    segment_ids: Tensor
+    position_ids: Tensor
+    key_start: Tensor
+    key_end: Tensor
+    lengths: Tensor
+    cls_positions: Tensor
+    nsp_labels: Tensor
+    mlm_positions: Tensor
+    mlm_labels: Tensor
+    predictions: int = 0
+    nsp_pairs: int = 0
+    tokens: int = 0
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(self, **{name: value.to(device) for name, value in self.inputs().items()})
+
+    def inputs(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)[:10]}
+
+
+@dataclass(frozen=True)
+class Update:
+    step: int
+    batches: list[Batch]
+
+
+def config(**overrides: Any) -> Config:
+    """2 layers of 32; keys with `__` for the dot. The word embedding (512 x 32) is above ZeRO-3's persistence limit."""
+    values: dict[str, Any] = {
+        "precision": "fp32",
+        "model.layers": 2,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "model.vocab_size": VOCAB,
+        "model.max_positions": LENGTH,
+        "model.dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "batch.global_size": ROWS,
+        "batch.micro_size": 2,
+        "optimizer.lr": 0.003,
+        "ops.attention": "sdpa",
+        "ops.mlm_loss": "torch",
+        "ops.layer": "torch",
+    } | {key.replace("__", "."): value for key, value in overrides.items()}
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return configuration.from_dict(tree)
+
+
+def model(cfg: Config, seed: int = 7) -> BertForPreTraining:
+    torch.manual_seed(seed)
+    return BertForPreTraining(cfg.model, cfg.ops)
+
+
+def engine(cfg: Config, world: World, seed: int = 7) -> Engine:
+    built = Engine(cfg, model(cfg, seed), world)
+    torch.manual_seed(1000 + world.rank)  # dropout differs between ranks
+    return built
+
+
+def batch(step: int, rows: Sequence[int]) -> Batch:
+    """Row i of step s: one sequence, 1 + (s + i) % 4 predictions, so that micro-batches hold unequal counts."""
+    size = len(rows)
+    ids = torch.zeros(size, LENGTH, dtype=torch.int32)
+    positions = torch.zeros(size, SLOTS, dtype=torch.int32)
+    labels = torch.full((size, SLOTS), -100)
+    nsp = torch.zeros(size, 1, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        draw = torch.Generator().manual_seed(step * 1000 + row)
+        ids[i] = torch.randint(5, 40, (LENGTH,), generator=draw)
+        count = 1 + (step + row) % SLOTS
+        positions[i] = i * LENGTH
+        positions[i, :count] = i * LENGTH + 1 + torch.arange(count)
+        labels[i, :count] = (ids[i, 1 : 1 + count] * 7 % 40).long()
+        nsp[i, 0] = -100 if row % 3 == 0 else row % 2
+    full = torch.full((size, LENGTH), LENGTH, dtype=torch.int32)
+    return Batch(
+        ids,
+        (torch.arange(LENGTH) >= LENGTH // 2).int().expand(size, -1).contiguous(),
+        torch.arange(LENGTH, dtype=torch.int32).expand(size, -1).contiguous(),
+        torch.zeros_like(full),
+        full,
+        torch.full((size, 1), LENGTH, dtype=torch.int32),
+        (torch.arange(size, dtype=torch.int32) * LENGTH).view(size, 1),
+        nsp,
+        positions,
+        labels,
+        int((labels >= 0).sum()),
+        int((nsp >= 0).sum()),
+        size * LENGTH,
+    )
+
+
+def update(step: int, cfg: Config, world: World) -> Update:
+    """This rank's part of update `step`: micro-step a of rank r takes rows [(a x W + r) x m, ...)."""
+    m = cfg.batch.micro_size
+    micro = [
+        batch(step, range((a * world.size + world.rank) * m, (a * world.size + world.rank + 1) * m))
+        for a in range(cfg.batch.global_size // (m * world.size))
+    ]
+    return Update(step, micro)
+
+
+def train(engine: Engine, steps: range, lr: float = 0.003) -> list[tuple[float, float]]:
+    """(MLM loss, NSP loss) of each update."""
+    results = [engine.train_update(update(s, engine.config, engine.world), lr) for s in steps]
+    return [tuple(r.losses.tolist()) for r in results]

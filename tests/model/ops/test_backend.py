@@ -1,0 +1,106 @@
+"""A backend is chosen once, with its reason; an explicit choice that cannot run is an error and never something else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabert.model import ops
+from megabert.model.ops import backend
+from tests.model.ops.oracle import needs_library
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@needs_library
+@pytest.mark.parametrize("op", ops.BACKENDS)
+def test_auto_is_native_on_cpu(op: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        name, reason = ops.choose(op, "auto", "cpu", dtype)
+        assert name == "native" and reason
+    name, reason = ops.choose(op, "auto", "cpu", torch.float16)
+    assert name in ("sdpa", "torch") and "float16" in reason
+
+
+@pytest.mark.parametrize("op", ops.BACKENDS)
+def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MISSING", "native library not built")
+    assert ops.choose(op) == (backend.BACKENDS[op][0], "native library not built")
+    with pytest.raises(
+        ValueError, match=f"ops.{op}=native cannot run on cpu in bfloat16: native library not built"
+    ):
+        ops.choose(op, "native")
+
+
+@pytest.mark.parametrize(
+    ("op", "requested", "dtype", "message"),
+    [
+        ("attention", "varlen", torch.bfloat16, "ops.attention=varlen cannot run on cpu in bfloat16: .*CUDA"),
+        (
+            "attention",
+            "flash",
+            torch.bfloat16,
+            "ops.attention='flash': choose one of auto, sdpa, varlen, native",
+        ),
+        ("layer", "native", torch.float64, "ops.layer=native cannot run on cpu in float64"),
+        ("mlm_loss", "sdpa", torch.bfloat16, "ops.mlm_loss='sdpa': choose one of auto, torch, native"),
+    ],
+)
+def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.choose(op, requested, "cpu", dtype)
+
+
+def test_auto_on_cuda_is_flash_attention_for_16_bits() -> None:
+    assert ops.choose("attention", "auto", "cuda", torch.float32).name == "sdpa"
+    assert ops.choose("layer", "auto", "cuda", torch.bfloat16).name == "torch"
+
+
+def test_a_left_to_right_model_never_gets_attention_over_whole_sequences(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
+    assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
+    with pytest.raises(
+        ValueError, match=r"ops\.attention=varlen cannot run .* a left-to-right model must not"
+    ):
+        ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
+
+
+def instruction_sets() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.is_file() else set()
+    needs = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+    return ["generic", *(name for name, wanted in needs.items() if wanted <= flags)]
+
+
+@needs_library
+@pytest.mark.parametrize("name", instruction_sets())
+def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
+    """The machine's best is what the other tests of this folder run; here they run again with the ones below it."""
+    parts = ("attention", "layer", "mlm_loss", "softmax_mask")
+    files = ["tests/csrc/test_philox.py", *(f"tests/model/ops/test_{part}.py" for part in parts)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command += ["-k", "fp64 or mask or gelu or norm"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MEGABERT_CPU_ISA": name}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@needs_library
+def test_an_unknown_instruction_set_is_an_error() -> None:
+    code = "import torch; from megabert.model import ops; ops.bias_gelu(torch.ones(1, 4), torch.ones(4), 'native')"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"MEGABERT_CPU_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0 and "MEGABERT_CPU_ISA=mmx: choose generic" in result.stderr
