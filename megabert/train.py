@@ -1,12 +1,13 @@
 """Pre-train BERT: batch, step, meter, log, evaluate, agree to stop, save.
 
     deepspeed megabert/train.py --config large_phase1 --data DIR --run DIR [section.key=value …]
+    megabert train …                      the same; also under srun and mpirun, which start it once a rank
 
 Exit codes:
     0   the run is finished, or reached --stop-after
     2   a mistake in the command, configuration or data, said in one line
     3   training went wrong: updates that could not be applied, or spikes, again and again
-    4   a rank died, stopped or hangs; it is named, and every other rank ended itself
+    4   a rank died, stopped or hangs: it is named, and every other rank ended itself; or I/O failed
     85  stopped by TERM, USR1, USR2 or for want of time, with everything saved: start the same command again
     128 + n   a second signal n ended the process at once
 """
@@ -19,23 +20,25 @@ import sys
 if __package__ in (None, ""):  # run as a script: the package's parent, not the package, belongs on the path
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__":
-    from megabert.distributed.preemption import leave_when_signalled
+    from megabert.cli import start
 
-    leave_when_signalled()  # before the slow imports
+    sys.exit(start("train"))  # before the slow imports
 
 import argparse
 import json
 import time
 
 from megabert import config as configuration
+from megabert.common import logs
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, BadTraining, describe, exit_code
 from megabert.common.malloc import keep_freed_memory
 from megabert.distributed import process_group
-from megabert.distributed.preemption import REQUEUE, Stop, end_of_time, ignore_signals
+from megabert.distributed.preemption import REQUEUE, Stop, end_of_time
 from megabert.distributed.watchdog import LOST_RANK, Watchdog
 from megabert.training import dry_run
 from megabert.training.run import Run, build
 from megabert.training.steps import (
-    BadTraining,
     Refused,
     account,
     complete,
@@ -49,8 +52,6 @@ from megabert.training.steps import (
     save,
     validate,
 )
-
-OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
 
 
 def train(run: Run) -> int:
@@ -95,15 +96,15 @@ def train(run: Run) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megabert/train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=called_as("megabert.train"), description=__doc__)
+    configuration.add_arguments(parser)
     add = parser.add_argument
-    add("--config", default="", help=f"preset ({', '.join(configuration.presets())}) or TOML file")
-    add("--data", default="", help="dataset folder written by data_prep")
-    add("--run", default="", help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any")
+    add(
+        "--run",
+        default="",
+        metavar="DIR",
+        help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any",
+    )
     add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; the schedule stays")
     add(
         "--max-time",
@@ -118,14 +119,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat exactly this update of the run, print its losses as JSON and write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
-    add("--dry-run", action="store_true", help="print what the run needs, do one update on random ids, exit")
-    add("--world-size", type=int, metavar="N", help="ranks that --dry-run plans for")
-    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks for --dry-run")
-    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
-    add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
-    add("--deepspeed_config", default="", help="JSON with further DeepSpeed keys")
-    add("--local_rank", type=int, default=-1, help="set by launchers")
-    add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="as megabert plan: print what the run needs, do one fake update, exit",
+    )
+    dry_run.add_arguments(parser)
     return parser.parse_intermixed_args(argv)
 
 
@@ -133,15 +132,21 @@ def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
     world, run, watchdog, met, good = None, None, None, False, False
     try:
+        logs.setup()
         world = process_group.discover()
-        data = [f"data.path={args.data}"] if args.data else []
-        config = configuration.load(args.config, data + args.overrides)
+        logs.setup(world.rank, world.size)
+        config = configuration.from_arguments(args)
         if args.print_config:
             print(json.dumps(config.model_dump(), indent=2))
             return OK
         if args.dry_run:
             dry_run.dry_run(
-                *(config, world, args.world_size, args.tokens_per_sec, args.mfu, args.deepspeed_config)
+                config,
+                world,
+                args.world_size,
+                args.tokens_per_sec,
+                args.mfu,
+                deepspeed_file=args.deepspeed_config,
             )
             return OK
         for name, value in (("--data", config.data.path), ("--run", args.run)):
@@ -170,26 +175,17 @@ def main(argv: list[str] | None = None) -> int:
         if code == OK and world.is_main and config.log.tensorboard and run.last_eval:
             run.sinks[-1].hparams(run.last_eval)
         return code
-    except (BadTraining, Refused) as error:  # on every rank
-        if world is None or world.is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return BAD_TRAINING if isinstance(error, BadTraining) else USER_ERROR
-    except (ValueError, OSError) as error:  # it may be this rank's alone: an unreadable file
-        if world is None or world.is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif run is not None:
-            print(f"rank {world.rank}: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+    except (BadTraining, ValueError, OSError) as error:
+        on_every_rank = run is None or isinstance(error, BadTraining | Refused)  # others: an unreadable file
+        if world is None or world.is_main or not on_every_rank:
+            logs.log.error(describe(error))
+        return exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone
         if watchdog is None or world is None or world.size == 1:
             raise
         if not met:
             reason = str(error).splitlines()[0]
-            print(
-                f"error: another rank left before rank {world.rank} met it: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            logs.log.error(f"another rank left before rank {world.rank} met it: {reason}")
             return LOST_RANK
         watchdog.explain()
         raise
@@ -199,9 +195,3 @@ def main(argv: list[str] | None = None) -> int:
         if run is not None:
             run.close()
         process_group.shutdown()
-
-
-if __name__ == "__main__":
-    code = process_group.leave_exit_code(main())
-    ignore_signals()
-    sys.exit(code)

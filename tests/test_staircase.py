@@ -14,7 +14,7 @@ PACKAGES = ("megabert", "data_prep")
 # the staircase: what each folder (or command file) may import of this project; a folder may always import itself
 STAIRS = {
     "megabert.common": set(),
-    "megabert.distributed": set(),
+    "megabert.distributed": {"megabert.common"},
     "megabert.config": {"megabert.common"},
     "megabert.data": {"megabert.config", "megabert.distributed", "megabert.common"},
     "megabert.model": {"megabert.config"},

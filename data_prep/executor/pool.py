@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from data_prep.common.errors import BadInput, Unfinished
+from data_prep.common.errors import BadInput, WorkerDied
 from data_prep.executor.shared_cache import Channels
 
 Item = TypeVar("Item")
@@ -78,7 +78,7 @@ class Local:
         try:
             return self._map(function, items, done, running)
         except BrokenProcessPool:
-            raise Unfinished(
+            raise WorkerDied(
                 "a worker process died (killed for memory?); the same command goes on, with fewer --workers perhaps"
             ) from None
         finally:

@@ -35,6 +35,7 @@ from megabert.checkpoint.tensors import (
     write_weights,
 )
 from megabert.common.atomic_io import sync
+from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
@@ -182,7 +183,7 @@ class Checkpoints:
             "the earlier ones are untouched"
         )
         if self.settings.on_error == "stop":
-            raise ValueError(text)
+            raise Failed(text)
         self._warn(f"warning: {text}, and training goes on as checkpoint.on_error says")
 
     def _clean(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
 from megabert.common.atomic_io import write_whole
+from megabert.common.errors import BadTraining
 from megabert.common.text import duration
 from megabert.config import Config
 from megabert.distributed.preemption import Stop
@@ -51,7 +52,7 @@ RESULT = "result.json"
 SUFFIXES = {"classify": "tsv", "score": "tsv", "tag": "conll", "span": "json"}  # of predictions
 
 
-class Diverged(RuntimeError):
+class Diverged(BadTraining):
     """Updates that could not be applied, again and again; the same on every rank."""
 
 

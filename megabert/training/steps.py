@@ -10,16 +10,13 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megabert.common.errors import BadTraining
 from megabert.data.batch import Batch, Update
 from megabert.engine import lr_schedule
 from megabert.engine.result import UpdateResult
 from megabert.training import evaluation, metrics
 from megabert.training.run import Run, say
 from megabert.training.sinks import as_json
-
-
-class BadTraining(RuntimeError):
-    """Going on would waste the machine; the same on every rank."""
 
 
 class Refused(ValueError):
