@@ -31,7 +31,7 @@ from megabert.data import shards
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog=called_as("data_prep"), description=__doc__)
-    commands = top.add_subparsers(dest="command", metavar="build | verify | inspect", required=True)
+    commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
     rules_of = "rules of --filters:\n" + rules.describe_rules()
     _add_build(commands.add_parser("build", help="text to shards", epilog=rules_of))
     p = commands.add_parser("verify", help="check every byte")

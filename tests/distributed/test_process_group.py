@@ -19,7 +19,6 @@ from megabert.distributed.process_group import (
     discover,
     first_host,
     free_port,
-    leave_exit_code,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -100,17 +99,6 @@ def test_first_host_of_a_node_list(nodelist, host):
 def test_an_odd_node_list_is_refused(nodelist):
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.*set MASTER_ADDR"):
         first_host(nodelist)
-
-
-def test_an_exit_code_is_left_where_a_launching_script_asked_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("MEGABERT_EXIT_DIR", raising=False)
-    assert leave_exit_code(85) == 85
-    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
-    assert leave_exit_code(85) == 85
-    (file,) = tmp_path.iterdir()
-    assert file.read_text() == "85\n"
-    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
-    assert leave_exit_code(2) == 2 and "warning: MEGABERT_EXIT_DIR" in capsys.readouterr().err
 
 
 def agreements(world: Any) -> dict[str, Any]:
