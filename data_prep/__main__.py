@@ -175,9 +175,6 @@ def _build(args: argparse.Namespace) -> int:
             args.on_error,
             not args.quiet,
         )
-    except OSError as error:
-        error.filename = error.filename or args.output  # a write says no name
-        raise
     finally:
         executor.close()
     if summary is None:
@@ -217,6 +214,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(inspect_dataset.inspect(args.folder, args.rows, args.seed, args.masking))
         return OK
+    except OSError as error:
+        error.filename = error.filename or getattr(args, "output", "") or args.folder  # a write says no name
+        raise
     except KeyboardInterrupt:
         log.error("interrupted; the same command goes on from here")
         return INTERRUPTED

@@ -187,7 +187,7 @@ def test_a_file_that_the_disk_does_not_take_stops_or_warns(full, asynchronous, t
             checkpoints.save(engine, state(2, tiny.config(), **long))
             assert checkpoints.pending == asynchronous
             assert checkpoints.finish() is None
-        except ValueError as error:
+        except Failed as error:
             problem = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
