@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 
+from megabert.common.errors import FAILED, exit_code
 from megabert.distributed.process_group import (
     World,
     _share_cores,
     discover,
     first_host,
     free_port,
+    init,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -99,6 +103,22 @@ def test_first_host_of_a_node_list(nodelist, host):
 def test_an_odd_node_list_is_refused(nodelist):
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.*set MASTER_ADDR"):
         first_host(nodelist)
+
+
+@pytest.mark.parametrize(
+    "reason", ["the server socket has failed to listen: EADDRINUSE", "connection timed out"]
+)
+def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.distributed.DistNetworkError(f"{reason}\nand more")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    world = World(1, 1, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", 29500))
+    with pytest.raises(
+        ConnectionError, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:29500"
+    ) as found:
+        init(world)
+    assert reason in str(found.value) and exit_code(found.value) == FAILED
 
 
 def agreements(world: Any) -> dict[str, Any]:
