@@ -62,7 +62,11 @@ class World:
 
     def max_float(self, value: float) -> float:
         """The largest of the ranks' values."""
-        return self._reduce([value], torch.float64, dist.ReduceOp.MAX)[0]
+        return self.max_floats([value])[0]
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over the ranks; every rank passes as many values."""
+        return self._reduce(values, torch.float64, dist.ReduceOp.MAX)
 
     def gather_ints(self, values: Sequence[int]) -> list[int]:
         """The values of all ranks, in rank order; ranks may pass different numbers of them."""

@@ -87,6 +87,7 @@ class Watchdog:
         self._idle = self._mute = self._pending = (
             0.0  # seconds: no progress, no store, a proposal not yet taken
         )
+        self.started = False  # every rank is watched
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._lives: dict[int, dict[str, Any]] = {}
@@ -111,6 +112,7 @@ class Watchdog:
         world.barrier()  # from here on every rank's first sign can be read
         for function in (self._exchange, self._judge):
             threading.Thread(target=function, name=f"watchdog{function.__name__}", daemon=True).start()
+        self.started = True
 
     def progress(self, step: int | None = None) -> None:
         """Something was finished: an update (then its number), a batch of an evaluation, a save."""
@@ -121,7 +123,8 @@ class Watchdog:
         """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
         self._good = good
         self._leaving.set()
-        self._left.wait(2 * TICK)
+        if self.started:
+            self._left.wait(2 * TICK)
 
     def explain(self) -> None:
         """After a collective failed: ends the process if another rank is found dead; otherwise returns."""
