@@ -204,14 +204,7 @@ def check(path: Path) -> None:
 def appearing(path: Path, form: Form) -> Iterator[Writer]:
     """A writer of parts, whose file is `path` when the block ends without an error. Raises as `check`, and OSError."""
     check(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with ExitStack() as stack:
-            writer = WRITERS[path.suffix](temporary, form, stack)
-            yield writer
-            writer.finish()
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with appearing_file(path) as file, ExitStack() as stack:
+        writer = WRITERS[path.suffix](file, form, stack)
+        yield writer
+        writer.finish()

@@ -1,6 +1,6 @@
-"""Nothing read from a shard is used before its checksum was compared, and nothing in a shard is ever executed.
+"""Datasets on disk: their manifest, shards, verified random access and verification.
 
-A dataset is a folder: `manifest.json`, a tokenizer file and shards. A shard is a plain ustar tar of blocks, one webdataset
+Nothing read from a shard is used before its checksum was compared, and nothing in a shard is ever executed. A dataset is a folder: `manifest.json`, a tokenizer file and shards. A shard is a plain ustar tar of blocks, one webdataset
 sample a block, and its bytes are a function of its arrays alone: every header is known in advance, so a row's byte
 offset follows from the manifest, rows are read through a read-only map without parsing anything, and `verify` compares
 headers instead of interpreting them. Legend: n rows asked for, R rows a block, T row length, S sequences a row.
