@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert.data.masking import IGNORED, Masked
+from megabert.common.labels import IGNORE
+from megabert.data.masking import Masked
 from megabert.data.shards import Rows
 
 
@@ -170,13 +171,13 @@ def collate(
     out["mlm_positions"][:] = masked.positions + row_start[:, None]
     out["mlm_labels"][:] = masked.labels
     pair = used & (rows.isnext >= 0)
-    out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORED)
+    out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORE)
     out["row_ids"][:, 0] = row_ids
     for column, count in enumerate((masked.counts, pair.sum(1), ends[:, -1], used.sum(1))):  # as in COUNTS
         out["counts"][:, column] = count
     filler = row_ids < 0
     if filler.any():
         for name in ("mlm_labels", "nsp_labels"):
-            out[name][filler] = IGNORED
+            out[name][filler] = IGNORE
         out["counts"][filler] = 0
         out["mlm_positions"][filler] = row_start[filler, None]

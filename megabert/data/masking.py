@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megabert.common.labels import IGNORE
+
 GOLDEN32, GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15  # 2^32 and 2^64 over the golden ratio
 LAST = np.uint32(0xFFFFFFFF)
-IGNORED = -100  # label of an unused prediction slot
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
 SPAN_MAX, SPAN_P = 10, 0.2
 STRATEGIES = ("token", "word", "span", "causal")
@@ -188,7 +189,7 @@ def _next_ids(ids: np.ndarray, bounds: np.ndarray) -> Masked:
     row, position = np.nonzero(predicts)
     counts = predicts.sum(1)
     used = np.arange(seq_len) < counts[:, None]
-    positions, labels = np.zeros((n, seq_len), np.int32), np.full((n, seq_len), IGNORED, np.int64)
+    positions, labels = np.zeros((n, seq_len), np.int32), np.full((n, seq_len), IGNORE, np.int64)
     positions[used] = position
     labels[used] = ids[row, position + 1]
     return Masked(ids.astype(np.int32), positions, labels, counts)
@@ -345,7 +346,7 @@ def _replace(
     before = np.cumsum(counts) - counts
     slot = np.arange(len(chosen)) - before[row]
     at = row * capacity + slot
-    positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORED, np.int64)
+    positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORE, np.int64)
     positions.ravel()[at] = position
     labels.ravel()[at] = ids.ravel()[chosen]
 

@@ -90,8 +90,8 @@ class Arrays:
 
     def __init__(self, file: BinaryIO, form: Form, stack: ExitStack, write: Callable[..., None]) -> None:
         def column(dtype: str, *shape: int) -> Column:
-            temporary = tempfile.TemporaryFile(dir=Path(file.name).parent)
-            return Column(stack.enter_context(temporary), dtype, *shape)
+            folder = Path(file.name).parent
+            return Column(stack.enter_context(tempfile.TemporaryFile(dir=folder)), dtype, *shape)
 
         self.file, self.form, self.write = file, form, write
         self.columns = {"vectors": column(form.dtype, form.width), "truncated": column("bool")}

@@ -154,7 +154,7 @@ def test_the_helper_relays_a_failure_of_one_rank():
 def test_a_group_leaves_no_variables_behind():
     script = """
 import os
-from megabert import distributed
+from megabert.distributed import process_group as distributed
 os.environ["RANK"] = "0"
 before = dict(os.environ)
 distributed.init(distributed.discover({}))
@@ -169,14 +169,14 @@ assert dict(os.environ) == before
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from megabert import distributed
+from megabert.distributed import process_group as distributed
 world = distributed.init(distributed.discover())
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, world.sum_ints([world.rank + 1])]))
 distributed.shutdown()
 """
 TRAIN = """
-from tests import tiny
-from megabert import distributed
+from tests.helpers import tiny
+from megabert.distributed import process_group as distributed
 import json, sys
 from pathlib import Path
 world = distributed.init(distributed.discover())

@@ -317,7 +317,9 @@ def test_weights_can_be_set_and_read_whole(precision, stage, two):
 def test_an_update_in_which_the_loss_scale_grows_is_like_any_other(stage, two):
     (usual, same), (grown, twice) = two[0]["growth"][2 * stage : 2 * stage + 2]
     assert (same, twice) == (1, 2)
-    assert grown == pytest.approx(usual, rel=1e-3) and usual > 0  # a scale that grows before it is divided by halves the gradient
+    assert (
+        grown == pytest.approx(usual, rel=1e-3) and usual > 0
+    )  # a scale that grows before it is divided by halves the gradient
 
 
 def test_evaluation_counts_each_batch_once_when_ranks_hold_different_numbers(two):
