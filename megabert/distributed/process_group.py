@@ -7,7 +7,6 @@ never wait for a GPU; gradients go over NCCL on CUDA.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -199,17 +198,6 @@ def leave_exit_code(code: int) -> int:
         except OSError as error:
             print(f"warning: MEGABERT_EXIT_DIR: {error}", file=sys.stderr)
     return code
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages that decide how a run behaves, read without importing them."""
-    found = {}
-    for name in ("deepspeed", "numpy", "sentencepiece", "webdataset", "mpi4py"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
 
 
 def free_port() -> int:

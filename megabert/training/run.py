@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.common import environment
 from megabert.common.atomic_io import write_whole
 from megabert.common.text import duration
 from megabert.config import Config
@@ -26,7 +25,7 @@ from megabert.data.loader import Loader
 from megabert.data.row_digest import Ledger
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed import process_group, run_lock
+from megabert.distributed import run_lock
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -183,23 +182,14 @@ def resume(
 
 def describe(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> dict[str, Any]:
     """Where a checkpoint comes from: config and its hash, data and tokenizer fingerprints, versions, revision, command."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        revision = "unknown"  # an installed copy without its repository, or no git
     return {
         "config": config.model_dump(),
         "config_sha256": config.digest(),
         "dataset": dataset.manifest.fingerprint,
         "tokenizer": tokenizer.sha256,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **process_group.versions(),
-        },
-        "revision": revision,
-        "command": " ".join(sys.argv),
+        "versions": environment.versions(),
+        "revision": environment.revision(),
+        "command": environment.command(),
     }
 
 
