@@ -1,5 +1,6 @@
-"""Every array of a batch has a static shape, and every token knows the sequence it belongs to.
+"""Batches: the tensors of a micro-batch, their collation from rows, and the micro-batches of one update.
 
+Every array has a static shape, and every token knows the sequence it belongs to.
 All of one rank's update lies in two flat buffers, so that it travels between processes as two tensors and micro-batches
 are views of it. Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences a row, K prediction slots.
 """
@@ -128,6 +129,15 @@ class Shape:
                 views[name] = buffer[start : start + self.rows * width].reshape(self.rows, width)
                 start += self.rows * width
         return views
+
+    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, micro_batch: int) -> list[Batch]:
+        """Micro-batches over two filled buffers, without a copy."""
+        views, m = self.carve(narrow, wide), micro_batch
+        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
+        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
+        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
+        parts = zip(tensors, counts, row_ids, epochs, strict=True)
+        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
 
 
 def collate(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +34,21 @@ SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
 SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(
     np.uint32
 )  # truncated and renormalised: mean 3.8 words
+
+
+class MaskingOptions(Protocol):
+    """The fields of `config.MaskingConfig`, or of `Masking`."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def mask(self) -> float: ...
+    @property
+    def random(self) -> float: ...
+    @property
+    def max_predictions(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,11 @@ class Masking:
             raise ValueError(
                 f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}"
             )
+
+    @staticmethod
+    def of(options: MaskingOptions) -> Masking:
+        """The same options, checked."""
+        return Masking(options.strategy, options.rate, options.mask, options.random, options.max_predictions)
 
     @property
     def causal(self) -> bool:

@@ -72,7 +72,8 @@ def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> Non
     assert update.pairs == 256 * (512 * 513 / 2)
     assert "131,072 tokens, 256 sequences, 130,816 predictions" in dry_run.report(cfg, None, 8)
     batch = dry_run.fake_batch(cfg, 512, 0)
-    assert batch.tensors["mlm_labels"].shape == (32, 512) and batch.tensors["key_end"][3, 7] == 8
+    assert batch.mlm_labels.shape == (32, 512) and batch.key_end[3, 7] == 8
+    assert batch.predictions == 32 * 511
     logits = 32 * 512 * 2 * cfg.model.padded_vocab * 2
     masked = configuration.load("base", BASE)
     assert dry_run.activations(cfg, 512) - dry_run.activations(masked, 512) > 0.8 * logits
