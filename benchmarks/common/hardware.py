@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
+from megabert.common.atomic_io import write_whole  # noqa: E402
 from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, output, versions  # noqa: E402
 
 
@@ -78,9 +79,7 @@ def shown(command: list[str]) -> str:
 
 
 def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
-    """Write `result` with `about()` added, through a temporary file, so that a reader never sees half of it."""
+    """Write `result` with `about()` added; a reader never sees half of it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps({"about": about(), **result}, indent=1) + "\n")
-    part.replace(target)
+    write_whole(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())

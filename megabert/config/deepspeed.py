@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from ours; a user's own DeepSpeed file may add to it and not contradict it."""
+"""DeepSpeed's configuration, made from ours, and the merge with a user's own, which may add to it and not contradict it."""
 
 from __future__ import annotations
 

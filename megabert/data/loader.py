@@ -1,4 +1,4 @@
-"""The cursor of a run is one integer: updates are cut from one fixed order of rows, whoever asks for them.
+"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
 masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megabert.common.malloc import keep_freed_memory
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
-from megabert.common.malloc import keep_freed_memory
 from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed.process_group import World
 from megabert.engine import optimizers
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table
-from megabert.engine.zero_layout import Piece, find_shards
+from megabert.engine.zero_layout import Piece, find_layout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
@@ -94,9 +94,9 @@ class Engine:
         if stage_0 and config.precision != "fp32":
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32
-        self.layout = find_shards(wrapper, module, world)
+        self.layout = find_layout(wrapper, module, world)
         self.optimizer.attach(
-            {shard.tensor: shard.segments for shard in self.layout.shards},
+            {master.tensor: master.segments for master in self.layout.masters},
             world.device if self.layout.partitioned else None,
             clip,
         )
@@ -221,7 +221,7 @@ class Engine:
                 pieces.append(Piece(piece.name, piece.offset, copies))
         scaler = self._loss_scaler() if self.config.precision == "fp16" else None
         counters = {
-            "optimizer_steps": self.optimizer.updates_of(s.tensor for s in self.layout.shards if s.segments),
+            "optimizer_steps": self.optimizer.updates_of(m.tensor for m in self.layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
         }
@@ -240,7 +240,7 @@ class Engine:
         """
         self.load_weights(weights)
         updates = int(counters["optimizer_steps"])
-        self.optimizer.resume([shard.tensor for shard in self.layout.shards], updates)
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates)
         for piece in self.layout.moments(self.optimizer):
             for kind, view in piece.moments.items():
                 read_moment(kind, piece.name, piece.offset, view)

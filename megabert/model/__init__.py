@@ -1,4 +1,4 @@
-"""BERT and its operations."""
+"""BERT for pre-training, its operations, and the floating-point operations of training it."""
 
 from megabert.model.bert import BertForPreTraining, Output, parameter_count
 

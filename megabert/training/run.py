@@ -22,7 +22,7 @@ from megabert.common.atomic_io import write_whole
 from megabert.common.text import duration
 from megabert.config import Config
 from megabert.data.loader import Loader
-from megabert.data.row_digest import Ledger
+from megabert.data.row_digest import RowDigest
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -88,7 +88,7 @@ class Run:
         self.loader = Loader.from_config(self.config, self.dataset, self.tokenizer, **options)
         causal = self.config.data.masking.causal
         self.meter = Meter(self.world, self.config.model, self.engine.terms, self.peak_tflops, causal)
-        self.ledger = Ledger(self.world, saved["row_digest"], saved["damaged_rows"])
+        self.ledger = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         settings = self.config.spikes
         self.spikes = Spikes(settings.window, settings.threshold, saved["losses"])
         if self.writes and self.world.is_main:

@@ -85,7 +85,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     weights = (engine.consolidated_weights().values(), clean.consolidated_weights().values())
     found["types"] = [
         {str(p.dtype) for p in engine.module.parameters()},
-        {str(shard.tensor.dtype) for shard in engine.layout.shards},
+        {str(master.tensor.dtype) for master in engine.layout.masters},
         set(seen),
     ]
     found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

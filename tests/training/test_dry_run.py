@@ -31,7 +31,7 @@ def measure(world: World) -> list[tuple[int, int]]:
         engine = tiny.engine(cfg, world)
         tiny.train(engine, range(1))
         tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-        tensors += [shard.tensor for shard in engine.layout.shards]
+        tensors += [master.tensor for master in engine.layout.masters]
         tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         results.append((sum(shape.numel() for shape in engine.layout.shapes), sum(storages.values())))

@@ -6,8 +6,8 @@ offset follows from the manifest, rows are read through a read-only map without 
 headers instead of interpreting them. Legend: n rows asked for, R rows a block, T row length, S sequences a row.
 
     KEY.ids.npy     uint16 | uint32 [R, T]   token ids, padded at the tail with 0
-    KEY.bounds.npy  uint16 [R, S, 2]         (length, length of `[CLS] A [SEP]`) of each sequence, unused slots 0, 0
-    KEY.isnext.npy  int8   [R, S]            0 = B really follows A, 1 = random B, -1 = no pair or unused slot
+    KEY.bounds.npy  uint16 [R, S, 2]         (length, length of `[CLS] A [SEP]`) of each sequence, then 0, 0
+    KEY.isnext.npy  int8   [R, S]            0 = B really follows A, 1 = random B, -1 = no pair, no sequence
     KEY.crc.npy     uint32 [R]               zlib.crc32 of the row's ids, bounds and isnext bytes, in that order
 """
 

@@ -111,17 +111,19 @@ def write_shard(
     The bytes depend on the arguments alone. OSError (a full disk) leaves no file behind.
     """
     path, n = Path(path), len(ids)
-    slots = bounds.shape[1]
+    max_sequences = bounds.shape[1]
     assert n > 0 and ids.ndim == 2 and ids.dtype in (np.uint16, np.uint32), (
         "ids must be uint16 or uint32 [n, T]"
     )
-    assert bounds.shape == (n, slots, 2) and bounds.dtype == np.uint16, "bounds must be uint16 [n, S, 2]"
-    assert isnext.shape == (n, slots) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
+    assert bounds.shape == (n, max_sequences, 2) and bounds.dtype == np.uint16, (
+        "bounds must be uint16 [n, S, 2]"
+    )
+    assert isnext.shape == (n, max_sequences) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
     digest, size = hashlib.sha256(), 0
     with appearing_file(path) as file:
         for first in range(0, n, block_rows):
             part = slice(first, min(n, first + block_rows))
-            layout = BlockLayout(part.stop - first, ids.shape[1], slots, ids.dtype.name)
+            layout = BlockLayout(part.stop - first, ids.shape[1], max_sequences, ids.dtype.name)
             packed = np.empty(layout.rows, layout.row)
             for name, array in (("ids", ids), ("bounds", bounds), ("isnext", isnext)):
                 flat = np.ascontiguousarray(array[part]).reshape(layout.rows, -1)

@@ -55,7 +55,9 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     listed = {shard.name for shard in m.shards}
     found += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
-    small = m.model_copy(update={"shards": (), "statistics": {}, "options": {}})  # a check must be cheap to send to a process
+    small = m.model_copy(
+        update={"shards": (), "statistics": {}, "options": {}}
+    )  # a check must be cheap to send to a process
     for i, shard in enumerate(m.shards):
         if (folder / shard.name).is_file():
             found.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
@@ -115,7 +117,9 @@ class ShardCheck:
         if digest.hexdigest() != self.shard.sha256:
             yield f"{self.path}: SHA-256 is not the one in the manifest"
 
-    def _span(self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int) -> Iterator[str]:
+    def _span(
+        self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int
+    ) -> Iterator[str]:
         """Problems of `blocks` whole blocks in `data`, which begin with block `first` at byte `start` of the shard."""
         if not blocks:
             return
