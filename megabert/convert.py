@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megabert import checkpoint
 from megabert.common.atomic_io import appearing
+from megabert.common.canonical_json import canonical
 from megabert.config import Config
 from megabert.pretrained import hf_read
 from megabert.pretrained.hf_read import Foreign
@@ -32,7 +33,7 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
         (new / found.tokenizer.file_name).write_bytes(found.tokenizer.data)
         state = found.state()
         checkpoint.write_start(new, found.weights, state)
-        (new / "config.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+        (new / "config.json").write_bytes(canonical(state))
         (new / "config.toml").write_text(toml(found.config, run.resolve()))
     return found
 

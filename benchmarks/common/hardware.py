@@ -7,77 +7,30 @@ back to the command that gives it again. Nothing here needs a GPU or any package
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy")
+sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
-
-def _output(command: list[str]) -> str:
-    """A command's standard output, stripped; empty when it is not installed or fails."""
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
-
-
-def cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
-    return match.group(1) if match else platform.processor() or platform.machine()
-
-
-def cpu_flags() -> set[str]:
-    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`."""
-    info = Path("/proc/cpuinfo")
-    match = re.search(r"flags\s*:\s*(.+)", info.read_text()) if info.is_file() else None
-    return set(match.group(1).split()) if match else set()
-
-
-def cores() -> int:
-    """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_gib() -> float:
-    info = Path("/proc/meminfo")
-    match = re.search(r"MemTotal:\s*(\d+) kB", info.read_text()) if info.is_file() else None
-    return round(int(match.group(1)) / 2**20, 1) if match else 0.0
-
-
-def gpus() -> list[str]:
-    """Name and memory of each NVIDIA device, from nvidia-smi."""
-    return _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]).splitlines()
+from megabert.common.atomic_io import write_whole  # noqa: E402
+from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, output, versions  # noqa: E402
 
 
 def revision() -> str:
     """Short git revision, with `+changes` when tracked files differ from it."""
-    short = _output(["git", "rev-parse", "--short=12", "HEAD"])
+    short = output(["git", "rev-parse", "--short=12", "HEAD"])
     return (
         f"{short}+changes"
-        if short and _output(["git", "status", "--porcelain", "-uno"])
+        if short and output(["git", "status", "--porcelain", "-uno"])
         else short or "unknown"
     )
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def label() -> str:
@@ -126,9 +79,7 @@ def shown(command: list[str]) -> str:
 
 
 def write_json(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
-    """Write `result` with `about()` added, through a temporary file, so that a reader never sees half of it."""
+    """Write `result` with `about()` added; a reader never sees half of it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps({"about": about(), **result}, indent=1) + "\n")
-    part.replace(target)
+    write_whole(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())

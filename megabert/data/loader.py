@@ -1,4 +1,4 @@
-"""The cursor of a run is one integer: updates are cut from one fixed order of rows, whoever asks for them.
+"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
 masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
@@ -18,14 +18,14 @@ import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megabert.data.batch import COUNTS, TENSORS, Batch, Shape, Update, collate
-from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.common.malloc import keep_freed_memory
+from megabert.data.batch import Batch, Shape, Update, collate
+from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
 from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -107,31 +107,6 @@ class _Source:
             rows.isnext[filler] = -1
         return rows, damage
 
-    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, rows: int) -> list[Batch]:
-        """Micro-batches over the buffers of `rows` rows, without a copy."""
-        views = self.shape(rows).carve(narrow, wide)
-        m = self.micro_batch
-        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
-        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
-        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
-        parts = zip(tensors, counts, row_ids, epochs, strict=True)
-        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
-
-
-class MaskingOptions(Protocol):
-    """The fields of `config.MaskingConfig`, or of `masking.Masking`."""
-
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def mask(self) -> float: ...
-    @property
-    def random(self) -> float: ...
-    @property
-    def max_predictions(self) -> int: ...
-
 
 def _source(
     dataset: Dataset, tokenizer: Tokenizer | Vocabulary, masking: MaskingOptions, seed: int, micro_batch: int
@@ -153,8 +128,7 @@ def _source(
         )
     if micro_batch < 1:
         raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-    options = Masking(masking.strategy, masking.rate, masking.mask, masking.random, masking.max_predictions)
-    return _Source(dataset, vocabulary, options, seed, micro_batch)
+    return _Source(dataset, vocabulary, Masking.of(masking), seed, micro_batch)
 
 
 class _Updates(torch.utils.data.Dataset):
@@ -311,7 +285,8 @@ class Loader:
         epoch = self.step * self.global_batch // self.source.dataset.rows
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows), damage, problem)
+        batches = self.source.shape(self.rows).batches(narrow, wide, self.source.micro_batch)
+        update = Update(self.step, epoch, batches, damage, problem)
         self.step += 1
         return update
 
@@ -343,4 +318,5 @@ def eval_batches(
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
         narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids))
-        yield from source.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)
+        shape = source.shape(micro_batch)
+        yield from shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

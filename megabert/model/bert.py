@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megabert.common.labels import IGNORE
 from megabert.config import ModelConfig, OpsConfig
 from megabert.model import ops as native
-
-IGNORE = -100  # label of a slot without prediction
 
 
 class Output(NamedTuple):

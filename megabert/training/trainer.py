@@ -17,7 +17,7 @@ import numpy as np
 from megabert.checkpoint import Checkpoints
 from megabert.common.logs import log
 from megabert.config import Config
-from megabert.data.row_digest import Ledger
+from megabert.data.row_digest import RowDigest
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -159,7 +159,7 @@ class Trainer:
         self.saving_since = 0.0
         self.state = TrainState()
         self.saved_step = -1  # of the newest checkpoint; -1 where there is none
-        self.rows = Ledger(world)
+        self.rows = RowDigest(world)
         if saved is not None:
             self.resume(saved)
         self.sinks = self.open_sinks()
@@ -342,7 +342,7 @@ class Trainer:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
         self.saved_step = self.state.step
-        self.rows = Ledger(self.world, saved["row_digest"], saved["damaged_rows"])
+        self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         self.spike_policy.resume(saved["losses"], self.state.bad)
         self.workload.resume(saved)
 

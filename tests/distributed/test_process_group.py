@@ -175,7 +175,7 @@ Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, 
 process_group.shutdown()
 """
 TRAIN = """
-from tests import tiny
+from tests.helpers import tiny
 from megabert.distributed import process_group
 import json, sys
 from pathlib import Path

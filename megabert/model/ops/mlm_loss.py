@@ -1,4 +1,4 @@
-"""The masked-LM loss is a sum over real labels; padded vocabulary entries are never predicted and add nothing."""
+"""Masked-LM loss: a sum over real labels; padded vocabulary entries are never predicted and add nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.model.ops.backend import MISSING
-
-IGNORE = -100
 
 
 def mlm_loss(
@@ -40,11 +38,9 @@ def mlm_loss_of_logits(
         op = torch.ops.megabert.mlm_loss_of_logits
         return op(logits, labels, label_smoothing, z_loss, need_grad)[:2]
     logits = logits.float()
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
-    )
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)  # ignores -100
     if z_loss:
-        loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels != IGNORE)).sum()
+        loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels >= 0)).sum()
     return loss, (logits.detach().argmax(-1) == labels).sum()
 
 
