@@ -14,9 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from data_prep.common import hashing
-from data_prep.common.hashing import mix, sums
+from data_prep.common.hashing import sums
 from data_prep.filters import repetition
 from data_prep.filters.rules import REASONS, SHORT_LINE, Rules
+from megabert.common.hashing import mix64
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END = (1 << bit for bit in range(6))
@@ -162,7 +163,7 @@ class _Measures:
         """bool [lines]: whether a line repeats an earlier one of its document."""
         document = self._lines[2]
         hashes = hashing.of_runs(self.hashes, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
-        hashes += mix(document.astype(np.uint64))  # differing between documents
+        hashes += mix64(document.astype(np.uint64))  # differing between documents
         order = np.argsort(hashes, kind="stable")  # lines that are equal keep the order of the text
         repeats = np.zeros(len(document), bool)
         repeats[order[1:][hashes[order][1:] == hashes[order][:-1]]] = True

@@ -13,7 +13,7 @@ import os
 
 import numpy as np
 
-from data_prep.common.hashing import ODD, mix
+from megabert.common.hashing import GOLDEN64, mix64
 
 SHINGLE = 3  # words; one changed word breaks three shingles
 PERMUTATIONS = 256  # 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
@@ -30,21 +30,21 @@ def shingles(words: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.n
     """
     count = len(words)
     lengths = np.diff(documents)
-    keys = mix(words)
+    keys = mix64(words)
     for k in range(1, SHINGLE):
-        keys *= ODD
+        keys *= GOLDEN64
         keys[: count - k] += words[k:]
     whole = np.ones(count, bool)  # whether all of the shingle that begins here is in the document
     for k in range(1, SHINGLE):
         whole[documents[1:][lengths >= k] - k] = False
     for size in range(1, SHINGLE):
         first = documents[:-1][lengths == size]
-        key = mix(words[first])
+        key = mix64(words[first])
         for k in range(1, size):
-            key = key * ODD + words[first + k]
+            key = key * GOLDEN64 + words[first + k]
         keys[first], whole[first] = key, True
     sizes = np.where(lengths > 0, np.maximum(lengths - SHINGLE + 1, 1), 0)
-    return mix(keys[whole]), np.concatenate([[0], np.cumsum(sizes)])
+    return mix64(keys[whole]), np.concatenate([[0], np.cumsum(sizes)])
 
 
 def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -67,9 +67,9 @@ def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
 def band_keys(signatures: np.ndarray) -> np.ndarray:
     """uint64 [d, BANDS], uniform: equal where two documents agree in all ROWS places of a band, differing between bands."""
     places = signatures[:, : BANDS * ROWS].reshape(len(signatures), BANDS, ROWS).astype(np.uint64)
-    keys = np.broadcast_to(mix(np.arange(1, BANDS + 1, dtype=np.uint64)), places.shape[:2])
+    keys = np.broadcast_to(mix64(np.arange(1, BANDS + 1, dtype=np.uint64)), places.shape[:2])
     for row in range(ROWS):
-        keys = mix(keys * ODD + places[:, :, row])
+        keys = mix64(keys * GOLDEN64 + places[:, :, row])
     return keys
 
 

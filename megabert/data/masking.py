@@ -22,7 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GOLDEN32, GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15  # 2^32 and 2^64 over the golden ratio
+from megabert.common.hashing import GOLDEN64, mix64
+
+GOLDEN32 = 0x9E3779B9  # 2^32 over the golden ratio
 LAST = np.uint32(0xFFFFFFFF)
 IGNORED = -100  # label of an unused prediction slot
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
@@ -93,21 +95,11 @@ class Masked:
     counts: np.ndarray
 
 
-def mix64(x: np.ndarray) -> np.ndarray:
-    """Bijective mix of uint64 [...] in place (splitmix64's finaliser, Steele et al. 2014)."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
-
-
 def stream_keys(*parts: int | np.ndarray) -> np.ndarray:
     """uint64 key of each tuple of non-negative ints below 2^63; array parts broadcast. A key names a random stream."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(GOLDEN64))
+        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + GOLDEN64)
     return key
 
 
