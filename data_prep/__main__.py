@@ -157,11 +157,9 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 def _build(args: argparse.Namespace) -> int:
     options, inputs = _options(args), corpora(args.input, args.weight)
-    executor = pool.make(_workers(args))
-    if isinstance(executor, pool.Ranks) and not executor.is_root:
-        executor.serve()
-        return 0
-    try:
+    with pool.opened(_workers(args)) as executor:
+        if executor is None:
+            return 0
         summary = build(
             inputs,
             args.output,
@@ -172,8 +170,6 @@ def _build(args: argparse.Namespace) -> int:
             args.on_error,
             not args.quiet,
         )
-    finally:
-        executor.close()
     if summary is None:
         print(f"{args.output}: whole already, from the same input with the same options; nothing to do")
         return 0

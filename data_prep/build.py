@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data_prep.common.errors import BadInput, Problems
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
-from data_prep.executor.pool import Local, Ranks
+from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job, total
 from data_prep.options import BLOCK_ROWS, BuildOptions
 from data_prep.readers import tasks as sources
@@ -86,7 +86,7 @@ def build(
     corpora: Sequence[Corpus],
     folder: str | os.PathLike[str],
     options: BuildOptions,
-    executor: Local | Ranks,
+    executor: Pool,
     tokenizer_file: str | None = None,
     overwrite: bool = False,
     on_error: str = "stop",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executor import work_files
-from data_prep.executor.pool import Local, Progress, Ranks
+from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import Done, Job
 
 FOLDER = "journal"
@@ -81,7 +81,7 @@ class Stage:
 class Journal:
     """Runs stages over an executor and keeps what they finished in the folder `work`."""
 
-    def __init__(self, work: Path, executor: Local | Ranks) -> None:
+    def __init__(self, work: Path, executor: Pool) -> None:
         self._work, self._executor = work, executor
         self._digest = ""
         self._sweeper = ThreadPoolExecutor(1)

@@ -36,7 +36,6 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
         encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form)
-        encoder.share()
         _encoders[key] = (tokenizer, encoder)
     return _encoders[key]
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.common.lexicon import Lexicon, word_hashes
-from data_prep.executor import shared_cache
 from data_prep.filters import quality
 from data_prep.text import clean, sentences
 from megabert.data.tokenizer import Tokenizer
@@ -27,7 +26,6 @@ MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbe
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
 WORD = np.dtype(
     [
-        ("key", "<u8"),  # its hash in the lexicon
         ("facts", quality.FACTS),
         ("start", "<i4"),
         ("length", "<i4"),
@@ -138,14 +136,8 @@ class WordEncoder:
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
         self.tokenizer, self.dtype, self.form = tokenizer, np.dtype(dtype), form
-        self._exchange: shared_cache.Exchange | None = None
         self._reset_cache()
         self._reset_documents()
-
-    def share(self) -> None:
-        """In a worker of a pool: learn from the others and let them learn from this one."""
-        key = f"{self.tokenizer.sha256[:40]} {self.form}".encode()
-        self._exchange = shared_cache.open_here(key, WORD, self.dtype)
 
     def _reset_cache(self) -> None:
         self._lexicon = Lexicon()
@@ -175,7 +167,7 @@ class WordEncoder:
         numbers[full], new = self._lexicon.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            self._take_in(hashes[new], distinct.take(pa.array(new)))
+            self._take_in(distinct.take(pa.array(new)))
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -184,19 +176,10 @@ class WordEncoder:
             here = here[here >= 0]
         return here, edges
 
-    def _take_in(self, keys: np.ndarray, words: pa.StringArray) -> None:
+    def _take_in(self, words: pa.StringArray) -> None:
         """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        rows, known = np.zeros(len(keys), WORD), np.zeros(len(keys), bool)
-        for where, records, tokens in self._exchange.find(keys) if self._exchange else ():
-            rows[where], known[where] = records, True
-            rows["start"][where] = self._place(tokens, records["length"])
-        new = np.flatnonzero(~known)
-        if len(new):
-            learned, tokens = self._learn(words.take(pa.array(new)).to_pylist())
-            learned["key"], learned["start"] = keys[new], self._place(tokens, learned["length"])
-            rows[new] = learned
-            if self._exchange:
-                self._exchange.publish(learned, tokens)
+        rows, tokens = self._learn(words.to_pylist())
+        rows["start"] = self._place(tokens, rows["length"])
         last = self._lexicon.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -211,7 +194,7 @@ class WordEncoder:
         return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
     def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode words: WORD [w] but for key and start, and their tokens."""
+        """Encode words: WORD [w] but for start, and their tokens."""
         clean_word, form = clean.clean_word, self.form
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
         plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.common.errors import Problems
 from data_prep.executor import work_files
-from data_prep.executor.pool import Local
+from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Corpus, ReadOptions, plan
 from data_prep.stages import dedup
@@ -107,7 +107,7 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     for kind, records in (("documents", documents), ("near", documents * dedup.duplicates.BANDS)):
         parts = dedup.ranges(kind, "read", len(tasks), records)
         assert (len(parts) > 1) == (size == 64)
-        Local(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
+        Pool(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
         kinds.append((kind, len(parts)))
     masks = [dedup.mask_documents(job, dedup.TaskMask(task.index, tuple(kinds))) for task in tasks]
     assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.build import build
-from data_prep.executor.pool import Local
+from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
@@ -21,7 +21,7 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
     def run(name, **options):
         given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
         corpora = [tasks.Corpus("input", (str(corpus),))]
-        build(corpora, tmp_path / name, given, Local(1), str(tokenizer_file), progress=False)
+        build(corpora, tmp_path / name, given, Pool(1), str(tokenizer_file), progress=False)
         return tmp_path / name
 
     return run
