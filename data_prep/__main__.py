@@ -17,7 +17,7 @@ from data_prep.executor import pool
 from data_prep.filters import rules
 from data_prep.options import DEDUP, BuildOptions
 from data_prep.readers.tasks import Corpus, ReadOptions
-from data_prep.report import summary as report
+from data_prep.report.summary import summary_text
 from megabert.data import shards
 
 
@@ -173,7 +173,7 @@ def _build(args: argparse.Namespace) -> int:
     if summary is None:
         print(f"{args.output}: whole already, from the same input with the same options; nothing to do")
         return 0
-    print(report.summary_text(summary, args.output))
+    print(summary_text(summary, args.output))
     if args.json:
         Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0

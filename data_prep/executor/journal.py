@@ -21,22 +21,13 @@ from typing import Any
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import Done, Job
+from megabert.common.atomic_io import write_whole
 
 FOLDER = "journal"
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, sort_keys=True).encode())
 
 
 def _load(path: Path) -> Any:

@@ -76,7 +76,7 @@ def row_groups(path: str) -> int:
         return int(parquet.read_metadata(file).num_row_groups)
 
 
-def read(
+def read_table(
     path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
 ) -> Iterator[Row]:
     """(row number, text) of a table; for Parquet of the row groups [start, end). Null values are counted and left out.

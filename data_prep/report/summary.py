@@ -13,23 +13,6 @@ from megabert.data.tokenizer import Tokenizer
 UNITS = ("documents", "sentences", "tokens")
 
 
-def statistics(drawn: Done, rows: int, seq_len: int) -> dict[str, Any]:
-    """What a manifest says of its rows. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
-    c = drawn.counts
-    return {
-        "documents": c["documents"],
-        "sentences": c["sentences"],
-        "corpus_tokens": c["corpus tokens"],
-        "borrowed_tokens": c["borrowed tokens"],
-        "truncated_tokens": c["truncated tokens"],
-        "tokens": c["tokens"],
-        "sequences": c["sequences"],
-        "text_bytes": c["bytes"],
-        "fill": round(c["tokens"] / (rows * seq_len), 6),
-        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
-    }
-
-
 def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str, Any]:
     """Figures of one dataset and its held-out part."""
     held_out = manifest["held_out"]

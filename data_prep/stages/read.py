@@ -16,8 +16,7 @@ from data_prep.common.errors import Problems
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.filters import quality, rules
-from data_prep.readers import tasks
-from data_prep.readers.tasks import Task
+from data_prep.readers.tasks import Task, read_piece
 from data_prep.text import clean, minhash
 from data_prep.tokens.encoder import Batch, Encoded, WordEncoder
 from megabert.data.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
     clock = time.perf_counter
     before = clock()
     for piece in task.pieces:
-        for document in tasks.read(piece, job.options.read, problems):
+        for document in read_piece(piece, job.options.read, problems):
             done.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
@@ -71,7 +70,7 @@ def read_task(job: Job, task: Task) -> Done:
     """Read, judge and encode one task. Leaves read-TASK.{documents,sentences,tokens} and what deduplication needs."""
     done, problems = Done(size=task.size), Problems(job.on_error)
     encoder = encoder_of(job)[1]
-    with _Spool(job, task, done) as out:
+    with _TaskFiles(job, task, done) as out:
         pending: list[tuple[list[str], int]] = []
         clock = time.perf_counter
         for paragraphs, size in texts(task, job, done, problems):
@@ -98,7 +97,7 @@ def _encode(encoder: WordEncoder, done: Done) -> Batch:
     return batch
 
 
-class _Spool:
+class _TaskFiles:
     """The files of a task as its documents arrive."""
 
     def __init__(self, job: Job, task: Task, done: Done) -> None:
@@ -111,7 +110,7 @@ class _Spool:
         none = [np.zeros(0, KEYED)]
         self._keys = {name: list(none) for name in ("documents", "near") if name in job.options.dedup}
 
-    def __enter__(self) -> _Spool:
+    def __enter__(self) -> _TaskFiles:
         names = ["documents", "sentences", "tokens"]
         if "near" in self._job.options.dedup:
             names.append("signatures")
@@ -148,7 +147,7 @@ class _Spool:
         self._files["tokens"].write(encoded.tokens)
         done.histogram("tokens of a document", table["tokens"][keep])
         done.histogram("tokens of a sentence", encoded.sentence_lengths)
-        done.seconds["spool"] += time.perf_counter() - before
+        done.seconds["work files"] += time.perf_counter() - before
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
             self._unit_documents += 1

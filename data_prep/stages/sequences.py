@@ -56,6 +56,10 @@ class Draw:
     parts: tuple[Kept, ...]
 
 
+def train_draws(parts: list[Kept], seq_len: int) -> list[Draw]:
+    return [Draw("train", i, seq_len, (part,)) for i, part in enumerate(parts)]
+
+
 def held_groups(parts: list[Kept], held_tokens: list[int], seq_len: int) -> list[Draw]:
     """Consecutive tasks with held-out documents that together make about one unit."""
     groups: list[Draw] = []

@@ -25,9 +25,9 @@ def articles(count):
         pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
     options, problems = tasks.ReadOptions(), Problems("stop")
     found = []
-    for task in tasks.plan([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
+    for task in tasks.plan_tasks([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
         for piece in task.pieces:
-            for document in tasks.read(piece, options, problems):
+            for document in tasks.read_piece(piece, options, problems):
                 found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))
                 if len(found) == count:
                     return found

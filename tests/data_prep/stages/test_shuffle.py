@@ -8,7 +8,8 @@ from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
-from data_prep.stages.shuffle import Part, plan_shards
+from data_prep.stages.shuffle import Part
+from data_prep.stages.write import plan_shards
 from megabert.data.shards import Dataset
 
 
