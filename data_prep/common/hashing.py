@@ -1,15 +1,16 @@
-"""64-bit hashes of words and of runs of words are the same in every process, on every machine and for every seed of Python.
+"""64-bit hashes of words and of runs of words.
 
-A word is a run of bytes and a document a run of words. The hash of a run is a sum over its parts, each mixed with its
-place, so that it costs array operations and no Python a part: a tenth of BLAKE2b a word. Two different runs are equal once
-in 2^64 by chance; none of it withstands somebody who wants a collision.
+They are the same in every process, on every machine and for every seed of Python. A word is a run of bytes and a document a
+run of words. The hash of a run is a sum over its parts, each mixed with its place, so that it costs array operations and no
+Python a part: a tenth of BLAKE2b a word. Two different runs are equal once in 2^64 by chance; none of it withstands
+somebody who wants a collision.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megabert.common.hashing import GOLDEN64, mix64
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 
 def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""A finished item of work is never done twice: a build that was killed takes it over, checked, and goes on.
+"""Journal of finished items of work, by which a build that was killed goes on.
 
-An item is known by a key: what is done (function, options, item) and the digest of all that the stages before reported,
-CRC-32 of their files included. So a record fits exactly when doing the item again would give the same bytes, whatever
-changed in between. Records are small JSON files, replaced atomically; the files they name are compared before use.
+A finished item is never done twice: it is taken over, checked. An item is known by a key: what is done (function, options,
+item) and the digest of all that the stages before reported, CRC-32 of their files included. So a record fits exactly when
+doing the item again would give the same bytes, whatever changed in between. Records are small JSON files, replaced
+atomically; the files they name are compared before use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same function over the same items, by this process, a pool of processes or MPI ranks: results by item.
+"""Pool of workers: this process alone, processes forked from it, or MPI ranks.
 
 Nothing that a result holds may depend on which of them made it. Only this file knows of mpi4py.
 """

@@ -1,14 +1,15 @@
-"""The shares of n-grams that Gopher limits cost a count a word, since only a document that could break a limit is sorted.
+"""Shares of repeated n-grams in documents, as Gopher limits them.
 
-The screen counts n-grams in a table of slots: a slot's count is never below that of an n-gram in it, so a document that
-stays within its limits by those counts does so by the true ones. Legend: w words, d documents. Whitespace is no character.
+They cost a count a word, since only a document that could break a limit is sorted. The screen counts n-grams in a table of
+places: a place's count is never below that of an n-gram in it, so a document that stays within its limits by those counts
+does so by the true ones. Legend: w words, d documents. Whitespace is no character.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megabert.common.hashing import GOLDEN64, mix64
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 TOP = (2, 3, 4)  # orders for which the most frequent n-gram counts
 AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs more than once
@@ -60,8 +61,8 @@ def _screen(
     if words < 2:
         return suspect | (total > 0)
     shift = np.uint64(64 - max(8, (2 * words).bit_length()))
-    slot = ((marked[:-1] * GOLDEN64 + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
-    bound = np.bincount(slot).take(slot)
+    place = ((marked[:-1] * GOLDEN64 + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
+    bound = np.bincount(place).take(place)
     top = min((limits[n] for n in TOP if n in limits), default=None)
     if top is not None:
         # A 3- or 4-gram occurs at most as often as the 2-gram that it begins with.
@@ -76,8 +77,8 @@ def _screen(
         keys = marked[at]
         for k in range(1, 5):
             keys = keys * GOLDEN64 + hashes[at + k]
-        slot = (keys >> shift).view(np.int64)
-        at = at[np.bincount(slot).take(slot) > 1]
+        place = (keys >> shift).view(np.int64)
+        at = at[np.bincount(place).take(place) > 1]
         document = np.searchsorted(documents, at, side="right") - 1
         suspect |= _covered(at, 5, before, document, count) + 1 > again * total
     return suspect

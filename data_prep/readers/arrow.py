@@ -1,7 +1,8 @@
-"""Rows of a Parquet or Arrow file become texts batch by batch; nothing else of the file is kept in memory.
+"""Reader of Parquet and Arrow tables.
 
-A Parquet file is read by row groups, so that several workers can share it; an Arrow file (with or without a footer,
-as Feather 2 and Hugging Face `datasets` write them) from its first batch to its last. A row has a number, from 0.
+Rows become texts a few at a time; nothing else of the file is kept in memory. A Parquet file is read by row groups, so that
+several workers can share it; an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them)
+from its first batch to its last. A row has a number, from 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What is read, in which order and in which pieces follows from the input alone, never from who reads it.
+"""Tasks of reading: the input cut into pieces that workers take, and the documents of a piece.
 
-A task is what one worker takes at a time: several small files of one corpus, one compressed file, or part of a
-large one. A document belongs to the range of its file that its first byte (for bzip2: its stream) is in.
+The cut and its order follow from the input alone, never from who reads it. A task is what one worker takes at a time:
+several small files of one corpus, one compressed file, or part of a large one. A document belongs to the range of its file
+that its first byte (for bzip2: its stream) is in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a build read, kept and dropped adds up, or the build fails: every figure here is counted, none is a difference."""
+"""Figures of a build: what it read, kept and dropped, which add up or the build fails.
+
+Every figure is counted, none is a difference.
+"""
 
 from __future__ import annotations
 

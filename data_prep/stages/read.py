@@ -1,4 +1,4 @@
-"""The first stage: a task's documents, cleaned, judged and encoded once, whatever is made of them later.
+"""Reading: the documents of a task, cleaned, judged and encoded once, whatever is made of them later.
 
 Nothing here depends on row lengths. A document that is dropped is counted under its reason together with its sentences
 and tokens, so that what was read is what was kept and what was dropped.
@@ -18,7 +18,7 @@ from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT
 from data_prep.filters import quality, rules
 from data_prep.readers.tasks import Task, read_piece
 from data_prep.text import clean, minhash
-from data_prep.tokens.encoder import Batch, Encoded, WordEncoder
+from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from megabert.data.tokenizer import Tokenizer
 
 UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
@@ -90,7 +90,7 @@ def read_task(job: Job, task: Task) -> Done:
     return done
 
 
-def _encode(encoder: WordEncoder, done: Done) -> Batch:
+def _encode(encoder: WordEncoder, done: Done) -> DocumentBatch:
     before = time.perf_counter()
     batch = encoder.finish()
     done.seconds["encode"] += time.perf_counter() - before
@@ -119,7 +119,7 @@ class _TaskFiles:
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
         return self
 
-    def add(self, batch: Batch, texts: list[tuple[list[str], int]]) -> None:
+    def add(self, batch: DocumentBatch, texts: list[tuple[list[str], int]]) -> None:
         """Judge and keep documents; `texts` holds their (paragraphs, bytes)."""
         done, job = self._done, self._job
         before = time.perf_counter()
@@ -155,7 +155,9 @@ class _TaskFiles:
                 self._end_unit()
         self._documents += int(keep.sum())
 
-    def _judge(self, batch: Batch, table: np.ndarray, texts: list[tuple[list[str], int]]) -> np.ndarray:
+    def _judge(
+        self, batch: DocumentBatch, table: np.ndarray, texts: list[tuple[list[str], int]]
+    ) -> np.ndarray:
         """bool [d]: the documents to keep; the others are counted under their reasons."""
         verdicts = quality.judge(batch.words, self._job.options.rules)
         reasons = {number: rules.REASONS[number] for number in np.unique(verdicts[verdicts > 0]).tolist()}
@@ -177,7 +179,7 @@ class _TaskFiles:
             )
         return codes == 0
 
-    def _hash(self, batch: Batch, table: np.ndarray, keep: np.ndarray) -> None:
+    def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
         """Keys that duplicates are found by, of the kept documents."""
         before = time.perf_counter()
         dedup = self._job.options.dedup

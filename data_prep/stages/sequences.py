@@ -1,8 +1,8 @@
-"""Sequences of one row length, drawn from the kept documents of a task, go to disk ordered by a random 64-bit key.
+"""Sequences of one row length, drawn from the kept documents of a task.
 
-So the global shuffle is later a merge of key ranges. What a task becomes depends on its documents, the options and its
-number alone. Held-out documents of several tasks make one unit, since one task holds too few of them to take random
-sentences from another.
+They go to disk ordered by a random 64-bit key, so that the global shuffle is later a merge of key ranges. What a task
+becomes depends on its documents, the options and its number alone. Held-out documents of several tasks make one unit, since
+one task holds too few of them to take random sentences from another.
 """
 
 from __future__ import annotations

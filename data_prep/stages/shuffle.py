@@ -1,8 +1,9 @@
-"""The global shuffle is a merge of random key ranges: every row order is possible and memory is one bucket's.
+"""Global shuffle out of core, and packing of sequences into rows.
 
-Sequences lie on disk ordered by key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are
-packed, its rows shuffled. Buckets in order are the dataset. Their number follows from the corpus, not from workers. Of a
-large corpus neighbouring runs are merged first: the rows are the same, and files are opened a hundred times less.
+It is a merge of random key ranges: every row order is possible and memory is one bucket's. Sequences lie on disk ordered by
+key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are packed, its rows shuffled. Buckets
+in order are the dataset. Their number follows from the corpus, not from workers. Of a large corpus neighbouring runs are
+merged first: the rows are the same, and files are opened a hundred times less.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Whether a document is dropped as a copy follows from hashes of its words and its number, in any order of work.
+"""MinHash signatures of documents, and exact and near duplicates by hashes.
 
-MinHash (Broder 1997): two documents agree in a place of their signatures with the probability that is the Jaccard
-similarity of their sets of shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani
-1998): with 48 bands of 4, a pair of similarity 0.45 is met with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003.
-Signatures are rensa's: shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle
-hashes (256 places; EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
+Whether a document is dropped follows from hashes of its words and its number, in any order of work. MinHash (Broder 1997):
+two documents agree in a place of their signatures with the probability that is the Jaccard similarity of their sets of
+shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani 1998): with 48 bands of 4, a
+pair of similarity 0.45 is met with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's:
+shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle hashes (256 places;
+EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 
 import numpy as np
 
-from megabert.common.hashing import GOLDEN64, mix64
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 SHINGLE = 3  # words; one changed word breaks three shingles
 PERMUTATIONS = 256  # 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")

@@ -1,10 +1,10 @@
-"""Text becomes token ids through a cache of distinct words, so a word costs a lookup and not a Viterbi search.
+"""Encoder of documents to token ids, through a cache of distinct words.
 
-No piece of a SentencePiece model that splits at whitespace and puts a dummy prefix crosses a word, and its
-score is a sum over pieces: the best segmentation of a sentence is the concatenation of its words' best ones.
-(In a model that data_prep did not train, rounding of the running sum can break a near tie differently.) The contents of
-the cache never change what comes out. What filters and deduplication need of a word (`filters.FACTS`) is in the cache too.
-Legend: w words, t tokens, s sentences, p paragraphs, d documents.
+A word costs a lookup and not a Viterbi search. No piece of a SentencePiece model that splits at whitespace and puts a dummy
+prefix crosses a word, and its score is a sum over pieces: the best segmentation of a sentence is the concatenation of its
+words' best ones. (In a model that data_prep did not train, rounding of the running sum can break a near tie differently.)
+The contents of the cache never change what comes out. What filters and deduplication need of a word (`quality.FACTS`) is in
+the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """
 
 from __future__ import annotations
@@ -90,19 +90,19 @@ class Encoded:
 
 
 @dataclass
-class Batch:
+class DocumentBatch:
     """Documents as they came out of the encoder, with what judges them.
 
     words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
     paragraphs, empty ones too.
     """
 
-    words: quality.Batch
+    words: quality.WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
 
 
-def batch_of(documents: list[list[str]], form: clean.Form) -> quality.Batch:
+def word_facts(documents: list[list[str]], form: clean.Form) -> quality.WordFacts:
     """Words of a few documents, each a list of paragraphs, without a cache."""
     words: list[str] = []
     ends, edges = [0], [0]
@@ -115,7 +115,7 @@ def batch_of(documents: list[list[str]], form: clean.Form) -> quality.Batch:
     plain = [clean.clean_word(word, form) for word in distinct]
     facts = quality.describe(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
-    return quality.Batch(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
+    return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
 
 
 def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -210,7 +210,7 @@ class WordEncoder:
         rows["facts"] = quality.describe(plain, ends)
         return rows, np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
 
-    def finish(self) -> Batch:
+    def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""
         if self._lexicon.size > MAX_WORDS or self._used > MAX_TOKENS:
             self._reset_cache()
@@ -220,11 +220,11 @@ class WordEncoder:
         facts = np.empty(len(numbers), quality.FACTS)
         for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
             facts[name] = self._table["facts"][name][numbers]
-        words = quality.Batch(facts, documents, paragraphs)
+        words = quality.WordFacts(facts, documents, paragraphs)
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)
-            return Batch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
+            return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
         begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
@@ -238,4 +238,4 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return Batch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)
+        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)

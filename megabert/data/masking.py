@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megabert.common.hashing import GOLDEN64, mix64
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 GOLDEN32 = 0x9E3779B9  # 2^32 over the golden ratio
 LAST = np.uint32(0xFFFFFFFF)

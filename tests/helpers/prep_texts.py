@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def batch_of(documents):
-    """A Batch of documents, each a list of paragraphs or one string with line feeds between them."""
-    return encoder.batch_of([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
+    """Facts of the words of documents, each a list of paragraphs or one string with line feeds between them."""
+    return encoder.word_facts([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
 
 
 def articles(count):

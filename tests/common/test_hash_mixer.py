@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megabert.common.hashing import GOLDEN64, mix64
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 
 def test_the_mixer_is_splitmix64() -> None:

@@ -1,4 +1,4 @@
-"""The mixer of 64-bit hashes that masks, orders of rows, row digests and data_prep share: fixed for ever, numpy alone."""
+"""Mixer of 64-bit hashes that masks, row orders, row digests and data_prep share: fixed for ever, numpy alone."""
 
 from __future__ import annotations
 
