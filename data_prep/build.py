@@ -67,50 +67,24 @@ def build(
                 options, "", str(work), on_error,
                 held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
             )  # fmt: skip
-            tokenizer = _tokenizer(stages, job, tasks, tokenizer_file)
-            job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
-            started = time.perf_counter()
-            size = sum(task.size for task in tasks)
-            documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
-            marked, mask = _mark_duplicates(stages, job, documents)
-            held_out = _hold_out(job, documents)
-            job = replace(job, held_limit=held_out.limit)
-            kept = [
-                sequences.Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
-                for task, done in zip(tasks, documents.results, strict=True)
-            ]
-            datasets = []
-            for seq_len, dataset_folder in output_folder.folders(Path(folder), options.seq_lens).items():
-                train = stages.map(
-                    f"pairs {seq_len}", sequences.draw, job, sequences.train_draws(kept, seq_len)
-                )
-                groups = sequences.held_groups(kept, held_out.tokens, seq_len)
-                held = stages.map(f"held out {seq_len}", sequences.draw, job, groups)
-                if seq_len == options.seq_lens[-1]:
-                    for stage in (documents, *marked):
-                        journal.consume(stage, train, held)
-                listed = options.listed(trained=tokenizer_file is None)
-                datasets.append(
-                    _dataset(stages, job, seq_len, train, held, tokenizer, dataset_folder, listed)
-                )
+            made = _run(stages, job, tasks, tokenizer_file, Path(folder))
             journal.settle()
             finished = time.perf_counter()
-            read_by_corpus = {
-                corpus.name: total(
-                    [d for t, d in zip(tasks, documents.results, strict=True) if t.corpus == i]
-                )
-                for i, corpus in enumerate(corpora)
-            }
-            figures = {str(dataset.seq_len): dataset.figures for dataset in datasets}
             facts = summary.facts(
-                account, corpora, tokenizer, read_by_corpus, stages.everything, problems, figures
+                account,
+                corpora,
+                made.tokenizer,
+                summary.by_corpus(corpora, tasks, made.documents.results),
+                stages.everything,
+                problems,
+                {str(dataset.seq_len): dataset.figures for dataset in made.datasets},
             )
-            _commit(Path(folder), datasets, tokenizer, facts, account)
-    seconds = finished - started
+            _commit(Path(folder), made, facts, account)
+    seconds = finished - made.began_reading
     megabytes = facts["read"]["bytes"] / 1e6
     return facts | {
         "seconds": seconds,
-        "tokenizer_seconds": started - began,
+        "tokenizer_seconds": made.began_reading - began,
         "workers": executor.size,
         "resumed": resumed,
         # Of a build that went on, part of the work was done before the clock was started.
@@ -118,25 +92,6 @@ def build(
         "mb_per_second_per_worker": None if resumed else megabytes / seconds / executor.size,
         "stage_seconds": dict(stages.everything.seconds),
         "peak_memory": max(stages.everything.peak, work_files.peak_memory()),
-    }
-
-
-def account_of(
-    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, tokenizer_file: str | None
-) -> dict[str, Any]:
-    """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
-    pieces = [piece for task in tasks for piece in task.pieces]
-    return {
-        "options": options.listed(tokenizer_file is None),
-        "corpora": {
-            corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
-        },
-        "tokenizer_sha256": None if tokenizer_file is None else Tokenizer.load(tokenizer_file).sha256,
-        output_folder.FILES: {
-            "count": len({piece.path for piece in pieces}),
-            "bytes": sum(task.size for task in tasks),
-            "digest": hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest(),
-        },
     }
 
 
@@ -169,6 +124,57 @@ class Stages:
             stage = self.journal.map(name, function, job, items, lambda done: bar.update(done.size or 1))
         self.everything = total([self.everything, *stage.results])
         return stage
+
+
+@dataclass(frozen=True)
+class WrittenDataset:
+    """Written shards of one row length: (folder, manifest) of the held-out part, if there is one, then of the training part."""
+
+    seq_len: int
+    folder: Path
+    manifests: list[tuple[Path, dict[str, Any]]]
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """All that the stages made. `documents` is the stage that read the input, which began at `began_reading` of the clock."""
+
+    tokenizer: Tokenizer
+    documents: Stage
+    datasets: list[WrittenDataset]
+    began_reading: float
+
+
+def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None, folder: Path) -> Made:
+    """The list of stages. Shards are in their place when it ends, manifests are not."""
+    options = job.options
+    tokenizer = _tokenizer(stages, job, tasks, tokenizer_file)
+    job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
+
+    began_reading = time.perf_counter()
+    size = sum(task.size for task in tasks)
+    documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
+    compared, mask = _mark_duplicates(stages, job, documents)
+    held_out = _hold_out(job, documents)
+    job = replace(job, held_limit=held_out.limit)
+    kept = [
+        sequences.Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
+        for task, done in zip(tasks, documents.results, strict=True)
+    ]
+
+    datasets = []
+    for seq_len, place in output_folder.folders(folder, options.seq_lens).items():
+        draws = sequences.train_draws(kept, seq_len)
+        train = stages.map(f"pairs {seq_len}", sequences.draw, job, draws)
+        groups = sequences.held_groups(kept, held_out.tokens, seq_len)
+        held = stages.map(f"held out {seq_len}", sequences.draw, job, groups)
+        if seq_len == options.seq_lens[-1]:
+            for stage in (documents, *compared):
+                stages.journal.consume(stage, train, held)
+        listed = options.listed(trained=tokenizer_file is None)
+        datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
+    return Made(tokenizer, documents, datasets, began_reading)
 
 
 def _tokenizer(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None) -> Tokenizer:
@@ -227,16 +233,6 @@ def _hold_out(job: Job, documents: Stage) -> HeldOut:
     return HeldOut(least + 1, [int(done.facts.get("least hash") == least) for done in results])
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Written shards of one row length: (folder, manifest) of the held-out part, if there is one, then of the training part."""
-
-    seq_len: int
-    folder: Path
-    manifests: list[tuple[Path, dict[str, Any]]]
-    figures: dict[str, Any]
-
-
 def _dataset(
     stages: Stages,
     job: Job,
@@ -246,7 +242,7 @@ def _dataset(
     tokenizer: Tokenizer,
     folder: Path,
     listed: dict[str, Any],
-) -> Dataset:
+) -> WrittenDataset:
     """Shuffle and write what the stages `train` and `held` drew; `listed` are the options as manifests list them."""
     train_drawn, held_drawn = total(train.results), total(held.results)
     if train_drawn.counts["tokens"] < seq_len:
@@ -268,7 +264,9 @@ def _dataset(
     entries = _shuffle_and_write(stages, job, train, part)
     manifest = write.manifest(part, entries, train_drawn, tokenizer, name, listed, held_entry)
     manifests.append((folder, manifest))
-    return Dataset(seq_len, folder, manifests, summary.dataset_facts(manifest, train_drawn, held_drawn))
+    return WrittenDataset(
+        seq_len, folder, manifests, summary.dataset_facts(manifest, train_drawn, held_drawn)
+    )
 
 
 def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Part) -> list[dict[str, Any]]:
@@ -289,20 +287,34 @@ def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Par
     return [done.facts["shard"] for done in written.results]
 
 
-def _commit(
-    folder: Path,
-    datasets: list[Dataset],
-    tokenizer: Tokenizer,
-    facts: dict[str, Any],
-    account: dict[str, Any],
-) -> None:
+def account_of(
+    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, tokenizer_file: str | None
+) -> dict[str, Any]:
+    """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
+    pieces = [piece for task in tasks for piece in task.pieces]
+    return {
+        "options": options.listed(tokenizer_file is None),
+        "corpora": {
+            corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
+        },
+        "tokenizer_sha256": None if tokenizer_file is None else Tokenizer.load(tokenizer_file).sha256,
+        output_folder.FILES: {
+            "count": len({piece.path for piece in pieces}),
+            "bytes": sum(task.size for task in tasks),
+            "digest": hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest(),
+        },
+    }
+
+
+def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, Any]) -> None:
     """Everything but the manifests, then these, those of held-out parts first."""
-    for dataset in datasets:
-        shutil.copyfile(tokenizer.path, dataset.folder / tokenizer.path.name)
+    file = made.tokenizer.path
+    for dataset in made.datasets:
+        shutil.copyfile(file, dataset.folder / file.name)
     write_json(folder / output_folder.REPORTS[0], facts)
     write_whole(folder / output_folder.REPORTS[1], html_report.render(facts).encode())
     write_json(folder / output_folder.ACCOUNT, account)
-    for place, manifest in (entry for dataset in datasets for entry in dataset.manifests):
+    for place, manifest in (entry for dataset in made.datasets for entry in dataset.manifests):
         if held_out := manifest["held_out"]:
             written = (place / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
             held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.common.errors import Problems
-from data_prep.executor.work_files import Done
-from data_prep.readers.tasks import Corpus
+from data_prep.executor.work_files import Done, total
+from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
 
 UNITS = ("documents", "sentences", "tokens")
@@ -35,6 +35,15 @@ def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str
     }
 
 
+def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[Task], results: list[Done]) -> dict[str, Done]:
+    """The sum of what reading the tasks of each corpus reported."""
+    pairs = list(zip(tasks, results, strict=True))
+    return {
+        corpus.name: total([done for task, done in pairs if task.corpus == i])
+        for i, corpus in enumerate(corpora)
+    }
+
+
 def facts(
     account: dict[str, Any],
     corpora: Sequence[Corpus],
@@ -45,7 +54,7 @@ def facts(
     datasets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
-    total = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
+    whole = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
     dropped = {
         "documents": sum(everything.dropped.values()),
         "sentences": everything.counts["dropped sentences"],
@@ -55,14 +64,14 @@ def facts(
         for unit in UNITS:
             own = dataset["corpus_tokens" if unit == "tokens" else unit]
             kept = own - dataset["repeated"][unit] + dataset["held_out"][unit]
-            assert total[unit] == kept + dropped[unit], (
-                f"{unit} do not add up for length {length}: {total[unit]} read, {kept} kept, {dropped[unit]} dropped"
+            assert whole[unit] == kept + dropped[unit], (
+                f"{unit} do not add up for length {length}: {whole[unit]} read, {kept} kept, {dropped[unit]} dropped"
             )
     return {
         "options": account["options"],
         "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "files": {name: account["input files"][name] for name in ("count", "bytes")},
-        "read": total | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
+        "read": whole | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
         "corpora": {
             corpus.name: {
                 "weight": corpus.weight,

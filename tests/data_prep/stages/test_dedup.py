@@ -104,7 +104,7 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     read = [read_task(job, task) for task in tasks]
     documents = sum(done.facts["documents"] for done in read)
     kinds = []
-    for kind, records in (("documents", documents), ("near", documents * dedup.duplicates.BANDS)):
+    for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
         parts = dedup.ranges(kind, "read", len(tasks), records)
         assert (len(parts) > 1) == (size == 64)
         Pool(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
