@@ -47,7 +47,7 @@ def test_the_same_input_still_gives_the_same_bytes(command, tmp_path):
     """Every stage has a part in it: weights, rules, all three kinds of duplicates, held-out documents, three shards."""
     output = tmp_path / "out"
     result = command(
-        "build", "--input", f"modules={OLD / 'modules.jsonl.gz'}", f"notes={OLD / 'notes.txt'}", "--weight", "notes=2.5",
+        "build", "--input", f"modules={OLD / 'text/modules.jsonl.gz'}", f"notes={OLD / 'text/notes.txt'}", "--weight", "notes=2.5",
         "--text-documents", "blank-line", "--tokenizer", OLD / "dataset" / "tokenizer.model", "--output", output,
         "--seq-len", 64, "--dedup", "documents", "near", "paragraphs", "--filters", "min-words=20", "max-duplicate-lines=0.3",
         "--held-out", 0.04, "--rows-per-shard", 256, "--seed", 5, "--workers", 2, "--quiet",
