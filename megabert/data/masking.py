@@ -23,9 +23,10 @@ from typing import Protocol
 
 import numpy as np
 
+from megabert.common.hash_mixer import GOLDEN64, mix64
 from megabert.common.labels import IGNORE
 
-GOLDEN32, GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15  # 2^32 and 2^64 over the golden ratio
+GOLDEN32 = 0x9E3779B9  # 2^32 over the golden ratio
 LAST = np.uint32(0xFFFFFFFF)
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
 SPAN_MAX, SPAN_P = 10, 0.2
@@ -115,21 +116,11 @@ class Masked:
     counts: np.ndarray
 
 
-def mix64(x: np.ndarray) -> np.ndarray:
-    """Bijective mix of uint64 [...] in place (splitmix64's finaliser, Steele et al. 2014)."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
-
-
 def stream_keys(*parts: int | np.ndarray) -> np.ndarray:
     """uint64 key of each tuple of non-negative ints below 2^63; array parts broadcast. A key names a random stream."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(GOLDEN64))
+        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + GOLDEN64)
     return key
 
 
