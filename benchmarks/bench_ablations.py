@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+from benchmarks.common import hardware
 
 Result = dict[str, Any]
 LOSS, ACCURACY = "eval/mlm_loss", "eval/mlm_accuracy"
@@ -221,7 +221,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--config", default="mini", help="preset that the variants change")
     add("--threads", type=int, default=2)
     add("--run", default="runs/ablations", help="folder of the runs")
-    add("--json", type=Path, required=True, help="results; variants in it already are kept")
+    hardware.add_json(parser, "results; variants in it already are kept", required=True)
     add("--plot", type=Path, help=".svg or .png")
     add(
         "overrides",
@@ -229,7 +229,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="section.key=value",
         help="configuration of all variants; first, as --tasks takes what follows",
     )
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    hardware.refuse_dirty(parser, args)
+    return args
 
 
 def run_set(args: argparse.Namespace) -> None:

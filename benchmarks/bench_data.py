@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import numpy as np
 import torch
@@ -218,13 +218,14 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    hardware.add_json(parser)
     parser.add_argument(
         "--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens"
     )
     parser.add_argument("--data", metavar="DIR", help="measure this dataset in place of synthetic ones")
     parser.add_argument("--global-batch", type=int, default=2048, help="rows of an update")
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()  # as train.py and its loader processes do

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware, measure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+from benchmarks.common import hardware, measure
 
 Result = dict[str, Any]
 FIGURES = {"eval/mlm_loss": "held-out MLM loss", "eval/mlm_accuracy": "held-out MLM accuracy"}
@@ -126,8 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--threads", type=int, default=2)
     add("--rounds", type=int, default=15)
-    add("--json", type=Path)
+    hardware.add_json(parser)
     args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
     try:
         result = compare(args)
     except (ValueError, OSError) as error:

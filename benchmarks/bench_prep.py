@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import numpy as np
 
@@ -196,7 +196,7 @@ def memory(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE")
+    hardware.add_json(parser)
     parser.add_argument("--input", nargs="+", metavar="PATH")
     parser.add_argument("--megabytes", type=float, default=210, help="of unpacked input")
     parser.add_argument("--packed", action="store_true", help="leave decompression in the time")
@@ -207,6 +207,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=hardware.cores())
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data")) / "enwiki"
     inputs = args.input or [str(data) if data.is_dir() else sources.PYDOC]
     with tempfile.TemporaryDirectory() as folder:

@@ -25,10 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
 from benchmarks.common import hardware
 from benchmarks.common.curves import ACCURACY, LOSS, Result, compare, plot
-
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
 
 if TYPE_CHECKING:
     from benchmarks.peers.hf_plain_loop import Recipe
@@ -219,9 +219,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--eval-every", type=float, default=120.0, metavar="SECONDS", help="training time between evaluations"
     )
-    parser.add_argument(
-        "--json", type=Path, default=Path("runs/quality/quality.json"), help="runs in it already are kept"
-    )
+    hardware.add_json(parser, "runs in it already are kept", default=Path("runs/quality/quality.json"))
     parser.add_argument("--plot", type=Path, help=".svg or .png")
     parser.add_argument("--run", default="runs/quality", help="folder of our runs")
     parser.add_argument("--label", default="megabert", help="name of our run in the file")
@@ -237,7 +235,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=0.0,
         help="tune the peer on a grid of runs this long; 0 does not",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import torch
 
@@ -261,8 +261,9 @@ def main() -> int:
     parser.add_argument(
         "--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    hardware.add_json(parser)
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     warnings.filterwarnings("ignore")
     results = []
     try:

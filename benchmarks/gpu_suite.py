@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
 from benchmarks.common import hardware
 
 ROOT = hardware.ROOT
@@ -132,9 +134,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="no stage starts or goes on after them")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-step of BERT-LARGE")
     parser.add_argument("--corpus", default="pydoc", help="text of the steps' rows, as data_prep's --input")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<hardware>_<date>.json")
+    name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
+    hardware.add_json(parser, "result of all stages, written after each", default=ROOT / name)
     args = parser.parse_args(argv)
-    target = args.json or ROOT / f"benchmarks/results/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
+    hardware.refuse_dirty(parser, args)
     facts, done = device_facts(args.device), {}
     print(facts, flush=True)
     end = time.monotonic() + 60 * args.minutes
@@ -147,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             done[stage.name] = run(stage, Path(folder), end - time.monotonic())
             print(f"exit {done[stage.name]['exit']}, {done[stage.name]['seconds']} s", flush=True)
             hardware.write_json(
-                target, {"facts": facts, "small": args.small, "steps": steps_table(done), "stages": done}
+                args.json, {"facts": facts, "small": args.small, "steps": steps_table(done), "stages": done}
             )
     for row in steps_table(done):
         print(
@@ -155,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     failed = [name for name, stage in done.items() if stage["exit"]]
     if failed:
-        print(f"error: failed: {', '.join(failed)}; their output is in {target}", file=sys.stderr)
+        print(f"error: failed: {', '.join(failed)}; their output is in {args.json}", file=sys.stderr)
     return 1 if failed else 0
 
 

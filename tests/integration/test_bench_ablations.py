@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import ROOT, command
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 from benchmarks import bench_ablations as bench
 from benchmarks import bench_distill
+from tests.integration.conftest import command
 
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),

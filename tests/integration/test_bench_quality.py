@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,8 +15,6 @@ from megabert.pretrained.hf_names import from_huggingface
 from megabert.training.evaluation import batch_sums, fixed_batches
 
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from benchmarks.common import curves
 from benchmarks.peers import hf_plain_loop
 
