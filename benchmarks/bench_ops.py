@@ -1,4 +1,4 @@
-"""The fused operations against what torch users write, forward and backward, on the CPU or a GPU.
+"""Speed of the fused operations against what torch users write, forward and backward, on the CPU or a GPU.
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only mlm_loss …] [--json FILE]
 

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.peers.hf_config import bert_config
 from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -91,18 +91,8 @@ def collator(tokenizer: Tokenizer) -> DataCollatorForLanguageModeling:
 
 
 def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
-    config = BertConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        intermediate_size=size.ffn,
-        max_position_embeddings=size.max_positions,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation="sdpa",
-    )
-    return BertForMaskedLM(config)
+    dropouts = {"dropout": dropout, "attention_dropout": dropout}
+    return BertForMaskedLM(bert_config(size.model_copy(update=dropouts)))
 
 
 def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -146,7 +136,8 @@ def train(
     """
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model_of(size, recipe.dropout).to(device)
+    model = model_of(size, recipe.dropout)
+    torch.nn.Module.to(model, device)
     optimizer = optimizer_of(model, recipe)
     stream = batches(Sequences(Dataset(dataset)), collator(tokenizer), recipe)
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
