@@ -1,4 +1,4 @@
-"""What pre-training is worth afterwards: tasks fine-tuned from a pre-trained model and from random initialisation.
+"""Scores of tasks fine-tuned from a pre-trained model and from random initialisation.
 
     python benchmarks/bench_finetune.py --model RUN --tasks ../shared/data/tasks --work runs/finetune --json FILE
 

@@ -76,7 +76,8 @@ def lines_of(path: Path) -> list[Result]:
 
 def steps_between(args: argparse.Namespace, run: Path, env: dict[str, str]) -> int:
     """Updates in `--eval-every` seconds, from a short trial."""
-    command = our_command(args, run, "log.interval=5", "eval.interval=0", "--stop-after", "20")
+    trial = argparse.Namespace(**vars(args) | {"updates": 0})
+    command = our_command(trial, run, "log.interval=5", "eval.interval=0", "--stop-after", "20")
     done = subprocess.run(command, cwd=hardware.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
