@@ -82,7 +82,7 @@ def steps_between(args: argparse.Namespace, run: Path, env: dict[str, str]) -> i
     if done.returncode:
         sys.exit(f"error: {shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     timed = [line for line in lines_of(run / "metrics.jsonl") if "perf/tokens_per_sec" in line]
-    first, last = timed[0], timed[-1]
+    first, last = timed[0] if len(timed) > 1 else {"time/train_seconds": 0.0, "step": 0}, timed[-1]
     seconds = (last["time/train_seconds"] - first["time/train_seconds"]) / (last["step"] - first["step"])
     return max(1, round(args.eval_every / seconds))
 
