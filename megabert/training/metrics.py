@@ -16,7 +16,7 @@ import torch
 
 from megabert.common.text import duration
 from megabert.config import ModelConfig
-from megabert.model.flops import attending_pairs, training_flops
+from megabert.model.flops import attending_pairs, datasheet_tflops, training_flops
 
 if TYPE_CHECKING:
     from megabert.data.loader import Update
@@ -73,6 +73,8 @@ class Meter:
     ) -> None:
         self._world, self._model, self._terms, self.peak_tflops = world, model, terms, peak_tflops
         self._causal = causal
+        cuda = world.device.type == "cuda"
+        self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
         self.reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
@@ -97,12 +99,15 @@ class Meter:
         if self._sums is not None:
             values = figures(self._sums / self._updates, self._terms)
         seconds = max(self._seconds, 1e-9)
+        per_device = flops / seconds / self._world.size / 1e12
         values |= {
             "perf/sequences_per_sec": sequences / seconds,
             "perf/tokens_per_sec": tokens / seconds,
-            "perf/tflops_per_device": flops / seconds / self._world.size / 1e12,
-            "perf/mfu": flops / seconds / self._world.size / 1e12 / self.peak_tflops,
+            "perf/tflops_per_device": per_device,
+            "perf/mfu": per_device / self.peak_tflops,
         }
+        if self._datasheet is not None:
+            values["perf/mfu_datasheet"] = per_device / self._datasheet
         self.reset()
         return values
 
