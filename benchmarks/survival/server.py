@@ -38,10 +38,10 @@ def slow_down_the_first_write(seconds: float) -> None:
     """The first file of the first checkpoint of this process takes `seconds` longer to reach the disk."""
     fsync, left = os.fsync, [seconds]
 
-    def slow(file: Any) -> None:
-        if left and "/.saving-" in os.readlink(f"/proc/self/fd/{file}"):
+    def slow(fd: Any) -> None:
+        if left and "/.saving-" in os.readlink(f"/proc/self/fd/{fd}"):
             time.sleep(left.pop())
-        fsync(file)
+        fsync(fd)
 
     os.fsync = slow
 

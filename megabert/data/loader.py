@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from megabert.common.malloc import keep_freed_memory
 from megabert.data.batch import COUNTS, TENSORS, Batch, Shape, Update, collate
 from megabert.data.masking import Masking, Vocabulary, mask
-from megabert.common.malloc import keep_freed_memory
 from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
