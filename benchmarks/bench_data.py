@@ -63,16 +63,14 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabular
     shards = [
         write_shard(
             folder / f"shard-{i // per_shard:06d}.tar",
-            first_block=i // BLOCK_ROWS,
-            ids=ids[i : i + per_shard],
-            bounds=bounds[i : i + per_shard],
-            isnext=isnext[i : i + per_shard],
+            i // BLOCK_ROWS,
+            *(array[i : i + per_shard] for array in (ids, bounds, isnext)),
             block_rows=BLOCK_ROWS,
         )
         for i in range(0, rows, per_shard)
     ]
     tokenizer = {"kind": "sentencepiece", "file": "none.model", "sha256": "0" * 64, "vocab_size": VOCAB}
-    manifest: dict[str, object] = {
+    manifest = {
         "schema": 1,
         "seq_len": seq_len,
         "max_sequences": SLOTS,

@@ -99,9 +99,8 @@ class Ours:
 def map_large_blocks() -> None:
     """As glibc does by itself after the first of them was freed: blocks from 32 MiB on are mapped and returned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 65536)
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    for name, value in {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 << 20}.items() if mallopt else ():
+        mallopt(name, value)
 
 
 def measure(

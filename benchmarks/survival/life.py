@@ -116,7 +116,7 @@ class Life:
         argv, port = case.argv(data, run), free_port()
         self.ranks: list[Process] = []
         for rank in range(case.world):
-            env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             texts = {name: str(value) for name, value in env.items()}
             if server:

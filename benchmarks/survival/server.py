@@ -27,21 +27,20 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from megabert import train
 
 # What a run imports later, by itself or by the first use of an optimizer.
-IMPORTED_LATER = (
-    *("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("torch.utils.tensorboard", "safetensors.torch"),
-)
+IMPORTED_LATER = ("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+IMPORTED_LATER += ("torch.utils.tensorboard", "safetensors.torch")
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def slow_down_the_first_write(seconds: float) -> None:
     """The first file of the first checkpoint of this process takes `seconds` longer to reach the disk."""
-    fsync, left = os.fsync, [seconds]
+    fsync, waited = os.fsync, []
 
-    def slow(fd: Any) -> None:
-        if left and "/.saving-" in os.readlink(f"/proc/self/fd/{fd}"):
-            time.sleep(left.pop())
-        fsync(fd)
+    def slow(file: int) -> None:
+        if not waited and "/.saving-" in os.readlink(f"/proc/self/fd/{file}"):
+            waited.append(file)
+            time.sleep(seconds)
+        fsync(file)
 
     os.fsync = slow
 
