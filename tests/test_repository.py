@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHELL = ["launch/*.sh", "launch/*.slurm", ".ci/run"]
+SHELL = ["launch/*.sh", "launch/*.slurm", "examples/*.sh", ".ci/run"]
 MINIMAL = """
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
