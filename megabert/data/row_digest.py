@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megabert.data.batch import Update
-from megabert.distributed.process_group import World
 from megabert.data.masking import stream_keys
+from megabert.distributed.process_group import World
 
 DIGEST_STREAM = 0x646967657374  # keeps these hashes apart from order and masks
 MODULUS = 1 << 64

@@ -19,8 +19,8 @@ from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
 from megabert.distributed.heartbeat import is_alive
-from tests.helpers.rows import make_dataset, vocabulary
 from tests.data.test_tokenizer import train as train_tokenizer
+from tests.helpers.rows import make_dataset, vocabulary
 
 ROWS, GLOBAL, SEED = 180, 48, 3  # 15 updates are 4 epochs; blocks of 8, the last of 4; 3 shards
 

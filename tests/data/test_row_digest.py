@@ -7,9 +7,9 @@ import pytest
 
 from megabert.data.batch import Update
 from megabert.data.loader import Loader
-from megabert.distributed.process_group import World
 from megabert.data.row_digest import Ledger, row_digest
 from megabert.data.shards import Dataset
+from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
 
