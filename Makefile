@@ -4,7 +4,7 @@
 #   WORKERS=n    processes of the test suite
 SHELL := bash
 VENV ?= .venv
-RUN_IN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH")
+RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")
 WORKERS ?= 2
 PYTEST_ARGS ?=
 export CORPUS ONLY
