@@ -74,8 +74,7 @@ class Engine:
         # What DeepSpeed 0.19.8 leaves undone at stage 0 is done here and in `train_update`; ZeRO 1 to 3 need none of it:
         # fp32     `engine._take_model_step` drops the norm it clips by and steps on NaN, so our optimizer clips and skips
         # 16 bits  `engine._do_optimizer_sanity_check` refuses data_types, so torch itself accumulates in fp32 (grad_dtype)
-        # fp16     `engine.backward` scales the loss for ZeRO alone, so we scale it; and `unfused_optimizer.step` lets the
-        #          scale grow before it divides by it, which halves a gradient, so the scale grows after the step
+        # fp16     `engine.backward` scales the loss for ZeRO alone, so we scale it
         stage_0, clip = config.zero.stage == 0, None
         if stage_0 and config.precision == "fp32":
             clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
@@ -101,7 +100,9 @@ class Engine:
             clip,
         )
         self._scale_loss = stage_0 and config.precision == "fp16"
-        if self._scale_loss:
+        if config.precision == "fp16":
+            # At every stage DeepSpeed lets the loss scale grow before it divides the gradients by it, which halves those of
+            # one update in 1,000 (where clipping does not hide it). So it grows after the step.
             self._update_scale = wrapper._update_scale
             wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
 
@@ -154,6 +155,7 @@ class Engine:
         norm = engine.get_global_grad_norm()
         if self._scale_loss and not skipped:
             norm = norm / loss_scale
+        if self.config.precision == "fp16" and not skipped:
             self._update_scale(False)
         return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
 

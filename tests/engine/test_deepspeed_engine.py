@@ -159,8 +159,9 @@ def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
 
 
 def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
-    """(norm of exp_avg after one fp16 update of this rank's pieces, growth of the loss scale in it)."""
-    engine = tiny.engine(tiny.config(precision="fp16", zero__stage=stage), world)
+    """(norm of exp_avg of this rank after one fp16 update, growth of the loss scale in it), without clipping, which would
+    hide a halved gradient."""
+    engine = tiny.engine(tiny.config(precision="fp16", zero__stage=stage, optimizer__clip=0.0), world)
     scaler = engine._loss_scaler()
     if grows:  # as after 1,000 updates without an overflow, which is the window
         scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
