@@ -4,16 +4,18 @@
 #   WORKERS=n    processes of the test suite
 SHELL := bash
 VENV ?= .venv
-RUN_IN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH")
+RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")
 WORKERS ?= 2
 PYTEST_ARGS ?=
 export CORPUS ONLY
 
-.PHONY: help venv quickstart test lint soak bench clean
+.PHONY: help venv quickstart test lint format docs soak bench clean
 
 help:
 	@echo "make quickstart [CORPUS=\"path ...\"]  shards from real text, train, stop, resume, evaluate"
 	@echo "make test [PYTEST_ARGS=\"...\"]        lint, types and the default tests"
+	@echo "make format                          layout and what the linter can mend by itself"
+	@echo "make docs                            the pages of docs/ as a site in build/docs"
 	@echo "make lint | soak | bench | venv | clean"
 
 venv:
@@ -28,6 +30,14 @@ lint: venv
 	$(RUN_IN) ruff check .
 	$(RUN_IN) ruff format --check .
 	$(RUN_IN) mypy
+
+format: venv
+	$(RUN_IN) ruff check --fix .
+	$(RUN_IN) ruff format .
+
+docs: venv
+	$(RUN_IN) python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 test: lint
 	$(RUN_IN) python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)

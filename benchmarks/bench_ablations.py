@@ -1,4 +1,4 @@
-"""Which part of the recipe matters: named variants of one training run, each with the same budget, in one table and plot.
+"""Ablations of the recipe: named variants of one training run, each with the same budget, in one table and plot.
 
     python benchmarks/bench_ablations.py --data DATA --set objective --minutes 20 --json FILE --plot FILE.svg
     python benchmarks/bench_ablations.py … --tasks 'sst2 train.tsv dev.tsv --text content' 'rte train.tsv dev.tsv'
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+from benchmarks.common import hardware
+from benchmarks.common.commands import call, fine_tune, task_label
 
 Result = dict[str, Any]
 LOSS, ACCURACY = "eval/mlm_loss", "eval/mlm_accuracy"
@@ -55,23 +54,10 @@ def command_of(args: argparse.Namespace, variant: str) -> list[str]:
     return [*head, *budget, *SETS[args.set][variant], *args.overrides]
 
 
-def call(command: list[str], args: argparse.Namespace, log: Path) -> None:
-    """Runs a command to its end, its output in `log`. Raises ValueError when it fails."""
-    env = hardware.environment(OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads))
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
-        code = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        last = (log.read_text().splitlines() or [""])[-1]
-        raise ValueError(
-            f"{hardware.shown(command)} failed (exit {code}: {last:.200}); its output is in {log}"
-        )
-
-
 def train(args: argparse.Namespace, variant: str) -> Result:
     """Trains a variant, or finishes what was begun; its curve and final figures."""
     run, command = folder_of(args, variant), command_of(args, variant)
-    call(command, args, run.with_name(f"{run.name}.log"))
+    call(command, args.threads, run.with_name(f"{run.name}.log"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [
         {
@@ -112,32 +98,6 @@ def under_one_mask(args: argparse.Namespace, run: Path) -> Result | None:
     batches = evaluation.fixed_batches(evaluation.held_out(args.data, cfg), found.tokenizer, cfg)
     figures = evaluation.summary(evaluation.batch_sums(found.model(device), batches, device))
     return {key: figures[key] for key in (LOSS, ACCURACY)}
-
-
-def task_label(spec: str) -> str:
-    """`sst2`, or `sst2 frozen`. Raises ValueError for what names no files."""
-    words = shlex.split(spec)
-    if len(words) < 3:
-        raise ValueError(f"--tasks {spec!r}: write 'TASK TRAIN_FILE DEV_FILE [options of megabert.finetune]'")
-    return words[0] + (" frozen" if "--freeze" in words else "")
-
-
-def fine_tune(args: argparse.Namespace, variant: str, spec: str) -> Result:
-    """Mean and deviation of the task's first metric on its dev file, at the best grid point."""
-    run, label = folder_of(args, variant), task_label(spec).replace(" ", "-")
-    task, train_file, dev_file, *options = shlex.split(spec)
-    output = run.with_name(f"{run.name}-{label}")
-    command = [sys.executable, "-m", "megabert.finetune", "--model", str(run), "--task", task]
-    command += ["--train", train_file, "--dev", dev_file, "--output", str(output), *options]
-    call(command, args, run.with_name(f"{run.name}-{label}.log"))
-    summary = json.loads((output / "summary.json").read_text())
-    best, metric = summary["points"][0], summary["settings"]["metrics"][0]
-    return {
-        "command": hardware.shown(command),
-        "metric": metric,
-        "runs": best["runs"],
-        **best["scores"]["dev"][metric],
-    }
 
 
 def table(report: Result) -> str:
@@ -221,7 +181,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--config", default="mini", help="preset that the variants change")
     add("--threads", type=int, default=2)
     add("--run", default="runs/ablations", help="folder of the runs")
-    add("--json", type=Path, required=True, help="results; variants in it already are kept")
+    hardware.add_json(parser, "results; variants in it already are kept", required=True)
     add("--plot", type=Path, help=".svg or .png")
     add(
         "overrides",
@@ -229,7 +189,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="section.key=value",
         help="configuration of all variants; first, as --tasks takes what follows",
     )
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    hardware.refuse_dirty(parser, args)
+    return args
 
 
 def run_set(args: argparse.Namespace) -> None:
@@ -282,7 +244,9 @@ def run_set(args: argparse.Namespace) -> None:
         for spec in args.tasks:
             if task_label(spec) not in variants[variant]["tasks"]:
                 print(f"{variant}: {task_label(spec)} …", file=sys.stderr, flush=True)
-                variants[variant]["tasks"][task_label(spec)] = fine_tune(args, variant, spec)
+                run, label = folder_of(args, variant), task_label(spec)
+                output = run.with_name(f"{run.name}-{label.replace(' ', '-')}")
+                variants[variant]["tasks"][label] = fine_tune(run, spec, output, args.threads)
                 keep()
     keep()
     print(table(report))

@@ -1,38 +1,107 @@
-"""A student against its teacher: speed on the same packed text, held-out figures, and a task's scores where there are any.
+"""Speed, held-out figures and task scores of a student, its teacher, and the rows that say what distillation was worth.
 
     python benchmarks/bench_distill.py --teacher RUN --student RUN --data DATA --json FILE
+        [--task 'sst2 train.tsv dev.tsv --lr 3e-4 --seeds 3' --work runs/distill]
         [--teacher-scores DIR/summary.json --student-scores DIR/summary.json]
 
-The summaries are those of `python -m megabert.finetune` on the same task, from the one and from the other. `ratio` is
-the student's sequences a second over the teacher's, in a forward pass without heads; above 1 is better.
+`ratio` is the student's sequences a second over the teacher's, in a forward pass without heads; above 1 is better.
+`--task` fine-tunes teacher and student and, as `kept` says little alone, the rows beside them, all in the same way:
+
+- `student's start`: the layers of the teacher that the student began from, as they are
+- `trained without the teacher`: the same start and the same updates with the masked-language-model loss alone
+- `random, student's size` and `random, teacher's size`: the same shapes from random weights
+
+`kept` is the student's score over the teacher's, `random_keeps` that of random weights of the student's size;
+`gain_kept` is the share of what pre-training gives the teacher over random weights that the student has over random
+weights of its own size. Summaries of `python -m megabert.finetune` that are there already may be given in place of --task.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware, measure
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+from benchmarks.common import hardware, measure
+from benchmarks.common.commands import call, fine_tune, score_of, task_label
 
 Result = dict[str, Any]
+START, ALONE = "student's start", "trained without the teacher"
+RANDOM, RANDOM_TEACHER = "random, student's size", "random, teacher's size"
+ROWS = ("teacher", "student", START, ALONE, RANDOM, RANDOM_TEACHER)
 FIGURES = {"eval/mlm_loss": "held-out MLM loss", "eval/mlm_accuracy": "held-out MLM accuracy"}
 
 
-def score_of(path: str) -> Result | None:
-    """Dev score of a fine-tuning's best grid point; None without a file. Raises ValueError for what is no summary."""
-    if not path:
-        return None
-    try:
-        tree = json.loads(Path(path).read_text())
-        task, metric, best = tree["settings"]["task"], tree["settings"]["metrics"][0], tree["points"][0]
-        return {"task": task, "metric": metric, "runs": best["runs"], **best["scores"]["dev"][metric]}
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(f"{path}: is no summary.json of megabert.finetune") from None
+def start_of(teacher: Any, student: Any, folder: Path) -> Path:
+    """A run folder that holds the student before its first update."""
+    from megabert import checkpoint
+    from megabert.training.distillation import first_weights
+
+    if not (folder / "checkpoints").is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        shape = student.config.model
+        weights = first_weights(teacher.weights, teacher.config.model.layers, shape)
+        checkpoint.write_start(folder, weights, student.state | {"step": 0})
+        (folder / student.tokenizer.file_name).write_bytes(student.tokenizer.data)
+    return folder
+
+
+def without_teacher(args: argparse.Namespace, student: Any, folder: Path) -> Path:
+    """A run folder of the student's own training with the teacher's losses off: same start, data and updates."""
+    from megabert.training.distillation import student_overrides
+
+    settings = student_overrides(
+        student.config, str(Path(args.teacher).resolve()), student.config.model.layers
+    )
+    command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--data", args.data, "--run"]
+    command += [str(folder), *settings, "distill.mlm=1", "distill.soft=0", "distill.cosine=0"]
+    call(command, args.threads, folder.with_name(f"{folder.name}.log"))
+    return folder
+
+
+def scores(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Result | None]:
+    """Score by row; None for a row that was not measured. Raises ValueError when they are of different tasks."""
+    rows: dict[str, Result | None] = dict.fromkeys(ROWS)
+    given = {"teacher": args.teacher_scores, "student": args.student_scores}
+    rows |= {name: score_of(Path(path)) for name, path in given.items() if path}
+    if args.task:
+        task_label(args.task)
+        work = args.work.resolve()
+        models: dict[str, Callable[[], Path]] = {
+            "teacher": lambda: Path(args.teacher),
+            "student": lambda: Path(args.student),
+            START: lambda: start_of(found["teacher"], found["student"], work / "start"),
+            ALONE: lambda: without_teacher(args, found["student"], work / "alone"),
+            RANDOM: lambda: Path(args.student),
+            RANDOM_TEACHER: lambda: Path(args.teacher),
+        }
+        for name in args.rows:
+            if rows[name] is None:
+                output = work / f"{name.replace(' ', '-').replace(chr(39), '').replace(',', '')}-scores"
+                random = ["--from-scratch"] if name in (RANDOM, RANDOM_TEACHER) else []
+                print(f"{name} …", file=sys.stderr, flush=True)
+                rows[name] = fine_tune(models[name](), args.task, output, args.threads, *random)
+    if len({(row["task"], row["metric"]) for row in rows.values() if row}) > 1:
+        raise ValueError("--task, --teacher-scores and --student-scores are of different tasks")
+    return rows
+
+
+def worth(rows: dict[str, Result | None]) -> Result:
+    """What the student keeps of its teacher's score, beside what random weights keep; only what was measured."""
+    mean = {name: row["mean"] for name, row in rows.items() if row}
+    result: Result = {}
+    if {"teacher", "student"} <= mean.keys() and mean["teacher"]:
+        result["kept"] = round(mean["student"] / mean["teacher"], 4)
+        if RANDOM in mean:
+            result["random_keeps"] = round(mean[RANDOM] / mean["teacher"], 4)
+        if {RANDOM, RANDOM_TEACHER} <= mean.keys() and mean["teacher"] != mean[RANDOM_TEACHER]:
+            gains = (mean["student"] - mean[RANDOM], mean["teacher"] - mean[RANDOM_TEACHER])
+            result["gain_kept"] = round(gains[0] / gains[1], 4)
+    return result
 
 
 def compare(args: argparse.Namespace) -> Result:
@@ -50,10 +119,6 @@ def compare(args: argparse.Namespace) -> Result:
     tokenizer, cfg = found["teacher"].tokenizer, found["student"].config
     if tokenizer.sha256 != found["student"].tokenizer.sha256:
         raise ValueError(f"{args.student}: its tokenizer is not that of {args.teacher}")
-    scores = {"teacher": score_of(args.teacher_scores), "student": score_of(args.student_scores)}
-    tasks = {(s["task"], s["metric"]) for s in scores.values() if s}
-    if len(tasks) > 1:
-        raise ValueError("--teacher-scores and --student-scores are of different tasks")
     rows = evaluation.held_out(args.data, cfg)
     batch = next(iter(evaluation.fixed_batches(rows, tokenizer, cfg))).to(device)
     inputs = {name: batch.inputs()[name] for name in ENCODED}
@@ -79,14 +144,12 @@ def compare(args: argparse.Namespace) -> Result:
             "step": one.step,
             "sequences_per_second": {k: round(v, 2) for k, v in sorted(speed.items())},
             **{key: round(figures[key], 5) for key in FIGURES},
-            "score": scores[name],
         }
     teacher, student = result["sides"]["teacher"], result["sides"]["student"]
     middle = [side["sequences_per_second"]["p50"] for side in (student, teacher)]
     result["ratio"] = round(middle[0] / middle[1], 3)
-    if student["score"] and teacher["score"]:
-        result["kept"] = round(student["score"]["mean"] / teacher["score"]["mean"], 4)
-    return result
+    result["scores"] = scores(args, found)
+    return result | worth(result["scores"])
 
 
 def table(result: Result) -> str:
@@ -103,13 +166,23 @@ def table(result: Result) -> str:
     add("sequences/s, forward", ",.1f", *(side["sequences_per_second"]["p50"] for side in (teacher, student)))
     for key, name in FIGURES.items():
         add(name, ".4f", teacher[key], student[key])
-    known = teacher["score"] or student["score"]
-    name = f"{known['task']} {known['metric']}, dev" if known else "fine-tuned score"
-    scores = [
-        f"{side['score']['mean']:.4f} ± {side['score']['std']:.4f}" if side["score"] else "not measured"
-        for side in (teacher, student)
+    measured = next((row for row in result["scores"].values() if row), None)
+    rows += [
+        ["", "", "", ""],
+        [
+            f"{measured['task']} {measured['metric']}, dev" if measured else "task score",
+            "",
+            "",
+            "over the teacher's",
+        ],
     ]
-    rows.append([name, *scores, f"{result['kept']:.4f}" if "kept" in result else "not measured"])
+    of_teacher = result["scores"]["teacher"]
+    for name, row in result["scores"].items():
+        shown = f"{row['mean']:.4f} ± {row['std']:.4f}" if row else "not measured"
+        share = f"{row['mean'] / of_teacher['mean']:.4f}" if row and of_teacher else ""
+        rows.append([name, shown, "", share])
+    if "gain_kept" in result:
+        rows.append(["kept of the gain over random weights", f"{result['gain_kept']:.4f}", "", ""])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -123,11 +196,20 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", required=True, help="dataset with a held-out split")
     add("--teacher-scores", default="", metavar="SUMMARY", help="of the fine-tuned teacher")
     add("--student-scores", default="", metavar="SUMMARY", help="of the fine-tuned student")
+    add(
+        "--task",
+        default="",
+        metavar="SPEC",
+        help="'TASK TRAIN DEV [options of megabert.finetune]', in quotes",
+    )
+    add("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of --task: {'; '.join(ROWS)}")
+    add("--work", type=Path, default=hardware.ROOT / "runs/distill", help="folder of the rows' runs")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--threads", type=int, default=2)
     add("--rounds", type=int, default=15)
-    add("--json", type=Path)
+    hardware.add_json(parser)
     args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
     try:
         result = compare(args)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What pre-training is worth afterwards: tasks fine-tuned from a pre-trained model and from random initialisation.
+"""Scores of tasks fine-tuned from a pre-trained model and from random initialisation.
 
     python benchmarks/bench_finetune.py --model RUN --tasks ../shared/data/tasks --work runs/finetune --json FILE
 
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import hardware
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+from benchmarks.common import hardware
 
 DEV_SHARE = 10  # every 10th article or sentence is development data where there is no such file
 SQUAD_TRAIN, SQUAD_DEV = 4_000, 800  # questions: all 87,599 take hours on two cores
@@ -105,7 +105,7 @@ def finetune(
     settings = f"--lr {args.lr} --batch {args.batch} --seeds {args.seeds} {case.options} {extra}"
     command = [sys.executable, "-m", "megabert.finetune", "--model", str(args.model), *shlex.split(settings)]
     command += ["--train", str(files[0]), "--dev", str(files[1]), "--output", str(output)]
-    subprocess.run(command, env=hardware.environment(), check=True)
+    subprocess.run(command, env=hardware.clone_environment(), check=True)
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
     figures = point["scores"]["dev"]
@@ -169,8 +169,9 @@ def main() -> None:
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
-    add("--json", type=Path, help="write the result here; other tasks in it stay")
+    hardware.add_json(parser, "write the result here; other tasks in it stay")
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     args.work.mkdir(parents=True, exist_ok=True)
     model = described(args.model)
     results: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The fused operations against what torch users write, forward and backward, on the CPU or a GPU.
+"""Speed of the fused operations against what torch users write, forward and backward, on the CPU or a GPU.
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only mlm_loss …] [--json FILE]
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import torch
 import torch.nn.functional as F
@@ -300,8 +300,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    hardware.add_json(parser)
     args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
     warnings.filterwarnings("ignore")
     if ops.MISSING or not ops.has_kernel("mlm_loss", args.device):
         print(f"error: {ops.MISSING or f'the native library has no {args.device} code'}", file=sys.stderr)

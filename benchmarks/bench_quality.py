@@ -1,13 +1,20 @@
-"""Time to a held-out loss: MegaBERT against Hugging Face's `BertForMaskedLM` in a plain loop, on the same machine.
+"""Time and tokens to a held-out loss: MegaBERT against Hugging Face's `BertForMaskedLM` in a plain loop.
 
     python -m data_prep build --input TEXT… --output DATA --no-nsp
     python benchmarks/bench_quality.py --data DATA --minutes 30 --json FILE --plot FILE.svg
+    python benchmarks/bench_quality.py --data DATA --match-tokens --label "as many tokens" --json FILE --plot FILE.svg
 
 Same text, tokenizer, size, threads and minutes of training (evaluation not counted). Both are scored by
 `megabert.evaluate`'s code on the same held-out rows under the same masks: Hugging Face's weights are mapped into our
-model for it. `ratio` is their time over the time after which ours is as good as theirs in the end; above 1 is better.
-The file is written again after every evaluation, so a run that is cut short keeps what it measured, and a run made
-later (`--system ours --label ours-12min --minutes 12`) joins the others in the same file.
+model for it. The peer gets our learning rate, betas, epsilon, decay, clipping, dropout and about as many real tokens an
+update, unless an option says otherwise; what differs is in the file under `differs`. It is not tuned unless
+`--tune-minutes` asks for it.
+
+`ratio` is their time over the time after which ours is as good as theirs in the end, `ratio_tokens` the same in real
+tokens; above 1 is better. The first without the second is throughput. `--match-tokens` trains ours on as many tokens as the
+peer in the file had, its learning rate decayed over just those. The file is written again after every evaluation, so a run
+that is cut short keeps what it measured, and a run made later (`--system ours --label ours-12min --minutes 12`) joins the
+others in the same file.
 """
 
 from __future__ import annotations
@@ -25,10 +32,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
 from benchmarks.common import hardware
 from benchmarks.common.curves import ACCURACY, LOSS, Result, compare, plot
 
-sys.path.insert(0, str(hardware.ROOT))  # so that a clone that is not installed works too
+WARM_UP = 0.06  # share of the budget, of both
 
 if TYPE_CHECKING:
     from benchmarks.peers.hf_plain_loop import Recipe
@@ -50,7 +59,12 @@ def our_command(args: argparse.Namespace, run: Path, *more: str) -> list[str]:
         "--run",
         str(run),
     ]
-    command += ["model.nsp=false", "schedule.name=budget", f"schedule.budget_minutes={float(args.minutes)}"]
+    command += ["model.nsp=false"]
+    if args.updates:
+        command += ["schedule.name=linear", f"schedule.total_steps={args.updates}"]
+        command += [f"schedule.warmup_steps={round(WARM_UP * args.updates)}"]
+    else:
+        command += ["schedule.name=budget", f"schedule.budget_minutes={float(args.minutes)}"]
     return [*command, "checkpoint.interval=1000000", *shlex.split(args.ours), *more]
 
 
@@ -62,12 +76,13 @@ def lines_of(path: Path) -> list[Result]:
 
 def steps_between(args: argparse.Namespace, run: Path, env: dict[str, str]) -> int:
     """Updates in `--eval-every` seconds, from a short trial."""
-    command = our_command(args, run, "log.interval=5", "eval.interval=0", "--stop-after", "20")
+    trial = argparse.Namespace(**vars(args) | {"updates": 0})
+    command = our_command(trial, run, "log.interval=5", "eval.interval=0", "--stop-after", "20")
     done = subprocess.run(command, cwd=hardware.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     timed = [line for line in lines_of(run / "metrics.jsonl") if "perf/tokens_per_sec" in line]
-    first, last = timed[0], timed[-1]
+    first, last = timed[0] if len(timed) > 1 else {"time/train_seconds": 0.0, "step": 0}, timed[-1]
     seconds = (last["time/train_seconds"] - first["time/train_seconds"]) / (last["step"] - first["step"])
     return max(1, round(args.eval_every / seconds))
 
@@ -79,10 +94,11 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
     run.mkdir(parents=True)
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     interval = steps_between(args, run / "trial", env)
+    tokens = tokens_an_update(args)
     command = our_command(args, run / "run", f"eval.interval={interval}")
     result: Result = {
         "system": "megabert",
-        "minutes": args.minutes,
+        "minutes": None if args.updates else args.minutes,
         "command": hardware.shown(command),
         "curve": [],
     }
@@ -95,7 +111,12 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
                 scored = [line for line in lines if LOSS in line]
                 if len(scored) > len(result["curve"]):
                     result["curve"] = [
-                        {"seconds": line["time/train_seconds"], "step": line["step"]} | scores(line)
+                        {
+                            "seconds": line["time/train_seconds"],
+                            "step": line["step"],
+                            "tokens": round(line["step"] * tokens),
+                        }
+                        | scores(line)
                         for line in scored
                     ]
                     rates = sorted(
@@ -117,6 +138,20 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
     yield result | {"config": state["config"], "fp32": score(weights, cfg, args.data, "float32")}
 
 
+def our_config(args: argparse.Namespace) -> Config:
+    from megabert import config
+
+    return config.load(args.config, ["model.nsp=false", *shlex.split(args.ours)])
+
+
+def tokens_an_update(args: argparse.Namespace) -> float:
+    """Real tokens of our updates, the mean over the dataset's rows."""
+    from megabert.data.shards import Manifest
+
+    manifest = Manifest.load(args.data)
+    return our_config(args).batch.global_size * manifest.statistics["tokens"] / manifest.rows
+
+
 # --- theirs -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,26 +166,56 @@ def peer_config(args: argparse.Namespace) -> Config:
 
 
 def run_theirs(args: argparse.Namespace) -> Iterator[Result]:
-    """Trains the peer for the budget, with the best of a grid of short runs where `--tune-minutes` asks for one."""
+    """Trains the peer for the budget, with our settings or the best of a grid of short runs where `--tune-minutes` asks for one."""
     from benchmarks.peers.hf_plain_loop import Recipe
     from megabert.data.shards import Manifest
 
-    manifest = Manifest.load(args.data)
-    ours = peer_config(args).batch.global_size * manifest.statistics["sequences"] / manifest.rows
-    batch = args.hf_batch or max(8, round(ours / 8) * 8)  # as many sequences as an update of ours
-    chosen, tried = (args.hf_lr, batch), []
+    statistics, ours = Manifest.load(args.data).statistics, our_config(args)
+    batch = args.hf_batch or round(tokens_an_update(args) / (statistics["tokens"] / statistics["sequences"]))
+    chosen, tried = (args.hf_lr or ours.optimizer.lr, batch), []
+    settings: Result = {
+        "dropout": ours.model.dropout if args.hf_dropout is None else args.hf_dropout,
+        "weight_decay": ours.optimizer.weight_decay,
+        "clip": ours.optimizer.clip,
+        "beta1": args.hf_betas[0] if args.hf_betas else ours.optimizer.beta1,
+        "beta2": args.hf_betas[1] if args.hf_betas else ours.optimizer.beta2,
+        "eps": ours.optimizer.eps,
+        "warmup": WARM_UP,
+    }
     if args.tune_minutes:
         for lr in (5e-4, 1e-3, 2e-3):
             for size in sorted({batch, max(8, batch // 2), max(8, batch // 4)}):
-                recipe = Recipe(minutes=args.tune_minutes, batch=size, lr=lr, dropout=args.hf_dropout)
+                recipe = Recipe(minutes=args.tune_minutes, batch=size, lr=lr, **settings)
                 *_, done = train_theirs(args, recipe)
                 tried.append({"lr": lr, "batch": size, "minutes": args.tune_minutes} | done["curve"][-1])
                 print(f"tuning hf: lr {lr:g}, batch {size}: loss {tried[-1][LOSS]:.4f}", flush=True)
         least = min(tried, key=lambda row: row[LOSS])
         chosen = (least["lr"], least["batch"])
-    recipe = Recipe(minutes=args.minutes, lr=chosen[0], batch=chosen[1], dropout=args.hf_dropout)
+    recipe = Recipe(minutes=args.minutes, lr=chosen[0], batch=chosen[1], **settings)
+    about = {
+        "name": "Hugging Face's BertForMaskedLM in a plain loop, " + ("tuned" if tried else "not tuned"),
+        "differs": differs(recipe, ours),
+        "tuning": tried,
+    }
     for result in train_theirs(args, recipe):
-        yield result | {"tuning": tried}
+        yield result | about
+
+
+def differs(recipe: Recipe, ours: Config) -> dict[str, Result]:
+    """Settings of the peer that are not those of our run, each with both values."""
+    o = ours.optimizer
+    known = {"lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "clip": o.clip}
+    known |= {"weight_decay": o.weight_decay, "dropout": ours.model.dropout}
+    found: dict[str, Result] = {
+        name: {"ours": value, "peer": getattr(recipe, name)}
+        for name, value in known.items()
+        if value != getattr(recipe, name)
+    }
+    rows = f"{ours.batch.global_size} packed rows"
+    found["update"] = {"ours": rows, "peer": f"{recipe.batch} padded sequences, one a row"}
+    if ours.model.norm != "post":
+        found["norm"] = {"ours": ours.model.norm, "peer": "post"}
+    return found
 
 
 def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
@@ -219,25 +284,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--eval-every", type=float, default=120.0, metavar="SECONDS", help="training time between evaluations"
     )
-    parser.add_argument(
-        "--json", type=Path, default=Path("runs/quality/quality.json"), help="runs in it already are kept"
-    )
+    hardware.add_json(parser, "runs in it already are kept", default=Path("runs/quality/quality.json"))
     parser.add_argument("--plot", type=Path, help=".svg or .png")
     parser.add_argument("--run", default="runs/quality", help="folder of our runs")
+    parser.add_argument(
+        "--match-tokens",
+        action="store_true",
+        help="train ours alone, on as many real tokens as the peer in the file had",
+    )
     parser.add_argument("--label", default="megabert", help="name of our run in the file")
     parser.add_argument("--ours", default="", metavar="'section.key=value …'", help="overrides of our run")
-    parser.add_argument("--hf-lr", type=float, default=5e-4)
+    parser.add_argument("--hf-lr", type=float, help="of the peer; default: ours")
+    parser.add_argument("--hf-betas", type=float, nargs=2, help="AdamW's; default: ours")
     parser.add_argument(
-        "--hf-batch", type=int, default=0, help="sequences; 0 takes as many as an update of ours"
+        "--hf-batch",
+        type=int,
+        default=0,
+        help="sequences; 0 takes as many as hold the real tokens of an update of ours",
     )
-    parser.add_argument("--hf-dropout", type=float, default=0.1)
+    parser.add_argument("--hf-dropout", type=float, help="default: ours")
     parser.add_argument(
         "--tune-minutes",
         type=float,
         default=0.0,
         help="tune the peer on a grid of runs this long; 0 does not",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    hardware.refuse_dirty(parser, args)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,13 +334,26 @@ def main(argv: list[str] | None = None) -> int:
     if report.setdefault("settings", settings) != settings:
         print(f"error: {args.json} holds runs of {report['settings']}; give another --json", file=sys.stderr)
         return 2
+    args.updates = 0
+    if args.match_tokens:
+        args.system = "ours"
+        peer = report["runs"].get("huggingface")
+        if not peer or args.label in report["runs"]:
+            print(
+                f"error: --match-tokens: {args.json} needs a run of the peer, and no run named {args.label!r}",
+                file=sys.stderr,
+            )
+            return 2
+        args.updates = round(peer["curve"][-1]["tokens"] / tokens_an_update(args))
     systems = {"ours": [(args.label, run_ours)], "hf": [("huggingface", run_theirs)]}
     for label, run in systems["ours"] + systems["hf"] if args.system == "both" else systems[args.system]:
         for result in run(args):
             report["runs"][label] = {"about": hardware.about()} | result
             compare(report)
             hardware.write_json(
-                args.json, {"settings": settings, "ratio": report["ratio"], "runs": report["runs"]}
+                args.json,
+                {"settings": settings}
+                | {key: report[key] for key in ("ratio", "ratio_tokens", "comparisons", "runs")},
             )
             if args.plot:
                 plot(report, args.plot)
@@ -277,7 +364,8 @@ def main(argv: list[str] | None = None) -> int:
             )
     print(
         json.dumps(
-            {"ratio": report["ratio"]} | {name: run["final"] for name, run in report["runs"].items()},
+            {"ratio": report["ratio"], "ratio_tokens": report["ratio_tokens"]}
+            | {name: run["final"] for name, run in report["runs"].items()},
             indent=1,
         )
     )

@@ -1,4 +1,4 @@
-"""Real tokens a second of a whole training step: ours and Hugging Face's, on the same sequences, in turn, in one process.
+"""Real tokens a second of a whole training step, ours and Hugging Face's, on the same sequences in one process.
 
     python benchmarks/bench_step.py --vs hf [--model base] [--seq-len 128] [--dropout 0.1 0.0] [--data DIR] [--json FILE]
 
@@ -7,8 +7,9 @@ The peer is `BertForPreTraining` as its users run it: sdpa, bf16 autocast over f
 sequence a row, padded. Both take the very same sequences, masks and labels in each update, in as many micro-steps, so
 real tokens, predictions and losses are equal (the losses are shown). Rows are read and batches made before the clock
 starts. Ours keeps freed memory as `megabert.train` does; the peer has the pool too, and for blocks
-from 32 MiB on glibc's mappings, as it would without us. MFU is against the best matrix product measured in the same run; "real" counts what the real tokens need,
-"executed" what is computed. Memory is the growth of the process by weights and optimizer plus the peak of a step.
+from 32 MiB on glibc's mappings, as it would without us. MFU is against the best matrix product measured in the same run,
+and against the datasheet's peak where the device is known; "real" counts what the real tokens need, "executed" what is
+computed. Memory is the growth of the process by weights and optimizer plus the peak of a step.
 Quantiles are over the updates; ratio is the median of the ratios of neighbouring updates.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 import torch
 
@@ -41,7 +42,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import process_group
 from megabert.engine.deepspeed_engine import DTYPES, Engine
 from megabert.model.bert import BertForPreTraining
-from megabert.model.flops import training_flops
+from megabert.model.flops import datasheet_tflops, training_flops
 from megabert.training.metrics import matmul_tflops
 
 SIZES = {
@@ -99,8 +100,9 @@ class Ours:
 def map_large_blocks() -> None:
     """As glibc does by itself after the first of them was freed: blocks from 32 MiB on are mapped and returned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for name, value in {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 32 << 20}.items() if mallopt else ():
-        mallopt(name, value)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 65536)
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def measure(
@@ -161,7 +163,10 @@ def measure(
                     found[name][key].append(value)
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
         number += 1
-    results = {name: summary(found[name], ceiling, static[name], peak[name]) for name in sides}
+    sheet = None
+    if device.type == "cuda" and cfg.precision != "fp32":
+        sheet = datasheet_tflops(torch.cuda.get_device_name(device))
+    results = {name: summary(found[name], ceiling, sheet, static[name], peak[name]) for name in sides}
     comparisons = []
     if HF in sides:
         pairs = zip(found["ours"]["seconds"], found[HF]["seconds"], strict=True)
@@ -181,21 +186,28 @@ def measure(
         "updates": number - WARM_UP,
         "threads": torch.get_num_threads(),
         "matmul_ceiling_tflops": ceiling,
+        "datasheet_tflops": sheet,
         "backends": sides["ours"].backends,
         "results": results,
         "comparisons": comparisons,
     }
 
 
-def summary(found: dict[str, list[float]], ceiling: float, static: int, peak: int) -> dict[str, Any]:
+def summary(
+    found: dict[str, list[float]], ceiling: float, sheet: float | None, static: int, peak: int
+) -> dict[str, Any]:
+    """Figures of one side; `ceiling` and `sheet` are the measured and the datasheet's peak in TFLOP/s."""
     seconds = found["seconds"]
     rate = {key: [v / s for v, s in zip(found[key], seconds, strict=True)] for key in found}
+    tflops = {key: statistics.median(rate[key]) / 1e12 for key in ("real", "executed")}
     return {
         "step_seconds": quantiles(seconds),
         "real_tokens_per_sec": quantiles(rate["tokens"]),
         "sequences_per_sec": quantiles(rate["sequences"]),
-        "mfu_real": statistics.median(rate["real"]) / 1e12 / ceiling,
-        "mfu_executed": statistics.median(rate["executed"]) / 1e12 / ceiling,
+        "mfu_real": tflops["real"] / ceiling,
+        "mfu_executed": tflops["executed"] / ceiling,
+        "mfu_datasheet_real": tflops["real"] / sheet if sheet else None,
+        "mfu_datasheet_executed": tflops["executed"] / sheet if sheet else None,
         "memory_static_gib": static / 2**30,
         "memory_peak_gib": (static + peak) / 2**30,
         "losses": [round(v, 4) for v in found["loss"]],
@@ -206,14 +218,15 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"\n{result['model']}, rows of {result['seq_len']}, dropout {result['dropout']}, {result['precision']}: "
         f"{result['real_tokens_per_update']:,.0f} real tokens an update in {result['accumulation']} micro-steps, "
-        f"ceiling {result['matmul_ceiling_tflops']:.3f} TFLOP/s"
+        f"ceiling {result['matmul_ceiling_tflops']:.3f} TFLOP/s measured, {result['datasheet_tflops'] or 'unknown'} by datasheet"
     )
     for name, r in result["results"].items():
+        sheet = r["mfu_datasheet_real"]
         s, t, n = r["step_seconds"], r["real_tokens_per_sec"], r["sequences_per_sec"]
         print(
             f"  {name:<22} step p20 {s['p20']:.2f} p50 {s['p50']:.2f} p80 {s['p80']:.2f} s   "
             f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {r['mfu_real']:.1%} real, "
-            f"{r['mfu_executed']:.1%} executed   memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
+            f"{r['mfu_executed']:.1%} executed{f', {sheet:.1%} real by datasheet' if sheet else ''}   memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
         )
     for c in result["comparisons"]:
         print(f"  ratio {c['ratio']:.2f}   {c['what']}")
@@ -261,8 +274,9 @@ def main() -> int:
     parser.add_argument(
         "--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    hardware.add_json(parser)
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     warnings.filterwarnings("ignore")
     results = []
     try:

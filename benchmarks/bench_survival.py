@@ -1,10 +1,11 @@
-"""What training survives, measured: kills at random instants, and a long run with many restarts.
+"""Survival of training runs: kills at random instants, and a long run with many restarts.
 
     python benchmarks/bench_survival.py --kills 200 --json FILE         every run ends as the one that was never killed
     python benchmarks/bench_survival.py --soak 5000 --restarts 30 --json FILE     nothing grows
 
 Every case is one model of one layer on the CPU, with 1 or 2 ranks, its optimizer partitioned in another way; updates
 take 10-50 ms and checkpoints follow each other closely, so that a kill has all the chances a long run gives it in weeks.
+All figures are counts of what happened. A case that fails stays in the result with its reason, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.survival.kills import survive
-from benchmarks.survival.life import ROOT, Case, Server
+from benchmarks.survival.kills import ANEW, RESUMED, UNSEEN, survive
+from benchmarks.survival.life import ROOT, Case, Failure, Server
 from benchmarks.survival.soak import soak
 
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
@@ -41,11 +43,17 @@ BY_COMMAND = 2  # lives of each case that the real command starts, without the s
 
 
 def kills(
-    data: Path, folder: Path, number: int, seed: int, known: dict[str, Any], at_most: int = len(CASES)
+    data: Path,
+    folder: Path,
+    number: int,
+    seed: int,
+    known: dict[str, Any],
+    at_most: int = len(CASES),
+    keep: Callable[[dict[str, Any]], None] = lambda cases: None,
 ) -> dict[str, Any]:
     """`number` kills over all cases; gives the results by case, those of `known` as they are, `at_most` new ones.
 
-    Raises survival_life.Failure at the first run that does not survive.
+    `keep` is called with all results so far after each new case.
     """
     server, found = Server(), dict(known)
     whole = sum(share for _, share in CASES)
@@ -59,33 +67,49 @@ def kills(
             result = survive(case, data, folder / str(index), server, count, seed + index, by_command)
             found[case.name] = result
             print(f"{case.name}: {result['kills']} kills, {result['fell']}", flush=True)
+            keep(found)
     finally:
         server.close()
     return found
 
 
 def sums(cases: dict[str, Any]) -> dict[str, Any]:
-    """Totals over cases, every one of which ended as the run that was not killed."""
-    fell: Counter[str] = Counter()
+    """Totals over cases, all of them counted from what happened in each."""
+    fell, followed = Counter[str](), Counter[str]()
     for case in cases.values():
         fell.update(case["fell"])
-    total = sum(case["kills"] for case in cases.values())
+        followed.update(case["followed_by"])
+    compared = [case for case in cases.values() if "differences" in case]
     return {
-        "kills": total,
-        "resumed_unaided": total,
+        "kills": sum(case["kills"] for case in cases.values()),
+        "followed_by": {what: followed[what] for what in (RESUMED, ANEW, UNSEEN)},
         "fell": dict(fell),
         "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
         "lives started by the real command": sum(
             c["lives_started_by_the_real_command"] for c in cases.values()
         ),
-        "rows_lost_or_repeated": 0,
-        "runs_that_differ": 0,
+        "runs": len(cases),
+        "runs_that_came_to_their_end": len(compared),
+        "runs_that_differ": sum(case["differences"] > 0 for case in compared),
+        **{
+            key: sum(case[key] for case in compared)
+            for key in ("updates_lost", "updates_repeated", "updates_of_other_rows")
+        },
+        "failures": {name: case["failure"] for name, case in cases.items() if case["failure"]},
         "seconds": round(sum(c["uninterrupted_seconds"] + c["killed_seconds"] for c in cases.values()), 1),
         "cases": cases,
     }
 
 
-def main() -> None:
+def failures(result: dict[str, Any]) -> dict[str, str]:
+    """Reason by case of everything in a result that did not survive."""
+    found = dict(result.get("kills", {}).get("failures", {}))
+    if failure := result.get("soak", {}).get("failure"):
+        found["soak"] = failure
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
     parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
@@ -94,13 +118,17 @@ def main() -> None:
         "--data", type=Path, help="dataset folder; default: Python's documentation, built now"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", help="write the result here; what it holds already is not measured again")
+    hardware.add_json(parser, "write the result here; what it holds already is not measured again")
     parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
     args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
     result: dict[str, Any] = {"seed": args.seed}
-    if args.json and Path(args.json).exists():
-        result |= json.loads(Path(args.json).read_text())
-        assert result.pop("about") and result["seed"] == args.seed, f"{args.json} is of another seed"
+    if args.json and args.json.exists():
+        result |= json.loads(args.json.read_text())
+        if not result.pop("about", None) or result["seed"] != args.seed:
+            parser.error(f"{args.json} is of another seed; write elsewhere")
+        if "followed_by" not in result.get("kills", {"followed_by": 0}):
+            parser.error(f"{args.json} is of an older form, without counts; write elsewhere")
     with tempfile.TemporaryDirectory() as scratch:
         folder, data = Path(scratch), args.data
         if data is None:
@@ -110,14 +138,26 @@ def main() -> None:
             subprocess.run([*command, "--quiet"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         if args.kills:
             known = result.get("kills", {}).get("cases", {})
-            cases = kills(data, folder / "kills", args.kills, args.seed, known, args.at_most)
-            result["kills"] = sums(cases)
+
+            def keep(cases: dict[str, Any]) -> None:
+                result["kills"] = sums(cases)
+                if args.json:
+                    hardware.write_json(args.json, result)
+
+            keep(kills(data, folder / "kills", args.kills, args.seed, known, args.at_most, keep))
         if args.soak and "soak" not in result:
-            result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
+            try:
+                result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
+            except (Failure, TimeoutError) as error:
+                result["soak"] = {"updates": args.soak, "failure": str(error)}
     if args.json:
         hardware.write_json(args.json, result)
-    print({name: part for name, part in result.items() if name != "kills"})
+    for name, part in result.items():
+        print(name, {k: v for k, v in part.items() if k != "cases"} if isinstance(part, dict) else part)
+    for name, reason in failures(result).items():
+        print(f"error: {name}: {reason}", file=sys.stderr)
+    return 1 if failures(result) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Everything that is to be known of a GPU, in one command and one file: operations tested, operations and steps measured.
+"""Suite of all GPU measurements in one command and one file: operations tested, operations and steps measured.
 
     python benchmarks/gpu_suite.py [--json FILE] [--minutes 25] [--only tests ops step …]
     python benchmarks/gpu_suite.py --device cpu --small      (shows that the suite runs; measures nothing)
@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
 
@@ -105,7 +107,7 @@ def device_facts(device: str) -> dict[str, Any]:
 
 
 def steps_table(done: dict[str, Any]) -> list[dict[str, Any]]:
-    """Full rows a second and the share of the matrix ceiling of each measured step."""
+    """Full rows a second of each measured step, and its share of the measured matrix ceiling and of the datasheet's."""
     table = []
     for name, stage in done.items():
         for result in stage.get("result", {}).get("results", []) if name.startswith("step") else []:
@@ -115,6 +117,7 @@ def steps_table(done: dict[str, Any]) -> list[dict[str, Any]]:
                     "what": name,
                     "rows_per_sec": ours["real_tokens_per_sec"]["p50"] / result["seq_len"],
                     "mfu_real": ours["mfu_real"],
+                    "mfu_datasheet_real": ours["mfu_datasheet_real"],
                     "memory_peak_gib": ours["memory_peak_gib"],
                     "backends": result["backends"],
                 }
@@ -132,9 +135,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="no stage starts or goes on after them")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-step of BERT-LARGE")
     parser.add_argument("--corpus", default="pydoc", help="text of the steps' rows, as data_prep's --input")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<hardware>_<date>.json")
+    name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
+    hardware.add_json(parser, "result of all stages, written after each", default=ROOT / name)
     args = parser.parse_args(argv)
-    target = args.json or ROOT / f"benchmarks/results/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
+    hardware.refuse_dirty(parser, args)
     facts, done = device_facts(args.device), {}
     print(facts, flush=True)
     end = time.monotonic() + 60 * args.minutes
@@ -147,15 +151,17 @@ def main(argv: list[str] | None = None) -> int:
             done[stage.name] = run(stage, Path(folder), end - time.monotonic())
             print(f"exit {done[stage.name]['exit']}, {done[stage.name]['seconds']} s", flush=True)
             hardware.write_json(
-                target, {"facts": facts, "small": args.small, "steps": steps_table(done), "stages": done}
+                args.json, {"facts": facts, "small": args.small, "steps": steps_table(done), "stages": done}
             )
     for row in steps_table(done):
+        sheet = row["mfu_datasheet_real"]
         print(
-            f"{row['what']:<26} {row['rows_per_sec']:>9,.1f} full rows/s   {row['mfu_real']:.1%} of the matrix ceiling"
+            f"{row['what']:<26} {row['rows_per_sec']:>9,.1f} full rows/s   {row['mfu_real']:.1%} of the measured "
+            f"matrix ceiling, {f'{sheet:.1%}' if sheet else 'unknown'} of the datasheet's"
         )
     failed = [name for name, stage in done.items() if stage["exit"]]
     if failed:
-        print(f"error: failed: {', '.join(failed)}; their output is in {target}", file=sys.stderr)
+        print(f"error: failed: {', '.join(failed)}; their output is in {args.json}", file=sys.stderr)
     return 1 if failed else 0
 
 

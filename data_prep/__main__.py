@@ -22,7 +22,7 @@ from data_prep.executor import pool
 from data_prep.filters import rules
 from data_prep.options import DEDUP, BuildOptions
 from data_prep.readers.tasks import Corpus, ReadOptions
-from data_prep.report import summary as report
+from data_prep.report.summary import summary_text
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
@@ -160,11 +160,9 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 def _build(args: argparse.Namespace) -> int:
     options, inputs = _options(args), corpora(args.input, args.weight)
-    executor = pool.make(_workers(args))
-    if isinstance(executor, pool.Ranks) and not executor.is_root:
-        executor.serve()
-        return 0
-    try:
+    with pool.opened(_workers(args)) as executor:
+        if executor is None:
+            return 0
         summary = build(
             inputs,
             args.output,
@@ -175,12 +173,10 @@ def _build(args: argparse.Namespace) -> int:
             args.on_error,
             not args.quiet,
         )
-    finally:
-        executor.close()
     if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
         return 0
-    print(report.summary_text(summary, args.output))
+    print(summary_text(summary, args.output))
     if args.json:
         Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0

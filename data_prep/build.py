@@ -1,7 +1,7 @@
-"""A build makes whole datasets or none: all work happens beside them, and a manifest is the last thing written.
+"""The build: its stages in order, from inputs to committed datasets.
 
-Stages, each a map over items of work that nothing depends on the order of: sample and train a tokenizer, read, mark
-duplicates; then for each row length draw sequences, shuffle and write, the training part and the held-out one.
+It makes whole datasets or none: all work happens beside them, and a manifest is the last thing written. A stage is a map
+over items of work that depend on nothing but the stages before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +22,272 @@ from tqdm import tqdm
 from data_prep.common.errors import BadInput, Problems
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
-from data_prep.executor.pool import Local, Ranks
+from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job, total
-from data_prep.options import BLOCK_ROWS, BuildOptions
-from data_prep.readers import tasks as sources
-from data_prep.readers.tasks import Corpus, Task
+from data_prep.options import BuildOptions
+from data_prep.readers.tasks import Corpus, Task, plan_tasks
 from data_prep.report import html_report, summary
-from data_prep.stages import dedup, sequences, shuffle, train_tokenizer
-from data_prep.stages import read as reading
-from data_prep.stages.sequences import Draw, Kept
+from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, write
 from data_prep.text import minhash
+from megabert.common.atomic_io import write_whole
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
 
-class Meter:
-    """A progress bar a stage on stderr."""
+def build(
+    corpora: Sequence[Corpus],
+    folder: str | os.PathLike[str],
+    options: BuildOptions,
+    executor: Pool,
+    tokenizer_file: str | None = None,
+    overwrite: bool = False,
+    on_error: str = "stop",
+    progress: bool = True,
+) -> dict[str, Any] | None:
+    """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
 
-    def __init__(self, show: bool) -> None:
-        self._show = show
-        self._bar: Any = None
+    The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
+    must change, ValueError for a bad tokenizer file, OSError when the disk is full.
+    """
+    began = time.perf_counter()
+    options.check()
+    problems = Problems(on_error)
+    tasks = plan_tasks(corpora, options.read, problems)
+    if not tasks:
+        paths = " ".join(path for corpus in corpora for path in corpus.paths)
+        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
+    account = account_of(corpora, tasks, options, tokenizer_file)
+    with output_folder.opened(Path(folder), account, options.seq_lens, overwrite) as work:
+        if work is None:
+            return None
+        with contextlib.closing(Journal(work, executor)) as journal:
+            resumed = journal.holds_something()
+            stages = Stages(journal, progress)
+            job = Job(
+                options, "", str(work), on_error,
+                held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
+            )  # fmt: skip
+            made = _run(stages, job, tasks, tokenizer_file, Path(folder))
+            journal.settle()
+            finished = time.perf_counter()
+            facts = summary.facts(
+                account,
+                corpora,
+                made.tokenizer,
+                summary.by_corpus(corpora, tasks, made.documents.results),
+                stages.everything,
+                problems,
+                {str(dataset.seq_len): dataset.figures for dataset in made.datasets},
+            )
+            _commit(Path(folder), made, facts, account)
+    seconds = finished - made.began_reading
+    megabytes = facts["read"]["bytes"] / 1e6
+    return facts | {
+        "seconds": seconds,
+        "tokenizer_seconds": made.began_reading - began,
+        "workers": executor.size,
+        "resumed": resumed,
+        # Of a build that went on, part of the work was done before the clock was started.
+        "mb_per_second": None if resumed else megabytes / seconds,
+        "mb_per_second_per_worker": None if resumed else megabytes / seconds / executor.size,
+        "stage_seconds": dict(stages.everything.seconds),
+        "peak_memory": max(stages.everything.peak, work_files.peak_memory()),
+    }
 
-    @contextlib.contextmanager
-    def stage(self, name: str, size: int, unit: str) -> Iterator[None]:
-        self._bar = tqdm(
-            total=size,
+
+class Stages:
+    """Runs stages with a progress bar each on stderr; `everything` is the sum of what they report."""
+
+    def __init__(self, journal: Journal, progress: bool) -> None:
+        self.journal, self._progress = journal, progress
+        self.everything = Done()
+
+    def map(
+        self,
+        name: str,
+        function: Any,
+        job: Job,
+        items: Sequence[Any],
+        unit: str = "part",
+        size: int | None = None,
+    ) -> Stage:
+        """`function(job, item)` of every item, or what an earlier process recorded of it; the bar has `size` steps."""
+        with tqdm(
+            total=len(items) if size is None else size,
             desc=f"{name:13}",
             unit=unit,
             unit_scale=unit == "B",
-            disable=not self._show,
+            disable=not self._progress,
             file=sys.stderr,
             leave=False,
+        ) as bar:
+            stage = self.journal.map(name, function, job, items, lambda done: bar.update(done.size or 1))
+        self.everything = total([self.everything, *stage.results])
+        return stage
+
+
+@dataclass(frozen=True)
+class WrittenDataset:
+    """Written shards of one row length: (folder, manifest) of the held-out part, if there is one, then of the training part."""
+
+    seq_len: int
+    folder: Path
+    manifests: list[tuple[Path, dict[str, Any]]]
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """All that the stages made. `documents` is the stage that read the input, which began at `began_reading` of the clock."""
+
+    tokenizer: Tokenizer
+    documents: Stage
+    datasets: list[WrittenDataset]
+    began_reading: float
+
+
+def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None, folder: Path) -> Made:
+    """The list of stages. Shards are in their place when it ends, manifests are not."""
+    options = job.options
+    tokenizer = _tokenizer(stages, job, tasks, tokenizer_file)
+    job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
+
+    began_reading = time.perf_counter()
+    size = sum(task.size for task in tasks)
+    documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
+    compared, mask = _mark_duplicates(stages, job, documents)
+    held_out = _hold_out(job, documents)
+    job = replace(job, held_limit=held_out.limit)
+    kept = [
+        sequences.Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
+        for task, done in zip(tasks, documents.results, strict=True)
+    ]
+
+    datasets = []
+    for seq_len, place in output_folder.folders(folder, options.seq_lens).items():
+        draws = sequences.train_draws(kept, seq_len)
+        train = stages.map(f"pairs {seq_len}", sequences.draw, job, draws)
+        groups = sequences.held_groups(kept, held_out.tokens, seq_len)
+        held = stages.map(f"held out {seq_len}", sequences.draw, job, groups)
+        if seq_len == options.seq_lens[-1]:
+            for stage in (documents, *compared):
+                stages.journal.consume(stage, train, held)
+        listed = options.listed(trained=tokenizer_file is None)
+        datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
+    return Made(tokenizer, documents, datasets, began_reading)
+
+
+def _tokenizer(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None) -> Tokenizer:
+    """The tokenizer to use, in the work folder: a copy of the file, or one trained on a sample."""
+    if tokenizer_file is None:
+        shares = train_tokenizer.shares(tasks, job.options)
+        samples = stages.map("sample", train_tokenizer.sample, job, shares)
+        trained = stages.map("train", train_tokenizer.train_item, job, [len(shares)])
+        stages.journal.consume(samples, trained)
+        return Tokenizer.load(job.path("tokenizer.model"))
+    path = job.path(output_folder.TOKENIZERS[Tokenizer.load(tokenizer_file).kind])
+    shutil.copyfile(tokenizer_file, path)
+    return Tokenizer.load(path)
+
+
+def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[Stage], str]:
+    """The stages that compared documents and paragraphs, and which mask they leave: "" where nothing is compared."""
+    chosen, tasks = job.options.dedup, len(documents.results)
+    if not chosen:
+        return [], ""
+    count = sum(done.facts["documents"] for done in documents.results)
+    made, kinds = [], []
+    for kind, records in (("documents", count), ("near", count * minhash.BANDS)):
+        if kind in chosen:
+            parts = dedup.ranges(kind, "read", tasks, records)
+            made.append(stages.map(f"same {kind}", dedup.find, job, parts))
+            kinds.append((kind, len(parts)))
+    masks = [dedup.TaskMask(i, tuple(kinds)) for i in range(tasks)]
+    kept = stages.map("keep", dedup.mask_documents, job, masks)
+    made.append(kept)
+    if "paragraphs" not in chosen:
+        return made, "keep"
+    paragraphs = sum(done.facts["paragraphs"] for done in kept.results)
+    parts = dedup.ranges("paragraphs", "keep", tasks, paragraphs)
+    made.append(stages.map("same paragraphs", dedup.find, job, parts))
+    masks = [replace(mask, kinds=(("paragraphs", len(parts)),)) for mask in masks]
+    made.append(stages.map("trim", dedup.mask_paragraphs, job, masks))
+    return made, "trim"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Documents whose hash is below `limit` are held out; `tokens` is truthy for each task that has any."""
+
+    limit: int
+    tokens: list[int]
+
+
+def _hold_out(job: Job, documents: Stage) -> HeldOut:
+    """By the share that was asked for; of a small corpus the one document that comes first by hash, if there are two."""
+    results = documents.results
+    tokens = [done.counts["held-out tokens"] for done in results]
+    if not job.held_limit or any(tokens) or sum(done.facts["documents"] for done in results) < 2:
+        return HeldOut(job.held_limit, tokens)
+    least = min(done.facts["least hash"] for done in results if done.facts["documents"])
+    return HeldOut(least + 1, [int(done.facts.get("least hash") == least) for done in results])
+
+
+def _dataset(
+    stages: Stages,
+    job: Job,
+    seq_len: int,
+    train: Stage,
+    held: Stage,
+    tokenizer: Tokenizer,
+    folder: Path,
+    listed: dict[str, Any],
+) -> WrittenDataset:
+    """Shuffle and write what the stages `train` and `held` drew; `listed` are the options as manifests list them."""
+    train_drawn, held_drawn = total(train.results), total(held.results)
+    if train_drawn.counts["tokens"] < seq_len:
+        raise BadInput(
+            f"--input: the corpus makes only {train_drawn.counts['tokens']} tokens, less than one row of {seq_len}; "
+            "give more text"
         )
-        try:
-            yield
-        finally:
-            self._bar.close()
+    lengths = train_drawn.histograms["tokens of a sequence"]
+    slots = job.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
+    dtype, name = work_files.id_dtype(tokenizer).name, tokenizer.path.name
+    held_folder, held_entry, manifests = folder / output_folder.HELD_OUT, None, []
+    if held_drawn.counts["sequences"]:
+        part = shuffle.Part("heldout", seq_len, slots, len(held.results), dtype, str(held_folder))
+        entries = _shuffle_and_write(stages, job, held, part)
+        manifest = write.manifest(part, entries, held_drawn, tokenizer, f"../{name}", listed, None)
+        manifests.append((held_folder, manifest))
+        held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
+    part = shuffle.Part("train", seq_len, slots, len(train.results), dtype, str(folder))
+    entries = _shuffle_and_write(stages, job, train, part)
+    manifest = write.manifest(part, entries, train_drawn, tokenizer, name, listed, held_entry)
+    manifests.append((folder, manifest))
+    return WrittenDataset(
+        seq_len, folder, manifests, summary.dataset_facts(manifest, train_drawn, held_drawn)
+    )
 
-    def step(self, done: Done) -> None:
-        self._bar.update(done.size or 1)
+
+def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Part) -> list[dict[str, Any]]:
+    """Pack and shuffle the sequences of the stage `drawn` and write them. Returns the entries of the shards."""
+    Path(part.folder).mkdir(parents=True, exist_ok=True)
+    tokens = total(drawn.results).counts["tokens"]
+    if groups := shuffle.merges(part, tokens):
+        merged = stages.map(f"merge {part.stem}", shuffle.merge, job, groups)
+        stages.journal.consume(drawn, merged)
+        drawn, part = merged, replace(part, runs=len(groups), merged=True)
+    buckets = shuffle.buckets(part, tokens, job.options.rows_per_shard * part.seq_len)
+    packed = stages.map(f"shuffle {part.stem}", shuffle.process_bucket, job, buckets, unit="bucket")
+    stages.journal.consume(drawn, packed)
+    rows = [done.counts["rows"] for done in packed.results]
+    plans = write.plan_shards(part, rows, job.options.rows_per_shard)
+    written = stages.map(f"write {part.stem}", write.process_shard, job, plans, unit="shard")
+    stages.journal.consume(packed, written)
+    return [done.facts["shard"] for done in written.results]
 
 
-def account(
+def account_of(
     corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, tokenizer_file: str | None
 ) -> dict[str, Any]:
     """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
@@ -82,260 +306,16 @@ def account(
     }
 
 
-def build(
-    corpora: Sequence[Corpus],
-    folder: str | os.PathLike[str],
-    options: BuildOptions,
-    executor: Local | Ranks,
-    tokenizer_file: str | None = None,
-    overwrite: bool = False,
-    on_error: str = "stop",
-    progress: bool = True,
-) -> dict[str, Any] | None:
-    """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
-
-    The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
-    must change, ValueError for a bad tokenizer file, OSError when the disk is full.
-    """
-    began = time.perf_counter()
-    options.check()
-    problems = Problems(on_error)
-    tasks = sources.plan(corpora, options.read, problems)
-    if not tasks:
-        paths = " ".join(path for corpus in corpora for path in corpus.paths)
-        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
-    known_by = account(corpora, tasks, options, tokenizer_file)
-    with output_folder.opened(Path(folder), known_by, options.seq_lens, overwrite) as work:
-        if work is None:
-            return None
-        journal = Journal(work, executor)
-        with contextlib.closing(journal):
-            run = Build(Path(folder), work, corpora, tasks, options, journal, on_error, Meter(progress))
-            tokenizer = run.tokenize(tokenizer_file)
-            started = time.perf_counter()
-            run.read()
-            datasets = {str(n): run.dataset(n, tokenizer) for n in options.seq_lens}
-            journal.settle()
-            finished = time.perf_counter()
-            facts = summary.facts(
-                known_by, corpora, tokenizer, run.read_by_corpus, run.everything, problems, datasets
-            )
-            run.commit(facts, known_by)
-    seconds = finished - started
-    read = run.read_by_corpus
-    megabytes = sum(done.counts["bytes read"] for done in read.values()) / 1e6
-    return facts | {
-        "seconds": seconds,
-        "tokenizer_seconds": started - began,
-        "workers": executor.size,
-        "resumed": run.resumed,
-        # Of a build that went on, part of the work was done before the clock was started.
-        "mb_per_second": None if run.resumed else megabytes / seconds,
-        "mb_per_second_per_worker": None if run.resumed else megabytes / seconds / executor.size,
-        "stage_seconds": dict(run.everything.seconds),
-        "peak_memory": max(run.everything.peak, work_files.peak_memory()),
-    }
-
-
-class Build:
-    """One run of the stages. Every method may be called again by a later process: what is done is not done twice."""
-
-    def __init__(
-        self,
-        folder: Path,
-        work: Path,
-        corpora: Sequence[Corpus],
-        tasks: list[Task],
-        options: BuildOptions,
-        journal: Journal,
-        on_error: str,
-        meter: Meter,
-    ) -> None:
-        self.options, self.tasks, self.corpora = options, tasks, corpora
-        self._folders = output_folder.folders(folder, options.seq_lens)
-        self._folder, self._work, self._meter = folder, work, meter
-        self._journal = journal
-        self.resumed = self._journal.holds_something()
-        self._job = Job(
-            options, "", str(work), on_error,
-            held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
-        )  # fmt: skip
-        self.everything = Done()
-        self.read_by_corpus: dict[str, Done] = {}
-        self._manifests: list[tuple[Path, dict[str, Any]]] = []
-
-    def _map(
-        self, name: str, function: Any, items: Sequence[Any], unit: str = "part", size: int | None = None
-    ) -> Stage:
-        with self._meter.stage(name, len(items) if size is None else size, unit):
-            stage = self._journal.map(name, function, self._job, items, self._meter.step)
-        self.everything = total([self.everything, *stage.results])
-        return stage
-
-    def tokenize(self, tokenizer_file: str | None) -> Tokenizer:
-        """The tokenizer to use, in the work folder: a copy of the file, or one trained on a sample."""
-        self._trained = tokenizer_file is None
-        if tokenizer_file is None:
-            shares = train_tokenizer.shares(self.tasks, self.options)
-            samples = self._map("sample", train_tokenizer.sample, shares)
-            trained = self._map("train", train_tokenizer.train_item, [len(shares)])
-            self._journal.consume(samples, trained)
-            path = self._work / "tokenizer.model"
-        else:
-            path = self._work / output_folder.TOKENIZERS[Tokenizer.load(tokenizer_file).kind]
-            shutil.copyfile(tokenizer_file, path)
-        tokenizer = Tokenizer.load(path)
-        self._job = replace(self._job, tokenizer=str(path), tokenizer_sha256=tokenizer.sha256)
-        self._tokenizer_path = path
-        return tokenizer
-
-    def read(self) -> None:
-        """Read all tasks and mark duplicates. What is kept of each is then `self._kept`."""
-        size = sum(task.size for task in self.tasks)
-        stage = self._map("read", reading.read_task, self.tasks, "B", size)
-        results = stage.results
-        for i, corpus in enumerate(self.corpora):
-            its = [done for task, done in zip(self.tasks, results, strict=True) if task.corpus == i]
-            self.read_by_corpus[corpus.name] = total(its)
-        self._spools = [stage]
-        mask = self._deduplicate(results)
-        self._kept = [
-            Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
-            for task, done in zip(self.tasks, results, strict=True)
-        ]
-        self._held_tokens = [done.counts["held-out tokens"] for done in results]
-        if self._job.held_limit and not any(self._held_tokens):
-            self._hold_out_first(results)
-
-    def _hold_out_first(self, results: list[Done]) -> None:
-        """A small corpus: hold out the one document that comes first by hash, where there is more than one."""
-        if sum(done.facts["documents"] for done in results) < 2:
-            return
-        least = min(done.facts["least hash"] for done in results if done.facts["documents"])
-        self._job = replace(self._job, held_limit=least + 1)
-        self._held_tokens = [done.facts.get("least hash") == least for done in results]
-
-    def _deduplicate(self, results: list[Done]) -> str:
-        """Mark duplicates. Returns which mask applies, "" where none does."""
-        options, tasks = self.options, len(self.tasks)
-        documents = sum(done.facts["documents"] for done in results)
-        kinds = []
-        for kind, records in (("documents", documents), ("near", documents * minhash.BANDS)):
-            if kind in options.dedup:
-                parts = dedup.ranges(kind, "read", tasks, records)
-                self._spools.append(self._map(f"same {kind}", dedup.find, parts))
-                kinds.append((kind, len(parts)))
-        if not options.dedup:
-            return ""
-        masks = [dedup.TaskMask(i, tuple(kinds)) for i in range(tasks)]
-        kept = self._map("keep", dedup.mask_documents, masks)
-        self._spools.append(kept)
-        if "paragraphs" not in options.dedup:
-            return "keep"
-        paragraphs = sum(done.facts["paragraphs"] for done in kept.results)
-        parts = dedup.ranges("paragraphs", "keep", tasks, paragraphs)
-        self._spools.append(self._map("same paragraphs", dedup.find, parts))
-        masks = [replace(mask, kinds=(("paragraphs", len(parts)),)) for mask in masks]
-        self._spools.append(self._map("trim", dedup.mask_paragraphs, masks))
-        return "trim"
-
-    def dataset(self, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Make the shards of one row length. Returns its figures; manifests are written by `commit`."""
-        folder = self._folders[seq_len]
-        train = self._map(
-            f"pairs {seq_len}", sequences.draw,
-            [Draw("train", i, seq_len, (part,)) for i, part in enumerate(self._kept)],
-        )  # fmt: skip
-        groups = sequences.held_groups(self._kept, self._held_tokens, seq_len)
-        held = self._map(f"held out {seq_len}", sequences.draw, groups)
-        if seq_len == self.options.seq_lens[-1]:
-            for stage in self._spools:
-                self._journal.consume(stage, train, held)
-        drawn = total(train.results)
-        if drawn.counts["tokens"] < seq_len:
-            raise BadInput(
-                f"--input: the corpus makes only {drawn.counts['tokens']} tokens, less than one row of {seq_len}; give more text"
-            )
-        lengths = drawn.histograms["tokens of a sequence"]
-        slots = self.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
-        held_drawn, held_entry = total(held.results), None
-        if held_drawn.counts["sequences"]:
-            held_folder = folder / output_folder.HELD_OUT
-            entries = self._write(held, "heldout", seq_len, slots, held_folder, tokenizer)
-            manifest = self._manifest(
-                seq_len, slots, tokenizer, "../" + self._tokenizer_path.name, held_drawn, entries, None
-            )
-            self._manifests.append((held_folder, manifest))
-            held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
-        entries = self._write(train, "train", seq_len, slots, folder, tokenizer)
-        manifest = self._manifest(
-            seq_len, slots, tokenizer, self._tokenizer_path.name, drawn, entries, held_entry
-        )
-        self._manifests.append((folder, manifest))
-        return summary.dataset_facts(manifest, drawn, held_drawn)
-
-    def _write(
-        self, drawn: Stage, kind: str, seq_len: int, slots: int, folder: Path, tokenizer: Tokenizer
-    ) -> list[dict[str, Any]]:
-        """Shuffle, pack and write the sequences that a stage drew. Returns the entries of the shards."""
-        folder.mkdir(parents=True, exist_ok=True)
-        part = shuffle.Part(
-            kind, seq_len, slots, len(drawn.results), work_files.id_dtype(tokenizer).name, str(folder)
-        )
-        tokens = total(drawn.results).counts["tokens"]
-        if groups := shuffle.merges(part, tokens):
-            merged = self._map(f"merge {part.stem}", shuffle.merge, groups)
-            self._journal.consume(drawn, merged)
-            drawn, part = merged, replace(part, runs=len(groups), merged=True)
-        parts = shuffle.buckets(part, tokens, self.options.rows_per_shard * seq_len)
-        packed = self._map(f"shuffle {part.stem}", shuffle.process_bucket, parts, "bucket")
-        self._journal.consume(drawn, packed)
-        rows = [done.counts["rows"] for done in packed.results]
-        plans = shuffle.plan_shards(part, rows, self.options.rows_per_shard)
-        written = self._map(f"write {part.stem}", shuffle.process_shard, plans, "shard")
-        self._journal.consume(packed, written)
-        return [done.facts["shard"] for done in written.results]
-
-    def _manifest(
-        self,
-        seq_len: int,
-        slots: int,
-        tokenizer: Tokenizer,
-        tokenizer_name: str,
-        drawn: Done,
-        entries: list[dict[str, Any]],
-        held_out: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        rows = sum(entry["rows"] for entry in entries)
-        return {
-            "schema": 1,
-            "seq_len": seq_len,
-            "max_sequences": slots,
-            "rows": rows,
-            "block_rows": BLOCK_ROWS,
-            "dtype": work_files.id_dtype(tokenizer).name,
-            "tokenizer": {
-                "kind": tokenizer.kind,
-                "file": tokenizer_name,
-                "sha256": tokenizer.sha256,
-                "vocab_size": tokenizer.vocab_size,
-                "special_ids": tokenizer.special_ids,
-            },
-            "statistics": summary.statistics(drawn, rows, seq_len),
-            "options": self.options.listed(self._trained),
-            "shards": entries,
-            "held_out": held_out,
-        }
-
-    def commit(self, facts: dict[str, Any], known_by: dict[str, Any]) -> None:
-        """Everything but the manifests, then these, those of held-out parts first."""
-        for folder in self._folders.values():
-            shutil.copyfile(self._tokenizer_path, folder / self._tokenizer_path.name)
-        write_json(self._folder / output_folder.REPORTS[0], facts)
-        (self._folder / output_folder.REPORTS[1]).write_text(html_report.render(facts), encoding="utf-8")
-        write_json(self._folder / output_folder.ACCOUNT, known_by)
-        for folder, manifest in self._manifests:
-            if held_out := manifest["held_out"]:
-                written = (folder / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
-                held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()
-            shards.write_manifest(folder, manifest)
+def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, Any]) -> None:
+    """Everything but the manifests, then these, those of held-out parts first."""
+    file = made.tokenizer.path
+    for dataset in made.datasets:
+        shutil.copyfile(file, dataset.folder / file.name)
+    write_json(folder / output_folder.REPORTS[0], facts)
+    write_whole(folder / output_folder.REPORTS[1], html_report.render(facts).encode())
+    write_json(folder / output_folder.ACCOUNT, account)
+    for place, manifest in (entry for dataset in made.datasets for entry in dataset.manifests):
+        if held_out := manifest["held_out"]:
+            written = (place / output_folder.HELD_OUT / shards.MANIFEST).read_bytes()
+            held_out["manifest_sha256"] = hashlib.sha256(written).hexdigest()
+        shards.write_manifest(place, manifest)

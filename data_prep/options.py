@@ -1,4 +1,4 @@
-"""Every choice that changes a build's bytes is here, checked before anything is read, and goes into the manifest."""
+"""Options of a build: every choice that changes its bytes, checked before anything is read and listed in the manifest."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TF_CPP_MIN_LOG_LEVEL=3
-label=$(cd benchmarks && python -c 'import hardware; print(hardware.label())')
+label=$(python -c 'from benchmarks.common import hardware; print(hardware.label())')
 suffix=${label}_$(date -u +%Y-%m-%d).json
 read -r -a only <<<"${ONLY:-data prep ops step}"
 

@@ -32,8 +32,15 @@ train() {
 }
 
 started=$SECONDS
+for folder in "$OUT/data" "$OUT/run"; do
+  if [ -e "$folder" ] && [ ! -e "$OUT/.quickstart" ] && [ "$OUT" != runs/quickstart ]; then
+    echo "error: $folder is there and was not made by quickstart, which would replace it; set OUT to another folder" >&2
+    exit 2
+  fi
+done
 rm -rf "$OUT/data" "$OUT/run"
 mkdir -p "$OUT"
+touch "$OUT/.quickstart"
 
 quiet=()
 [ -t 2 ] || quiet=(--quiet) # no progress bar in a log

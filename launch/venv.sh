@@ -19,16 +19,32 @@ hash_packages=$(hash_of setup.py pyproject.toml constraints.txt)
 hash_native=$(hash_of csrc)-${MEGABERT_CUDA:-}-${TORCH_CUDA_ARCH_LIST:-}
 stamp=$VENV/.megabert
 here=$(pwd -P)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$hash_packages $hash_native $here" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
-  exit 0
-fi
 
 new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
+identity() { # version and place of an interpreter, the same for an environment made from it
+  "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null
+}
+
+in_place() { # its commands still name this folder: it was neither moved nor copied here
+  local from
+  from=$("$VENV/bin/pip" --version 2>/dev/null | sed 's/^pip [^ ]* from \(.*\) (python .*/\1/')
+  [ "$from" -ef "$("$VENV/bin/python" -c 'import pip; print(*pip.__path__)' 2>/dev/null)" ]
+}
+
+keep= # an environment of another Python than the one asked for is made anew
+if [ -z "${PYTHON:-}" ] || [ "$(identity "$PYTHON")" = "$(identity "$VENV/bin/python")" ]; then keep=yes; fi
+if [ "$keep" ] && [ -f megabert/_native.abi3.so ] && [ -f "$stamp" ] &&
+  [ "$(cat "$stamp")" = "$hash_packages $hash_native $here" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+  exit 0
+fi
+
+candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+[ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python=
-for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+for candidate in "${candidates[@]}"; do
   if new_enough "$candidate"; then
     python=$candidate
     break
@@ -43,18 +59,21 @@ fi
 compiler=${CXX:-$(command -v c++ || command -v g++ || echo g++)}
 command -v "${compiler%% *}" >/dev/null || fail "no C++ compiler (${compiler%% *}); install one (apt-get install g++) or set CXX"
 
-if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null || ! new_enough "$VENV/bin/python"; then
+if [ -z "$keep" ] || ! in_place || ! new_enough "$VENV/bin/python"; then
   echo "making $VENV with $("$python" --version)"
   "$python" -m venv --clear "$VENV"
 fi
 pip() {
-  "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet -c constraints.txt "$@"
+  "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet -c constraints.txt "$@" ||
+    fail "pip could not install $*; its message is above"
 }
 rm -f "$stamp"
 echo "installing into $VENV (the first time downloads torch: several minutes)"
 pip --upgrade pip 'setuptools>=77' wheel ninja
 pip "$(grep '^torch==' constraints.txt)" numpy # first: csrc is built against it
 # Each dependency from its wheel, or from source by its own build requirements; only the project builds with the torch above.
+# What comes from source builds without a compiler or Python's headers: DeepSpeed compiles an operation when it is first
+# used (none is here), and mwparserfromhell, which has no wheel for 3.14 yet, does without its C part.
 "$VENV/bin/python" - >"$VENV/requirements.txt" <<'PYTHON'
 import tomllib
 
@@ -62,7 +81,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
 print("\n".join(sorted(line for line in wanted if not line.startswith("megabert["))))
 PYTHON
-DS_BUILD_OPS=0 pip -r "$VENV/requirements.txt" # DeepSpeed's operations compile when first used; none is needed here
+DS_BUILD_OPS=0 WITH_EXTENSION=optional pip -r "$VENV/requirements.txt"
 pip --no-build-isolation --no-deps -e .
 echo "$hash_packages $hash_native $here" >"$stamp"
 echo "ready: $VENV/bin/python"

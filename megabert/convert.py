@@ -14,6 +14,7 @@ from pathlib import Path
 from megabert import checkpoint
 from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import appearing
+from megabert.common.canonical_json import canonical
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
 from megabert.config import Config
@@ -34,7 +35,7 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
         (new / found.tokenizer.file_name).write_bytes(found.tokenizer.data)
         state = found.state()
         checkpoint.write_start(new, found.weights, state)
-        (new / "config.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+        (new / "config.json").write_bytes(canonical(state))
         (new / "config.toml").write_text(toml(found.config, run.resolve()))
     return found
 

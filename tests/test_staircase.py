@@ -17,7 +17,7 @@ STAIRS = {
     "megabert.distributed": {"megabert.common"},
     "megabert.config": {"megabert.common"},
     "megabert.data": {"megabert.config", "megabert.distributed", "megabert.common"},
-    "megabert.model": {"megabert.config"},
+    "megabert.model": {"megabert.config", "megabert.common"},
     "megabert.engine": {"megabert.distributed", "megabert.config", "megabert.common"},
     "megabert.checkpoint": {"megabert.engine", "megabert.distributed", "megabert.config", "megabert.common"},
     "data_prep.common": set(),

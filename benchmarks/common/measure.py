@@ -1,4 +1,4 @@
-"""Clocks and memory of a benchmark: what a step costs on the CPU or a GPU, and how the repeated figures are summed up."""
+"""Clocks, memory readings and quantiles of a benchmark, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def in_turn(
     sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
     """Seconds of one call of each side, `rounds` times, in turn; each time is that of enough calls to fill `seconds`."""
-    calls, found = {}, {name: [] for name in sides}
+    calls: dict[str, int] = {}
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for name, side in sides.items():
         for _ in range(2):  # kernels are chosen, memory is there
             side()

@@ -1,9 +1,9 @@
 """Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py`.
 
 The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
-longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, bf16 autocast, torch's fused AdamW with the
-Trainer's defaults (betas 0.9 and 0.999, decay 0.01 but not on biases and LayerNorm, gradients clipped at 1), and a
-learning rate with linear warm-up and linear decay to zero over the time budget. Time is the loop's own, data included.
+longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, bf16 autocast, torch's fused AdamW (decay not on
+biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning rate with linear warm-up and linear decay to
+zero over the time budget. Time is the loop's own, data included.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.peers.hf_config import bert_config
 from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -44,6 +44,9 @@ class Recipe:
     warmup: float = 0.06  # share of the time budget
     weight_decay: float = 0.01
     clip: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999  # the Trainer's default
+    eps: float = 1e-8  # the same
     seed: int = 42
 
 
@@ -91,18 +94,8 @@ def collator(tokenizer: Tokenizer) -> DataCollatorForLanguageModeling:
 
 
 def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
-    config = BertConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        intermediate_size=size.ffn,
-        max_position_embeddings=size.max_positions,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation="sdpa",
-    )
-    return BertForMaskedLM(config)
+    dropouts = {"dropout": dropout, "attention_dropout": dropout}
+    return BertForMaskedLM(bert_config(size.model_copy(update=dropouts)))
 
 
 def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -113,7 +106,8 @@ def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
+    betas = (recipe.beta1, recipe.beta2)
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=recipe.eps, fused=True)
 
 
 def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
@@ -146,7 +140,8 @@ def train(
     """
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model_of(size, recipe.dropout).to(device)
+    model = model_of(size, recipe.dropout)
+    torch.nn.Module.to(model, device)
     optimizer = optimizer_of(model, recipe)
     stream = batches(Sequences(Dataset(dataset)), collator(tokenizer), recipe)
     seconds, due, step, tokens = 0.0, 0.0, 0, 0

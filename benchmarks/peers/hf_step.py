@@ -1,4 +1,4 @@
-"""The peer of `bench_step.py`: Hugging Face's `BertForPreTraining` in the loop its users write.
+"""Hugging Face's `BertForPreTraining` in the loop its users write: the peer of `bench_step.py`.
 
 The same sequences as ours, one a row and padded, sdpa attention, autocast, torch's fused AdamW, gradients clipped.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.peers.hf_config import bert_config
 from megabert.config import Config
 from megabert.data.loader import Update
 from megabert.engine.deepspeed_engine import DTYPES
@@ -18,28 +19,16 @@ class HuggingFace:
     """`BertForPreTraining` in a plain loop."""
 
     def __init__(self, cfg: Config, device: torch.device) -> None:
-        from transformers import BertConfig
         from transformers import BertForPreTraining as Peer
 
         torch.manual_seed(cfg.seed)
-        m = cfg.model
-        peer = BertConfig(
-            vocab_size=m.vocab_size,
-            hidden_size=m.hidden,
-            num_hidden_layers=m.layers,
-            num_attention_heads=m.heads,
-            intermediate_size=m.ffn,
-            max_position_embeddings=m.max_positions,
-            hidden_dropout_prob=m.dropout,
-            attention_probs_dropout_prob=m.attention_dropout,
-            attn_implementation="sdpa",
-        )
-        self.module = Peer(peer).to(device).train()
+        module: torch.nn.Module = Peer(bert_config(cfg.model))
+        self.module = module.to(device).train()
         o = cfg.optimizer
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=o.lr, eps=o.eps, weight_decay=o.weight_decay, fused=True
         )
-        self.device, self.clip, self.model = device, o.clip, m
+        self.device, self.clip, self.model = device, o.clip, cfg.model
         self.autocast = torch.autocast(device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32")
 
     def step(self, batches: list[dict[str, torch.Tensor]]) -> float:

@@ -1,8 +1,9 @@
-"""A run that is killed at random instants and started again unaided must end as the run that never was.
+"""Training runs that are killed at random instants and started again unaided, compared with the same run left alone.
 
 Each case is trained once without a fault, then in lives: each life is started by the same command, goes on by itself
 from what it finds, and is killed (SIGKILL, one rank or all) at an instant drawn at random: in its start, between updates,
-inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself.
+inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself. Everything a result
+says is counted from what happened; a case that fails keeps its counts and says why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.survival.compare import differences
+from benchmarks.survival.compare import counts, differences
 from benchmarks.survival.life import (
     LIFE_ENDS_WITHIN,
     POLL,
@@ -32,16 +33,22 @@ from benchmarks.survival.life import (
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # what is aimed at, in turn
 START_SECONDS = 0.5  # a start takes about so long
 SLOW = (0.5, 6.0)  # seconds that one rank's write is delayed
+RESUMED, ANEW, UNSEEN = (
+    "a start from the newest checkpoint",
+    "a start from nothing, where no checkpoint was committed",
+    "a start that was killed before it said from where",
+)
 
 
 @dataclass
 class Outcome:
-    """What a case came to: counts of kills by aim, place and victims, and what they cost."""
+    """What a case came to: counts of kills by aim, place, victims and the start after each, and what they cost."""
 
     kills: int = 0
     aimed: Counter[str] = field(default_factory=Counter)
     fell: Counter[str] = field(default_factory=Counter)
     victims: Counter[str] = field(default_factory=Counter)
+    followed_by: Counter[str] = field(default_factory=Counter)
     resumed_at: list[int] = field(default_factory=list)
     others_seconds: float = 0.0  # the longest that ranks took to end after another was killed
     by_command: int = 0
@@ -89,14 +96,14 @@ def kill_again_and_again(
     kills: int,
     rng: random.Random,
     save_seconds: float,
-    by_command: Sequence[int] = (),
-) -> Outcome:
-    """Kill the case's run `kills` times, start it again each time, then let it end.
+    by_command: Sequence[int],
+    outcome: Outcome,
+) -> None:
+    """Kill the case's run `kills` times, start it again each time, then let it end; `outcome` counts as it goes.
 
     `by_command`: the lives that the real command starts, without the server. Raises Failure for a run that does not go
-    on from its newest checkpoint, finds one damaged, or leaves a process behind.
+    on from its newest checkpoint, finds one damaged, or leaves a process behind; TimeoutError for one that hangs.
     """
-    outcome = Outcome()
     for number in range(kills):
         aim = PLAN[(number + len(case.name)) % len(PLAN)]
         if aim == "any" and rng.random() < 0.2:
@@ -123,27 +130,35 @@ def kill_again_and_again(
         outcome.victims["all ranks" if len(victims) == case.world else "one rank"] += 1
         outcome.others_seconds = max(outcome.others_seconds, took)
         outcome.by_command += number in by_command
-        check_resume(life, newest, outcome)
+        followed = check_resume(life, newest, outcome)
+        if number:
+            outcome.followed_by[followed] += 1
     newest = max(steps_of(run), default=0)
     life = Life(case, data, run, server)
     outcome.sessions |= {rank.pid for rank in life.ranks}
     life.end()
-    check_resume(life, newest, outcome)
+    followed = check_resume(life, newest, outcome)
+    if outcome.kills:
+        outcome.followed_by[followed] += 1
     wait(lambda: not in_sessions(outcome.sessions), 15.0, f"{case.name}: processes are left behind")
-    return outcome
 
 
-def check_resume(life: Life, newest: int, outcome: Outcome) -> None:
-    """A life goes on from the newest checkpoint that was committed before it, and finds none damaged."""
+def check_resume(life: Life, newest: int, outcome: Outcome) -> str:
+    """How a life started. Raises Failure unless from the newest checkpoint committed before it, finding none damaged."""
     said, name = life.output(), life.case.name
+    followed = UNSEEN
     if resumed := re.search(r"resuming from \S+ at step (\d+)", said):
         outcome.resumed_at.append(int(resumed[1]))
         if int(resumed[1]) != newest:
             raise Failure(f"{name}: resumed at {resumed[1]}, {newest} was committed\n{said[-3000:]}")
-    elif newest and re.search(r"^step ", said, re.M):
-        raise Failure(f"{name}: started over although {newest} was committed\n{said[-3000:]}")
+        followed = RESUMED
+    elif re.search(r"^step ", said, re.M):
+        if newest:
+            raise Failure(f"{name}: started over although {newest} was committed\n{said[-3000:]}")
+        followed = ANEW
     if "going back" in said or "is whole" in said:
         raise Failure(f"{name}: a kill damaged a committed checkpoint\n{said[-3000:]}")
+    return followed
 
 
 def survive(
@@ -155,22 +170,31 @@ def survive(
     seed: int,
     by_command: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Both runs of a case and their comparison; gives what happened. Raises Failure where anything differs."""
+    """Both runs of a case and their comparison: what happened, with `failure` (text) where something went wrong."""
     folder.mkdir(parents=True)
     straight, broken = folder / "uninterrupted", folder / "killed"
-    started = time.monotonic()
-    save_seconds = uninterrupted(case, data, straight, server)
-    middle = time.monotonic()
-    rng = random.Random(seed)
-    outcome = kill_again_and_again(case, data, broken, server, kills, rng, save_seconds, by_command)
-    if found := differences(straight, broken, case.steps):
-        raise Failure(f"{case.name}: {len(found)} differences: " + "; ".join(found[:5]))
+    outcome, found = Outcome(), {}
+    save_seconds, started = 0.0, time.monotonic()
+    middle, failure = started, None
+    try:
+        save_seconds = uninterrupted(case, data, straight, server)
+        middle = time.monotonic()
+        rng = random.Random(seed)
+        kill_again_and_again(case, data, broken, server, kills, rng, save_seconds, by_command, outcome)
+        found = counts(straight, broken, case.steps)
+        lines = differences(straight, broken, case.steps)
+        found["differences"] = len(lines)
+        if lines:
+            failure = f"{case.name}: {len(lines)} differences: " + "; ".join(lines[:5])
+    except (Failure, TimeoutError) as error:
+        failure = str(error)
     return {
         "world": case.world,
         "updates": case.steps,
         "checkpoint_interval": case.interval,
         "overrides": list(case.overrides),
         "kills": outcome.kills,
+        "followed_by": dict(outcome.followed_by),
         "aimed_at": dict(outcome.aimed),
         "fell": dict(outcome.fell),
         "killed": dict(outcome.victims),
@@ -180,5 +204,6 @@ def survive(
         "others_ended_within_seconds": round(outcome.others_seconds, 2),
         "uninterrupted_seconds": round(middle - started, 1),
         "killed_seconds": round(time.monotonic() - middle, 1),
-        "differences": 0,
+        **found,
+        "failure": failure,
     }

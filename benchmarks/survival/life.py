@@ -1,4 +1,4 @@
-"""The ranks of a training run as their launcher sees them: started, watched from outside, killed, waited for."""
+"""Ranks of a training run as their launcher sees them: started, watched from outside, killed, waited for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Process(Protocol):
 
 
 class Server:
-    """The client of `survival_server.py`."""
+    """The client of `server.py`."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(ROOT / "benchmarks/survival/server.py")]
@@ -116,7 +116,7 @@ class Life:
         argv, port = case.argv(data, run), free_port()
         self.ranks: list[Process] = []
         for rank in range(case.world):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
+            env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             texts = {name: str(value) for name, value in env.items()}
             if server:

@@ -1,4 +1,4 @@
-"""Starts ranks of `megabert/train.py` in a tenth of a second: it has imported everything, and forks for each one.
+"""Server that forks ranks of `megabert/train.py` in a tenth of a second, having imported everything they need.
 
 A forked rank differs from a started one in nothing else: its own session, environment, log file and exit code. It ends
 with this process. Requests come as JSON lines on stdin, each gets one JSON line back:
@@ -27,22 +27,25 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from megabert import train
 
 # What a run imports later, by itself or by the first use of an optimizer.
-IMPORTED_LATER = ("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
-IMPORTED_LATER += ("torch.utils.tensorboard", "safetensors.torch")
+IMPORTED_LATER = (
+    *("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("torch.utils.tensorboard", "safetensors.torch"),
+)
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def slow_down_the_first_write(seconds: float) -> None:
     """The first file of the first checkpoint of this process takes `seconds` longer to reach the disk."""
-    fsync, waited = os.fsync, []
+    fsync, waited = os.fsync, False
 
-    def slow(file: int) -> None:
+    def slow(file: Any) -> None:
+        nonlocal waited
         if not waited and "/.saving-" in os.readlink(f"/proc/self/fd/{file}"):
-            waited.append(file)
+            waited = True
             time.sleep(seconds)
         fsync(file)
 
-    os.fsync = slow
+    os.fsync = slow  # type: ignore[assignment]
 
 
 def become_a_rank(request: dict[str, Any]) -> int:

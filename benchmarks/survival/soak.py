@@ -1,4 +1,4 @@
-"""A run of thousands of updates and dozens of restarts must not grow: memory, descriptors, shared memory, disk.
+"""Growth of a run over thousands of updates and dozens of restarts: memory, descriptors, shared memory, disk.
 
 One run is watched from outside, process by process. Its first life is long and shows growth from its first part (after
 a warm-up) to its last. It is then restarted again and again, by SIGKILL and by SIGTERM in turn, and shows growth from its
@@ -22,7 +22,7 @@ from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, s
 
 EVERY = 0.2  # seconds between two looks
 WARM_UP = 0.2  # of the first life
-BATCH = 8  # rows an update, as survival_life.TINY says
+BATCH = 8  # rows an update, as life.TINY says
 REQUEUE = 85  # exit code of a run that was asked to stop
 Sample = dict[str, float]
 

@@ -7,7 +7,7 @@
 
 namespace megabert {
 
-constexpr int64_t kIgnore = -100;  // label of a row without prediction
+constexpr int64_t kIgnore = -100;  // label of a row without prediction: IGNORE of megabert/common/labels.py
 
 struct LossOptions {
   float smoothing, z_loss;

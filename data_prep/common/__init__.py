@@ -1,1 +1,1 @@
-"""Records, errors and hashes that all of data_prep shares."""
+"""Records, errors, hashes and the hash table of words that all of data_prep shares."""

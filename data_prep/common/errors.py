@@ -1,8 +1,8 @@
-"""Bad input is one line that names the file and the byte, or a count: never silence.
+"""Errors of bad input, and the policy of a build towards it.
 
-`BadInput` is the user's mistake (a ValueError). `Problems` carries the policy of a build: `stop` raises
-at the first bad place, `skip` drops the bad part and counts it under a short reason. What a rule leaves out
-of good input (a redirect, an empty field) is counted under both.
+Bad input is one line that names the file and the byte, or a count: never silence. `BadInput` is the user's mistake (a
+ValueError). `Problems` carries the policy of a build: `stop` raises at the first bad place, `skip` drops the bad part and
+counts it under a short reason. What a rule leaves out of good input (a redirect, an empty field) is counted under both.
 """
 
 from __future__ import annotations

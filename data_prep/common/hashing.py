@@ -1,30 +1,16 @@
-"""64-bit hashes of words and of runs of words are the same in every process, on every machine and for every seed of Python.
+"""64-bit hashes of words and of runs of words.
 
-A word is a run of bytes and a document a run of words. The hash of a run is a sum over its parts, each mixed with its
-place, so that it costs array operations and no Python a part: a tenth of BLAKE2b a word. Two different runs are equal once
-in 2^64 by chance; none of it withstands somebody who wants a collision.
+They are the same in every process, on every machine and for every seed of Python. A word is a run of bytes and a document a
+run of words. The hash of a run is a sum over its parts, each mixed with its place, so that it costs array operations and no
+Python a part: a tenth of BLAKE2b a word. Two different runs are equal once in 2^64 by chance; none of it withstands
+somebody who wants a collision.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-ODD = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 / golden ratio: multiples of it are spread evenly (Knuth, TAOCP 6.4)
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 that makes every bit of the result depend on every bit of `x`.
-
-    The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
-    """
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 
 def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.ndarray:
@@ -44,15 +30,15 @@ def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
     lengths = np.diff(edges)
     place = np.arange(len(parts), dtype=np.uint64)
     place -= np.repeat(edges[:-1].astype(np.uint64), lengths)
-    place *= ODD
+    place *= GOLDEN64
     place += parts
-    total = sums(mix(place), edges, np.uint64)
-    total += mix(np.array([seed], np.uint64)) + lengths.astype(np.uint64)
-    found = np.maximum(mix(total), np.uint64(1))
+    total = sums(mix64(place), edges, np.uint64)
+    total += mix64(np.array([seed], np.uint64)) + lengths.astype(np.uint64)
+    found = np.maximum(mix64(total), np.uint64(1))
     found[lengths == 0] = 0
     return found
 
 
 def chosen(hashes: np.ndarray, share: float) -> np.ndarray:
     """bool [n]: a fair `share` of uniform `hashes`, independent of what a limit on the hashes themselves would choose."""
-    return mix(hashes ^ ODD) < np.uint64(min(int(share * (1 << 64)), (1 << 64) - 1))
+    return mix64(hashes ^ GOLDEN64) < np.uint64(min(int(share * (1 << 64)), (1 << 64) - 1))

@@ -1,6 +1,8 @@
-"""Words are known by 64-bit hashes, found by the array: a Python dictionary of a million strings is slower than all the rest.
+"""Hash table of distinct words over numpy arrays: 64-bit hashes of words to their numbers.
 
-Two different words of a cache of a million get one number with a probability of 10^-13 a word looked up.
+Whole arrays are looked up at once: with a dictionary of strings in its place a build takes a fifth to a quarter more CPU
+(30 MB of Wikipedia, 1 and 2 workers). Two different words of a cache of a million get one number with a probability of
+10^-13 a word looked up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words in which files are talked of: a corpus has inputs, a task pieces of files, a piece documents."""
+"""Records of the input: a corpus has inputs, a task pieces of files, a piece documents."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A finished item of work is never done twice: a build that was killed takes it over, checked, and goes on.
+"""Journal of finished items of work, by which a build that was killed goes on.
 
-An item is known by a key: what is done (function, options, item) and the digest of all that the stages before reported,
-CRC-32 of their files included. So a record fits exactly when doing the item again would give the same bytes, whatever
-changed in between. Records are small JSON files, replaced atomically; the files they name are compared before use.
+A finished item is never done twice: it is taken over, checked. An item is known by a key: what is done (function, options,
+item) and the digest of all that the stages before reported, CRC-32 of their files included. So a record fits exactly when
+doing the item again would give the same bytes, whatever changed in between. Records are small JSON files, replaced
+atomically; the files they name are compared before use.
 """
 
 from __future__ import annotations
@@ -19,24 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executor import work_files
-from data_prep.executor.pool import Local, Progress, Ranks
+from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import Done, Job
+from megabert.common.atomic_io import write_whole
 
 FOLDER = "journal"
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, sort_keys=True).encode())
 
 
 def _load(path: Path) -> Any:
@@ -81,7 +73,7 @@ class Stage:
 class Journal:
     """Runs stages over an executor and keeps what they finished in the folder `work`."""
 
-    def __init__(self, work: Path, executor: Local | Ranks) -> None:
+    def __init__(self, work: Path, executor: Pool) -> None:
         self._work, self._executor = work, executor
         self._digest = ""
         self._sweeper = ThreadPoolExecutor(1)

@@ -1,4 +1,4 @@
-"""The folder of a build is empty, unfinished or whole, and what is whole is never touched without being told to.
+"""Output folder of a build: empty, unfinished or whole, and what is whole is never touched without being told to.
 
 Unfinished means a work folder with `build.json`, the account of what is being built. A build with the same account goes
 on there; a whole dataset with the same account is left as it is; any other account is refused, and says what differs.

@@ -1,4 +1,4 @@
-"""What passes between the stages of a build: plain arrays in the work folder, each known by its size and CRC-32.
+"""Files that pass between the stages of a build: plain arrays in the work folder, each known by its size and CRC-32.
 
 A stage maps a function over items of work; an item reads files that earlier stages wrote and reports a `Done`. A document
 is known by its number: the task it was read by, then its place among the documents that task kept.

@@ -1,7 +1,7 @@
-"""A document is judged by sums over facts of its words, and a fact of a word is found once a distinct word.
+"""Verdicts of the quality rules on documents, from sums over facts of their words.
 
-Nothing here reads text: a batch is numbers, and a verdict depends on the document alone, never on the batch it is in.
-Legend: w words, p paragraphs (lines), d documents.
+A fact of a word is found once a distinct word. Nothing here reads text: a batch is numbers, and a verdict depends on the
+document alone, never on the batch it is in. Legend: w words, p paragraphs (lines), d documents.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from data_prep.common import hashing
-from data_prep.common.hashing import mix, sums
+from data_prep.common.hashing import sums
 from data_prep.filters import repetition
 from data_prep.filters.rules import REASONS, SHORT_LINE, Rules
+from megabert.common.hash_mixer import mix64
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END = (1 << bit for bit in range(6))
@@ -88,7 +89,7 @@ def _beyond_ascii(word: str) -> int:
 
 
 @dataclass
-class Batch:
+class WordFacts:
     """Documents as facts of their words, in order.
 
     facts: FACTS [w]; documents: int64 [d + 1], paragraphs: int64 [p + 1], both edges counted in words from 0 to w.
@@ -104,12 +105,12 @@ class Batch:
             assert edges[0] == 0 and edges[-1] == len(self.facts) and (np.diff(edges) >= 0).all(), edges
 
 
-def paragraph_hashes(batch: Batch) -> np.ndarray:
+def paragraph_hashes(batch: WordFacts) -> np.ndarray:
     """uint64 [p]: equal for equal words in equal order, whatever whitespace was between them; 0 without words."""
     return hashing.of_runs(batch.facts["hash"], batch.paragraphs)
 
 
-def document_hashes(batch: Batch, seed: int) -> np.ndarray:
+def document_hashes(batch: WordFacts, seed: int) -> np.ndarray:
     """uint64 [d], as `paragraph_hashes`: neither whitespace nor paragraph ends matter. Uniform for every seed."""
     return hashing.of_runs(batch.facts["hash"], batch.documents, seed)
 
@@ -122,7 +123,7 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 class _Measures:
     """What the rules limit, each an array [d], computed when a rule asks for it."""
 
-    def __init__(self, batch: Batch, rules: Rules) -> None:
+    def __init__(self, batch: WordFacts, rules: Rules) -> None:
         self.batch, self.rules = batch, rules
         self.documents = batch.documents
         self.flags = np.ascontiguousarray(batch.facts["flags"])
@@ -162,7 +163,7 @@ class _Measures:
         """bool [lines]: whether a line repeats an earlier one of its document."""
         document = self._lines[2]
         hashes = hashing.of_runs(self.hashes, self.batch.paragraphs)[np.diff(self.batch.paragraphs) > 0]
-        hashes += mix(document.astype(np.uint64))  # differing between documents
+        hashes += mix64(document.astype(np.uint64))  # differing between documents
         order = np.argsort(hashes, kind="stable")  # lines that are equal keep the order of the text
         repeats = np.zeros(len(document), bool)
         repeats[order[1:][hashes[order][1:] == hashes[order][:-1]]] = True
@@ -209,12 +210,12 @@ MEASURES: dict[str, Callable[[_Measures], np.ndarray]] = {
 }
 
 
-def judge(batch: Batch, rules: Rules) -> np.ndarray:
+def judge(batch: WordFacts, rules: Rules) -> np.ndarray:
     """int8 [d]: 0 for a document that stays, else the place in `REASONS` of the first rule that it breaks."""
     return np.concatenate([np.zeros(0, np.int8), *(_judge(chunk, rules) for chunk in _chunks(batch))])
 
 
-def _chunks(batch: Batch) -> Iterator[Batch]:
+def _chunks(batch: WordFacts) -> Iterator[WordFacts]:
     """The documents of a batch in order, some CHUNK_WORDS at a time."""
     d, last = 0, len(batch.documents) - 1
     while d < last:
@@ -222,7 +223,7 @@ def _chunks(batch: Batch) -> Iterator[Batch]:
         after = max(d + 1, int(np.searchsorted(batch.documents, first + CHUNK_WORDS, side="right")) - 1)
         end = batch.documents[after]
         p, q = np.searchsorted(batch.paragraphs, [first, end])  # empty paragraphs between chunks don't matter
-        yield Batch(
+        yield WordFacts(
             batch.facts[first:end],
             batch.documents[d : after + 1] - first,
             batch.paragraphs[p : q + 1] - first,
@@ -230,7 +231,7 @@ def _chunks(batch: Batch) -> Iterator[Batch]:
         d = after
 
 
-def _judge(batch: Batch, rules: Rules) -> np.ndarray:
+def _judge(batch: WordFacts, rules: Rules) -> np.ndarray:
     measures = _Measures(batch, rules)
     verdict = measures.verdict
     for reason, name in enumerate(REASONS[1:], 1):

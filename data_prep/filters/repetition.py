@@ -1,14 +1,15 @@
-"""The shares of n-grams that Gopher limits cost a count a word, since only a document that could break a limit is sorted.
+"""Shares of repeated n-grams in documents, as Gopher limits them.
 
-The screen counts n-grams in a table of slots: a slot's count is never below that of an n-gram in it, so a document that
-stays within its limits by those counts does so by the true ones. Legend: w words, d documents. Whitespace is no character.
+They cost a count a word, since only a document that could break a limit is sorted. The screen counts n-grams in a table of
+places: a place's count is never below that of an n-gram in it, so a document that stays within its limits by those counts
+does so by the true ones. Legend: w words, d documents. Whitespace is no character.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from data_prep.common.hashing import ODD, mix
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 TOP = (2, 3, 4)  # orders for which the most frequent n-gram counts
 AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs more than once
@@ -36,7 +37,7 @@ def shares(
     before = np.zeros(len(hashes) + 1, np.int64)  # characters before each word
     np.cumsum(characters, out=before[1:])
     total = before[documents[1:]] - before[documents[:-1]]
-    marked = hashes + np.repeat(mix(np.arange(1, count + 1, dtype=np.uint64)), np.diff(documents))
+    marked = hashes + np.repeat(mix64(np.arange(1, count + 1, dtype=np.uint64)), np.diff(documents))
     suspect = _screen(hashes, marked, before, documents, total, limits) & wanted
     if suspect.any():
         words = np.repeat(suspect, np.diff(documents))
@@ -60,8 +61,8 @@ def _screen(
     if words < 2:
         return suspect | (total > 0)
     shift = np.uint64(64 - max(8, (2 * words).bit_length()))
-    slot = ((marked[:-1] * ODD + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
-    bound = np.bincount(slot).take(slot)
+    place = ((marked[:-1] * GOLDEN64 + hashes[1:]) >> shift).view(np.int64)  # of the 2-gram at each word
+    bound = np.bincount(place).take(place)
     top = min((limits[n] for n in TOP if n in limits), default=None)
     if top is not None:
         # A 3- or 4-gram occurs at most as often as the 2-gram that it begins with.
@@ -75,9 +76,9 @@ def _screen(
         at = np.flatnonzero(twice[:-3] & twice[1:-2] & twice[2:-1] & twice[3:])
         keys = marked[at]
         for k in range(1, 5):
-            keys = keys * ODD + hashes[at + k]
-        slot = (keys >> shift).view(np.int64)
-        at = at[np.bincount(slot).take(slot) > 1]
+            keys = keys * GOLDEN64 + hashes[at + k]
+        place = (keys >> shift).view(np.int64)
+        at = at[np.bincount(place).take(place) > 1]
         document = np.searchsorted(documents, at, side="right") - 1
         suspect |= _covered(at, 5, before, document, count) + 1 > again * total
     return suspect
@@ -107,7 +108,7 @@ def _exact(
     for n in TOP + AGAIN:
         inside = at + n <= end[at]
         at, keys = at[inside], keys[inside]
-        keys = keys * ODD + hashes[at + n - 1]
+        keys = keys * GOLDEN64 + hashes[at + n - 1]
         order = np.argsort(keys, kind="stable")
         sorted_keys = keys[order]
         first = np.flatnonzero(np.concatenate([[True], sorted_keys[1:] != sorted_keys[:-1]])[: len(keys)])

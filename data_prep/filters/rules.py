@@ -1,4 +1,4 @@
-"""A rule is a name, a limit and the presets it is part of; what it measures is in `filters`.
+"""Quality rules: their names, limits and presets; what they measure is in `quality` and `repetition`.
 
 Only rules that hold in any language that puts spaces between words: no stop words, no bad-word lists. Published limits are
 those of Gopher (Rae et al. 2021, "Scaling Language Models", table A1) and C4 (Raffel et al. 2020, section 2.2). A line is
@@ -62,7 +62,7 @@ class Rules:
 
 
 _FIELDS = {rule.name.replace("_", "-"): rule for rule in fields(Rules)}
-REASONS = ("", *_FIELDS)  # what a number from `filters.judge` means; 0 is a document that stays
+REASONS = ("", *_FIELDS)  # what a number from `quality.judge` means; 0 is a document that stays
 
 
 def _limits(preset: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""From input names to documents: files, compression, encodings, formats."""
+"""Readers, from input names to documents: files, compression, encodings, formats."""

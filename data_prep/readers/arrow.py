@@ -1,7 +1,8 @@
-"""Rows of a Parquet or Arrow file become texts batch by batch; nothing else of the file is kept in memory.
+"""Reader of Parquet and Arrow tables.
 
-A Parquet file is read by row groups, so that several workers can share it; an Arrow file (with or without a footer,
-as Feather 2 and Hugging Face `datasets` write them) from its first batch to its last. A row has a number, from 0.
+Rows become texts a few at a time; nothing else of the file is kept in memory. A Parquet file is read by row groups, so that
+several workers can share it; an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them)
+from its first batch to its last. A row has a number, from 0.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def row_groups(path: str) -> int:
         return int(parquet.read_metadata(file).num_row_groups)
 
 
-def read(
+def read_table(
     path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
 ) -> Iterator[Row]:
     """(row number, text) of a table; for Parquet of the row groups [start, end). Null values are counted and left out.

@@ -1,4 +1,4 @@
-"""A file is a stream of unpacked byte chunks, found by content, bounded in memory, never silently short.
+"""Decompression: a file as a stream of unpacked byte chunks, bounded in memory, never silently short.
 
 gzip, bzip2, xz and zstd are told by their first bytes. A compressed file that ends inside its stream, or
 is damaged, is an error with its name and the number of bytes that could be unpacked. A bzip2 file of many

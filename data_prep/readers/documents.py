@@ -1,4 +1,4 @@
-"""What the bytes of one piece are, and the documents in them: format and encoding by content, then one pass.
+"""Documents of one piece of a file: format and encoding by content, then one pass.
 
 Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which the
 first document that is its own can be told, and reads on past its end until its last document is whole.

@@ -1,4 +1,4 @@
-"""Everything after this file is UTF-8: other encodings are recoded in a stream, decided by content or by name.
+"""Encodings: detection by content or by name, and a stream recoded to UTF-8, which all that follows takes.
 
 A byte-order mark decides; else UTF-8, if the opening of a file has at least as many valid multi-byte characters
 as invalid bytes; else charset-normalizer, where it is sure. Where a character is cut by a chunk changes nothing.

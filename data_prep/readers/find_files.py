@@ -1,4 +1,4 @@
-"""Which files an input names, in an order that follows from names alone; nothing is opened but small JSON files.
+"""Files that an input names, in an order that follows from names alone; nothing is opened but small JSON files.
 
 An input is a file, a folder or a glob. A folder is walked through links, each folder once, hidden names left out. A
 dataset that Hugging Face `datasets` saved is the shards its state names, a dictionary of them is all its splits.

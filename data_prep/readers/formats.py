@@ -1,4 +1,4 @@
-"""A format is found by content and turns chunks of bytes into (offset, document) pairs.
+"""Formats of text: detection by content, and (offset, document) pairs from chunks of bytes.
 
 wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain,
 where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on

@@ -1,9 +1,10 @@
-"""A page of a MediaWiki dump becomes prose in one linear pass: no input makes it slow, and no markup is left.
+"""Reader of pages of a MediaWiki dump: wikitext to prose.
 
-What no sentence stands in (templates, tables, references, files, categories, formulas, lists of links) is dropped
-with its content; links, emphasis and tags leave their text. The grammar is that of https://www.mediawiki.org/wiki/Help:Formatting
-and Help:Links, Help:Tables, Help:Templates. A parser library is the tests' oracle and not used here: mwparserfromhell
-reads 0.7 MB/s and can't be interrupted, and 32 KB of `<b>` take it 7 s.
+One linear pass: no input makes it slow, and no markup is left. What no sentence stands in (templates, tables, references,
+files, categories, formulas, lists of links) is dropped with its content; links, emphasis and tags leave their text. The
+grammar is that of https://www.mediawiki.org/wiki/Help:Formatting and Help:Links, Help:Tables, Help:Templates. A parser
+library is the tests' oracle and not used here: mwparserfromhell reads 0.7 MB/s and can't be interrupted, and 32 KB of `<b>`
+take it 7 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built-in corpus: English documentation that every Python installation carries, read and never run.
+"""Built-in corpus: English documentation that every Python installation carries, read and never run.
 
 `pydoc_data/topics.py` gives a document a topic; every other module of the standard library and of the
 installed packages gives one document, its docstrings in source order, found by parsing and not importing.

@@ -1,7 +1,8 @@
-"""What is read, in which order and in which pieces follows from the input alone, never from who reads it.
+"""Tasks of reading: the input cut into pieces that workers take, and the documents of a piece.
 
-A task is what one worker takes at a time: several small files of one corpus, one compressed file, or part of a
-large one. A document belongs to the range of its file that its first byte (for bzip2: its stream) is in.
+The cut and its order follow from the input alone, never from who reads it. A task is what one worker takes at a time:
+several small files of one corpus, one compressed file, or part of a large one. A document belongs to the range of its file
+that its first byte (for bzip2: its stream) is in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from data_prep.common.records import TABLES, Corpus, Document, Piece, ReadOption
 from data_prep.readers import arrow, decompress, documents, encodings, find_files, formats, pydoc_corpus
 from data_prep.readers.documents import EXPANSION, SNIFF
 
-__all__ = ["Corpus", "Document", "Piece", "ReadOptions", "Task", "plan", "read"]
+__all__ = ["Corpus", "Document", "Piece", "ReadOptions", "Task", "plan_tasks", "read_piece"]
 
 TASK_BYTES = (4 << 20, 64 << 20)  # of text, as far as the size on disk tells: least and most
 TASKS = 16_384  # from which on tasks grow
@@ -25,7 +26,7 @@ RANGE_BYTES = 32 << 20  # of a plain file that is cut
 PYDOC = "pydoc"
 
 
-def plan(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[Task]:
+def plan_tasks(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[Task]:
     """Tasks of all corpora in order. A file named twice is read once. Empty files are counted and left out.
 
     Raises BadInput naming the file that can't be read.
@@ -123,7 +124,7 @@ def _ranges(whole: Piece, head: bytes, options: ReadOptions, problems: Problems)
     ]
 
 
-def read(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Document]:
+def read_piece(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Document]:
     """Documents of a piece in file order; bad places follow the policy of `problems`."""
     path = piece.path
     if piece.format == PYDOC:
@@ -133,7 +134,7 @@ def read(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Doc
     try:
         _check_unchanged(piece)
         if piece.format in TABLES:
-            rows = arrow.read(path, piece.format, piece.start, piece.end, options.text_field, problems)
+            rows = arrow.read_table(path, piece.format, piece.start, piece.end, options.text_field, problems)
             for row, text in rows:
                 yield Document(path, row, text, False)
         else:

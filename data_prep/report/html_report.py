@@ -1,4 +1,4 @@
-"""The report of a build as one HTML page without scripts: everything on it is a figure of `report.facts`."""
+"""Report of a build as one HTML page without scripts: everything on it is a figure of `summary.facts`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a dataset holds, for people: everything shown is counted from the rows, read from the manifest, or masked by the
-very function that the trainer calls.
+"""Inspection of a dataset: its counts, a histogram of lengths and sample rows as text.
 
+Everything shown is counted from the rows, read from the manifest, or masked by the very function that the trainer calls.
 A row's bar has one character a token or, on a narrow screen, every few tokens: the sequence's number in its A part, `=`
 in its B part, `.` in padding.
 """

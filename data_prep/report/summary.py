@@ -1,4 +1,7 @@
-"""What a build read, kept and dropped adds up, or the build fails: every figure here is counted, none is a difference."""
+"""Figures of a build: what it read, kept and dropped, which add up or the build fails.
+
+Every figure is counted, none is a difference.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.common.errors import Problems
-from data_prep.executor.work_files import Done
-from data_prep.readers.tasks import Corpus
+from data_prep.executor.work_files import Done, total
+from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
 
 UNITS = ("documents", "sentences", "tokens")
-
-
-def statistics(drawn: Done, rows: int, seq_len: int) -> dict[str, Any]:
-    """What a manifest says of its rows. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
-    c = drawn.counts
-    return {
-        "documents": c["documents"],
-        "sentences": c["sentences"],
-        "corpus_tokens": c["corpus tokens"],
-        "borrowed_tokens": c["borrowed tokens"],
-        "truncated_tokens": c["truncated tokens"],
-        "tokens": c["tokens"],
-        "sequences": c["sequences"],
-        "text_bytes": c["bytes"],
-        "fill": round(c["tokens"] / (rows * seq_len), 6),
-        "random_next_share": round(c["random next"] / c["pairs"], 6) if c["pairs"] else None,
-    }
 
 
 def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str, Any]:
@@ -49,6 +35,15 @@ def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str
     }
 
 
+def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[Task], results: list[Done]) -> dict[str, Done]:
+    """The sum of what reading the tasks of each corpus reported."""
+    pairs = list(zip(tasks, results, strict=True))
+    return {
+        corpus.name: total([done for task, done in pairs if task.corpus == i])
+        for i, corpus in enumerate(corpora)
+    }
+
+
 def facts(
     account: dict[str, Any],
     corpora: Sequence[Corpus],
@@ -59,7 +54,7 @@ def facts(
     datasets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
-    total = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
+    whole = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
     dropped = {
         "documents": sum(everything.dropped.values()),
         "sentences": everything.counts["dropped sentences"],
@@ -69,14 +64,14 @@ def facts(
         for unit in UNITS:
             own = dataset["corpus_tokens" if unit == "tokens" else unit]
             kept = own - dataset["repeated"][unit] + dataset["held_out"][unit]
-            assert total[unit] == kept + dropped[unit], (
-                f"{unit} do not add up for length {length}: {total[unit]} read, {kept} kept, {dropped[unit]} dropped"
+            assert whole[unit] == kept + dropped[unit], (
+                f"{unit} do not add up for length {length}: {whole[unit]} read, {kept} kept, {dropped[unit]} dropped"
             )
     return {
         "options": account["options"],
         "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "files": {name: account["input files"][name] for name in ("count", "bytes")},
-        "read": total | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
+        "read": whole | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
         "corpora": {
             corpus.name: {
                 "weight": corpus.weight,

@@ -1,4 +1,4 @@
-"""A dataset is verified shard by shard in as many processes as asked for; what is reported never depends on how many."""
+"""Verification of datasets, shard by shard in several processes; what is reported never depends on how many."""
 
 from __future__ import annotations
 

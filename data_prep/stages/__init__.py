@@ -1,1 +1,1 @@
-"""The stages of a build, in their order: train_tokenizer, read, dedup, sequences, shuffle."""
+"""The stages of a build, in their order: train_tokenizer, read, dedup, sequences, shuffle, write."""

@@ -1,7 +1,8 @@
-"""Duplicates are found by key ranges: records of all documents, sorted once a task, met range by range on disk.
+"""Duplicates among documents and paragraphs, found by key ranges.
 
-Memory is one range's, and the first in input order is the one that stays. A range's result is the numbers to drop; a
-task then turns the numbers that are its own into a mask over its sentences, which is all that later stages read.
+Records of all documents are sorted once a task and met range by range on disk. Memory is one range's, and the first in
+input order is the one that stays. A range's result is the numbers to drop; a task then turns the numbers that are its own
+into a mask over its sentences, which is all that later stages read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first stage: a task's documents, cleaned, judged and encoded once, whatever is made of them later.
+"""Reading: the documents of a task, cleaned, judged and encoded once, whatever is made of them later.
 
 Nothing here depends on row lengths. A document that is dropped is counted under its reason together with its sentences
 and tokens, so that what was read is what was kept and what was dropped.
@@ -16,10 +16,9 @@ from data_prep.common.errors import Problems
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.filters import quality, rules
-from data_prep.readers import tasks
-from data_prep.readers.tasks import Task
+from data_prep.readers.tasks import Task, read_piece
 from data_prep.text import clean, minhash
-from data_prep.tokens.encoder import Batch, Encoded, WordEncoder
+from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from megabert.data.tokenizer import Tokenizer
 
 UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
@@ -36,7 +35,6 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
         encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form)
-        encoder.share()
         _encoders[key] = (tokenizer, encoder)
     return _encoders[key]
 
@@ -46,7 +44,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
     clock = time.perf_counter
     before = clock()
     for piece in task.pieces:
-        for document in tasks.read(piece, job.options.read, problems):
+        for document in read_piece(piece, job.options.read, problems):
             done.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
@@ -72,7 +70,7 @@ def read_task(job: Job, task: Task) -> Done:
     """Read, judge and encode one task. Leaves read-TASK.{documents,sentences,tokens} and what deduplication needs."""
     done, problems = Done(size=task.size), Problems(job.on_error)
     encoder = encoder_of(job)[1]
-    with _Spool(job, task, done) as out:
+    with _TaskFiles(job, task, done) as out:
         pending: list[tuple[list[str], int]] = []
         clock = time.perf_counter
         for paragraphs, size in texts(task, job, done, problems):
@@ -92,14 +90,14 @@ def read_task(job: Job, task: Task) -> Done:
     return done
 
 
-def _encode(encoder: WordEncoder, done: Done) -> Batch:
+def _encode(encoder: WordEncoder, done: Done) -> DocumentBatch:
     before = time.perf_counter()
     batch = encoder.finish()
     done.seconds["encode"] += time.perf_counter() - before
     return batch
 
 
-class _Spool:
+class _TaskFiles:
     """The files of a task as its documents arrive."""
 
     def __init__(self, job: Job, task: Task, done: Done) -> None:
@@ -112,7 +110,7 @@ class _Spool:
         none = [np.zeros(0, KEYED)]
         self._keys = {name: list(none) for name in ("documents", "near") if name in job.options.dedup}
 
-    def __enter__(self) -> _Spool:
+    def __enter__(self) -> _TaskFiles:
         names = ["documents", "sentences", "tokens"]
         if "near" in self._job.options.dedup:
             names.append("signatures")
@@ -121,7 +119,7 @@ class _Spool:
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
         return self
 
-    def add(self, batch: Batch, texts: list[tuple[list[str], int]]) -> None:
+    def add(self, batch: DocumentBatch, texts: list[tuple[list[str], int]]) -> None:
         """Judge and keep documents; `texts` holds their (paragraphs, bytes)."""
         done, job = self._done, self._job
         before = time.perf_counter()
@@ -149,7 +147,7 @@ class _Spool:
         self._files["tokens"].write(encoded.tokens)
         done.histogram("tokens of a document", table["tokens"][keep])
         done.histogram("tokens of a sentence", encoded.sentence_lengths)
-        done.seconds["spool"] += time.perf_counter() - before
+        done.seconds["work files"] += time.perf_counter() - before
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
             self._unit_documents += 1
@@ -157,7 +155,9 @@ class _Spool:
                 self._end_unit()
         self._documents += int(keep.sum())
 
-    def _judge(self, batch: Batch, table: np.ndarray, texts: list[tuple[list[str], int]]) -> np.ndarray:
+    def _judge(
+        self, batch: DocumentBatch, table: np.ndarray, texts: list[tuple[list[str], int]]
+    ) -> np.ndarray:
         """bool [d]: the documents to keep; the others are counted under their reasons."""
         verdicts = quality.judge(batch.words, self._job.options.rules)
         reasons = {number: rules.REASONS[number] for number in np.unique(verdicts[verdicts > 0]).tolist()}
@@ -179,7 +179,7 @@ class _Spool:
             )
         return codes == 0
 
-    def _hash(self, batch: Batch, table: np.ndarray, keep: np.ndarray) -> None:
+    def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
         """Keys that duplicates are found by, of the kept documents."""
         before = time.perf_counter()
         dedup = self._job.options.dedup

@@ -1,8 +1,8 @@
-"""Sequences of one row length, drawn from the kept documents of a task, go to disk ordered by a random 64-bit key.
+"""Sequences of one row length, drawn from the kept documents of a task.
 
-So the global shuffle is later a merge of key ranges. What a task becomes depends on its documents, the options and its
-number alone. Held-out documents of several tasks make one unit, since one task holds too few of them to take random
-sentences from another.
+They go to disk ordered by a random 64-bit key, so that the global shuffle is later a merge of key ranges. What a task
+becomes depends on its documents, the options and its number alone. Held-out documents of several tasks make one unit, since
+one task holds too few of them to take random sentences from another.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Draw:
     index: int
     seq_len: int
     parts: tuple[Kept, ...]
+
+
+def train_draws(parts: list[Kept], seq_len: int) -> list[Draw]:
+    return [Draw("train", i, seq_len, (part,)) for i, part in enumerate(parts)]
 
 
 def held_groups(parts: list[Kept], held_tokens: list[int], seq_len: int) -> list[Draw]:

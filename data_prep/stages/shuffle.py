@@ -1,26 +1,22 @@
-"""The global shuffle is a merge of random key ranges: every row order is possible and memory is one bucket's.
+"""Global shuffle out of core, and packing of sequences into rows.
 
-Sequences lie on disk ordered by key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are
-packed, its rows shuffled. Buckets in order are the dataset. Their number follows from the corpus, not from workers. Of a
-large corpus neighbouring runs are merged first: the rows are the same, and files are opened a hundred times less.
+It is a merge of random key ranges: every row order is possible and memory is one bucket's. Sequences lie on disk ordered by
+key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are packed, its rows shuffled. Buckets
+in order are the dataset. Their number follows from the corpus, not from workers. Of a large corpus neighbouring runs are
+merged first: the rows are the same, and files are opened a hundred times less.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from data_prep.executor import work_files
 from data_prep.executor.work_files import SEQUENCE, Done, Job, Writer
-from data_prep.options import BLOCK_ROWS
 from data_prep.tokens.packing import pack
-from megabert.data import shards
 
 MAX_BUCKET_TOKENS = 1 << 23  # a shard's worth where a shard is smaller
 MAX_RUNS = 512  # that a bucket is met from; more are merged first, since every bucket opens every run
@@ -71,17 +67,6 @@ class Merge:
     first: int
     runs: int
     ranges: int
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """Rows [first_row, first_row + rows) of a part as pieces (bucket, first row in it, rows of it)."""
-
-    part: Part
-    index: int
-    first_row: int
-    rows: int
-    pieces: tuple[tuple[int, int, int], ...]
 
 
 def choose_slots(lengths: Counter[int], seq_len: int) -> int:
@@ -187,47 +172,4 @@ def process_bucket(job: Job, bucket: Bucket) -> Done:
         work_files.write(job, f"{part.stem}-{bucket.index:06d}.rows.{suffix}", array, done)
     done.seconds["shuffle"] += clock() - before
     done.counts["rows"] = rows
-    return done
-
-
-def plan_shards(part: Part, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
-    """Cut the rows of all buckets, in order, into shards."""
-    edges = np.concatenate([[0], np.cumsum(bucket_rows)]).tolist()
-    plans = []
-    for index, first in enumerate(range(0, edges[-1], rows_per_shard)):
-        last = min(first + rows_per_shard, edges[-1])
-        pieces = []
-        for bucket, (low, high) in enumerate(pairwise(edges)):
-            begin, end = max(first, low), min(last, high)
-            if begin < end:
-                pieces.append((bucket, begin - low, end - begin))
-        plans.append(ShardPlan(part, index, first, last - first, tuple(pieces)))
-    return plans
-
-
-def process_shard(job: Job, plan: ShardPlan) -> Done:
-    """Write one shard; its manifest entry is the fact "shard"."""
-    done = Done()
-    before = time.perf_counter()
-    part = plan.part
-    arrays = []
-    for suffix, dtype, shape in (
-        ("ids", part.dtype, (part.seq_len,)),
-        ("bounds", "uint16", (part.slots, 2)),
-        ("labels", "int8", (part.slots,)),
-    ):
-        width = int(np.prod(shape))
-        parts = [
-            work_files.read(
-                job, f"{part.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width
-            )
-            for bucket, first, rows in plan.pieces
-        ]
-        arrays.append(np.concatenate(parts).reshape(plan.rows, *shape))
-    path = Path(part.folder, f"shard-{plan.index:06d}.tar")
-    ids, bounds, labels = arrays
-    entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
-    done.facts["shard"] = entry
-    done.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
-    done.seconds["write"] += time.perf_counter() - before
     return done

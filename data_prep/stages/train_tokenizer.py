@@ -1,4 +1,4 @@
-"""A tokenizer is trained on a bounded sample spread over the corpora and comes out the same bytes each time.
+"""Training of a tokenizer on a bounded sample spread over the corpora, to the same bytes each time.
 
 The sample is the opening of tasks at even distances. A corpus gets a share of it that grows with its bytes to the power
 `sample_alpha`: 1 is its natural share, 0 an equal one, and 0.3 what multilingual models take so that small languages are
@@ -25,7 +25,7 @@ from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Task
 from data_prep.stages.read import texts
 from data_prep.text import clean, sentences
-from data_prep.tokens.encoder import batch_of
+from data_prep.tokens.encoder import word_facts
 
 SAMPLED_TASKS = 128  # of a corpus
 THREADS = 2
@@ -66,7 +66,7 @@ def sample(job: Job, share: Share) -> Done:
         size -= length
         if size <= 0:
             break
-    words = batch_of(documents, job.options.normalization)
+    words = word_facts(documents, job.options.normalization)
     wanted = quality.judge(words, job.options.rules) == 0
     wanted &= quality.document_hashes(words, job.options.seed) >= job.held_limit
     lines: list[str] = []

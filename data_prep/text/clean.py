@@ -1,7 +1,7 @@
-"""Cleaning costs what the rare thing costs: bytes in C, markup where it occurs, characters once a distinct word.
+"""Cleaning of text: bytes in C, left-over markup where it occurs, characters once a distinct word.
 
 `paragraphs` does what needs a whole document (decoding, line ends, hard-wrapped lines, markup). What is
-local to a word (NFC, invisible characters, entities) is `clean_word`, run once a distinct word by `words`.
+local to a word (NFC, invisible characters, entities) is `clean_word`, run once a distinct word by `tokens.encoder`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Whether a document is dropped as a copy follows from hashes of its words and its number, in any order of work.
+"""MinHash signatures of documents, and exact and near duplicates by hashes.
 
-MinHash (Broder 1997): two documents agree in a place of their signatures with the probability that is the Jaccard
-similarity of their sets of shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani
-1998): with 48 bands of 4, a pair of similarity 0.45 is met with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003.
-Signatures are rensa's: shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle
-hashes (256 places; EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
+Whether a document is dropped follows from hashes of its words and its number, in any order of work. MinHash (Broder 1997):
+two documents agree in a place of their signatures with the probability that is the Jaccard similarity of their sets of
+shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani 1998): with 48 bands of 4, a
+pair of similarity 0.45 is met with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's:
+shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle hashes (256 places;
+EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 
 import numpy as np
 
-from data_prep.common.hashing import ODD, mix
+from megabert.common.hash_mixer import GOLDEN64, mix64
 
 SHINGLE = 3  # words; one changed word breaks three shingles
 PERMUTATIONS = 256  # 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
@@ -30,21 +31,21 @@ def shingles(words: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.n
     """
     count = len(words)
     lengths = np.diff(documents)
-    keys = mix(words)
+    keys = mix64(words)
     for k in range(1, SHINGLE):
-        keys *= ODD
+        keys *= GOLDEN64
         keys[: count - k] += words[k:]
     whole = np.ones(count, bool)  # whether all of the shingle that begins here is in the document
     for k in range(1, SHINGLE):
         whole[documents[1:][lengths >= k] - k] = False
     for size in range(1, SHINGLE):
         first = documents[:-1][lengths == size]
-        key = mix(words[first])
+        key = mix64(words[first])
         for k in range(1, size):
-            key = key * ODD + words[first + k]
+            key = key * GOLDEN64 + words[first + k]
         keys[first], whole[first] = key, True
     sizes = np.where(lengths > 0, np.maximum(lengths - SHINGLE + 1, 1), 0)
-    return mix(keys[whole]), np.concatenate([[0], np.cumsum(sizes)])
+    return mix64(keys[whole]), np.concatenate([[0], np.cumsum(sizes)])
 
 
 def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -67,9 +68,9 @@ def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
 def band_keys(signatures: np.ndarray) -> np.ndarray:
     """uint64 [d, BANDS], uniform: equal where two documents agree in all ROWS places of a band, differing between bands."""
     places = signatures[:, : BANDS * ROWS].reshape(len(signatures), BANDS, ROWS).astype(np.uint64)
-    keys = np.broadcast_to(mix(np.arange(1, BANDS + 1, dtype=np.uint64)), places.shape[:2])
+    keys = np.broadcast_to(mix64(np.arange(1, BANDS + 1, dtype=np.uint64)), places.shape[:2])
     for row in range(ROWS):
-        keys = mix(keys * ODD + places[:, :, row])
+        keys = mix64(keys * GOLDEN64 + places[:, :, row])
     return keys
 
 

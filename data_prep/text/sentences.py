@@ -1,8 +1,9 @@
-"""A sentence ends at a word that can end one, before a word that can start one; both are facts of a word alone.
+"""Sentence ends: after a word that can end a sentence, before a word that can start one.
 
-So the two tests run once a distinct word and the split itself is one array operation over word numbers, about a
-nanosecond a byte. Libraries work on strings: measured on 1 MB of Wikipedia with one core (EPYC, 2026-11), sentencex does
-48 MB/s (a fifth on top of all the rest), syntok 1.3 and pysbd 0.24; of the ends found here they find 97%, 99% and 98%.
+Both are facts of a word alone. So the two tests run once a distinct word and the split itself is one array operation over
+word numbers, about a nanosecond a byte. Libraries work on strings: measured on 1 MB of Wikipedia with one core (EPYC,
+2026-11), sentencex does 48 MB/s (a fifth on top of all the rest), syntok 1.3 and pysbd 0.24; of the ends found here they
+find 97%, 99% and 98%.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Text becomes token ids through a cache of distinct words, so a word costs a lookup and not a Viterbi search.
+"""Encoder of documents to token ids, through a cache of distinct words.
 
-No piece of a SentencePiece model that splits at whitespace and puts a dummy prefix crosses a word, and its
-score is a sum over pieces: the best segmentation of a sentence is the concatenation of its words' best ones.
-(In a model that data_prep did not train, rounding of the running sum can break a near tie differently.) The contents of
-the cache never change what comes out. What filters and deduplication need of a word (`filters.FACTS`) is in the cache too.
-Legend: w words, t tokens, s sentences, p paragraphs, d documents.
+A word costs a lookup and not a Viterbi search. No piece of a SentencePiece model that splits at whitespace and puts a dummy
+prefix crosses a word, and its score is a sum over pieces: the best segmentation of a sentence is the concatenation of its
+words' best ones. (In a model that data_prep did not train, rounding of the running sum can break a near tie differently.)
+The contents of the cache never change what comes out. What filters and deduplication need of a word (`quality.FACTS`) is in
+the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.common.lexicon import Lexicon, word_hashes
-from data_prep.executor import shared_cache
 from data_prep.filters import quality
 from data_prep.text import clean, sentences
 from megabert.data.tokenizer import Tokenizer
@@ -27,7 +26,6 @@ MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbe
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
 WORD = np.dtype(
     [
-        ("key", "<u8"),  # its hash in the lexicon
         ("facts", quality.FACTS),
         ("start", "<i4"),
         ("length", "<i4"),
@@ -92,19 +90,19 @@ class Encoded:
 
 
 @dataclass
-class Batch:
+class DocumentBatch:
     """Documents as they came out of the encoder, with what judges them.
 
     words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
     paragraphs, empty ones too.
     """
 
-    words: quality.Batch
+    words: quality.WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
 
 
-def batch_of(documents: list[list[str]], form: clean.Form) -> quality.Batch:
+def word_facts(documents: list[list[str]], form: clean.Form) -> quality.WordFacts:
     """Words of a few documents, each a list of paragraphs, without a cache."""
     words: list[str] = []
     ends, edges = [0], [0]
@@ -117,7 +115,7 @@ def batch_of(documents: list[list[str]], form: clean.Form) -> quality.Batch:
     plain = [clean.clean_word(word, form) for word in distinct]
     facts = quality.describe(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
-    return quality.Batch(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
+    return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
 
 
 def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -138,14 +136,8 @@ class WordEncoder:
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
         self.tokenizer, self.dtype, self.form = tokenizer, np.dtype(dtype), form
-        self._exchange: shared_cache.Exchange | None = None
         self._reset_cache()
         self._reset_documents()
-
-    def share(self) -> None:
-        """In a worker of a pool: learn from the others and let them learn from this one."""
-        key = f"{self.tokenizer.sha256[:40]} {self.form}".encode()
-        self._exchange = shared_cache.open_here(key, WORD, self.dtype)
 
     def _reset_cache(self) -> None:
         self._lexicon = Lexicon()
@@ -175,7 +167,7 @@ class WordEncoder:
         numbers[full], new = self._lexicon.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            self._take_in(hashes[new], distinct.take(pa.array(new)))
+            self._take_in(distinct.take(pa.array(new)))
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -184,19 +176,10 @@ class WordEncoder:
             here = here[here >= 0]
         return here, edges
 
-    def _take_in(self, keys: np.ndarray, words: pa.StringArray) -> None:
+    def _take_in(self, words: pa.StringArray) -> None:
         """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        rows, known = np.zeros(len(keys), WORD), np.zeros(len(keys), bool)
-        for where, records, tokens in self._exchange.find(keys) if self._exchange else ():
-            rows[where], known[where] = records, True
-            rows["start"][where] = self._place(tokens, records["length"])
-        new = np.flatnonzero(~known)
-        if len(new):
-            learned, tokens = self._learn(words.take(pa.array(new)).to_pylist())
-            learned["key"], learned["start"] = keys[new], self._place(tokens, learned["length"])
-            rows[new] = learned
-            if self._exchange:
-                self._exchange.publish(learned, tokens)
+        rows, tokens = self._learn(words.to_pylist())
+        rows["start"] = self._place(tokens, rows["length"])
         last = self._lexicon.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -211,7 +194,7 @@ class WordEncoder:
         return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
     def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode words: WORD [w] but for key and start, and their tokens."""
+        """Encode words: WORD [w] but for start, and their tokens."""
         clean_word, form = clean.clean_word, self.form
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
         plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
@@ -227,7 +210,7 @@ class WordEncoder:
         rows["facts"] = quality.describe(plain, ends)
         return rows, np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
 
-    def finish(self) -> Batch:
+    def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""
         if self._lexicon.size > MAX_WORDS or self._used > MAX_TOKENS:
             self._reset_cache()
@@ -237,11 +220,11 @@ class WordEncoder:
         facts = np.empty(len(numbers), quality.FACTS)
         for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
             facts[name] = self._table["facts"][name][numbers]
-        words = quality.Batch(facts, documents, paragraphs)
+        words = quality.WordFacts(facts, documents, paragraphs)
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)
-            return Batch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
+            return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
         begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
@@ -255,4 +238,4 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return Batch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)
+        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)

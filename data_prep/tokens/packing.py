@@ -1,7 +1,7 @@
-"""Rows hold whole sequences, best fit first, longest first; equal lengths are placed together, not one by one.
+"""Packing of whole sequences into rows: best fit, longest first.
 
-There are at most `capacity` distinct lengths and residuals, so packing costs the number of distinct lengths
-and the copies, not the number of sequences times that of rows.
+Equal lengths are placed together, not one by one. There are at most `capacity` distinct lengths and residuals, so packing
+costs the number of distinct lengths and the copies, not the number of sequences times that of rows.
 """
 
 from __future__ import annotations

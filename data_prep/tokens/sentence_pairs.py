@@ -1,6 +1,6 @@
-"""Sequences are ranges of a unit's tokens, chosen by BERT's algorithm; no token is copied until all are chosen.
+"""Sentence pairs, and full sentences, as ranges of a unit's tokens; no token is copied until all are chosen.
 
-Source: Devlin et al. 2019, appendix A.2: sentences gather up to a target length, which is the row's in 90%
+BERT's algorithm. Source: Devlin et al. 2019, appendix A.2: sentences gather up to a target length, which is the row's in 90%
 of the cases and uniform in [2, row] in 10%; a random point among them ends A; in half of the cases (and
 always when there is one sentence alone) B is a run of another document from a random sentence on, and the
 sentences that were to be B are put back. The longer of A and B then loses tokens, each from its front or

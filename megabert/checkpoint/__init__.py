@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is not used, it does not know how many ranks wrote it, and a run never starts over in silence.
+"""Checkpoints: saved by all ranks or not at all, verified before use, read by any number of ranks at any ZeRO stage.
 
 All ranks write into a hidden folder; every file is fsynced and hashed by the rank that wrote it; rank 0 writes the
 manifest, renames the folder to `step-NNNNNNNN` and replaces `pointer.json`. Whatever dies before the rename leaves the

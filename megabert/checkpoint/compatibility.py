@@ -1,4 +1,4 @@
-"""A run goes on only with the data, tokenizer and model it was started with, and in the same global batches."""
+"""Compatibility of a checkpoint with a run: data, tokenizer, model and global batch must be those it was made with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FREE = ("dropout", "attention_dropout", "activation_checkpointing")  # fields of
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to continue a run on other data or as another model.
 
-    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises ValueError naming the field and both values.
+    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises
+    ValueError naming the field and both values.
     """
     for key, what in (("dataset", "dataset fingerprint"), ("tokenizer", "tokenizer SHA-256")):
         _refuse(what, saved[key], current[key])

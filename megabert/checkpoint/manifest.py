@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is opened before its manifest, its size and its SHA-256 were compared.
+"""Manifest of a checkpoint: nothing of it is opened before this, its size and its SHA-256 were compared.
 
 A manifest names plain files of its own folder and nothing else: a name with a slash, `..` or a link is damage.
 """
@@ -16,9 +16,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from megabert.common.canonical_json import sealed
+
 SCHEMA = 2
 FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are still read
 MANIFEST = "manifest.json"
+SEAL = "sha256"  # the field that holds the digest of the others
 WEIGHTS = "weights.safetensors"
 FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
 LARGEST_MANIFEST = 256 << 20  # bytes; BERT-LARGE over 1,000 ranks needs 0.3 MB
@@ -55,7 +58,7 @@ def seal(
     files: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], engine: Mapping[str, Any]
 ) -> bytes:
     """The bytes of a manifest."""
-    return _sealed({"schema": SCHEMA, "files": files, "state": state, "engine": engine})
+    return sealed({"schema": SCHEMA, "files": files, "state": state, "engine": engine}, SEAL)
 
 
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
             raise Damaged(f"{path.name}/{MANIFEST} is larger than any manifest")
         data = file.read_bytes()
         manifest = json.loads(data)
-        if _sealed({key: value for key, value in manifest.items() if key != "sha256"}) != data:
+        if sealed(manifest, SEAL) != data:
             raise Damaged(f"{path.name}/{MANIFEST} is damaged")
         schema = manifest["schema"]
         if schema == FIRST_SCHEMA and not weights_only:
@@ -121,22 +124,6 @@ def entry_of(path: Path) -> dict[str, Any]:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def canonical(value: Any) -> bytes:
-    """The one JSON text of `value`."""
-    return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
-
-
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    return canonical(dict(body) | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
 
 
 def _check_plain(file: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: taken at one instant, written beside the training, committed by all ranks or not at all."""
+"""Checkpoints of a run: taken at one instant, written beside the training, committed by all ranks or not at all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from megabert.checkpoint.manifest import (
     WEIGHTS,
     Damaged,
     Outdated,
-    canonical,
     read_manifest,
     seal,
     verify_files,
-    write_durably,
 )
 from megabert.checkpoint.tensors import (
     Moments,
@@ -34,7 +32,8 @@ from megabert.checkpoint.tensors import (
     write_moments,
     write_weights,
 )
-from megabert.common.atomic_io import sync
+from megabert.common.atomic_io import sync, write_whole
+from megabert.common.canonical_json import canonical
 from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 STEP = re.compile(r"step-(\d{8,})")
 SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed
+POINTER = "pointer.json"
 REPLACED = ".replaced-"  # prefix of a checkpoint whose step is being saved again
 
 
@@ -72,7 +72,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None) -> None:
         """`settings` None opens the folder for reading only. Otherwise what dead saves left is removed, so the run's lock
-        must be held (`runlock.take`)."""
+        must be held (`run_lock.take`)."""
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings = world, settings
@@ -145,17 +145,14 @@ class Checkpoints:
     def commit(self, temporary: Path, step: int, manifest: bytes) -> None:
         """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old. Rank 0 only."""
         assert self.settings is not None
-        write_durably(temporary / MANIFEST, manifest)
-        sync(temporary)
+        write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final = self.folder / f"step-{step:08d}"
         if final.exists():  # damaged, or saved again after going back: the name is free only for a moment
             os.rename(final, self.folder / f"{REPLACED}{final.name}")
         os.rename(temporary, final)
         sync(self.folder)
         sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
-        write_durably(self.folder / f"{SAVING}pointer", canonical({"step": step}))
-        os.replace(self.folder / f"{SAVING}pointer", self.folder / "pointer.json")
-        sync(self.folder)
+        write_whole(self.folder / POINTER, canonical({"step": step}))
         steps, every = self._steps(), self.settings.keep_every
         abandoned = [other for other in steps if other > step]  # newer ones that could not be used
         older = [other for other in steps if other <= step][self.settings.keep :]
@@ -191,7 +188,7 @@ class Checkpoints:
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
-        for leftover in self.folder.glob(f"{SAVING}*"):
+        for leftover in (*self.folder.glob(f"{SAVING}*"), *self.folder.glob(f".{POINTER}.*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -328,6 +325,6 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
 def _pointer(folder: Path) -> int | None:
     """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide."""
     try:
-        return int(json.loads((folder / "pointer.json").read_bytes())["step"])
+        return int(json.loads((folder / POINTER).read_bytes())["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

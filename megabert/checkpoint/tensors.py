@@ -1,4 +1,4 @@
-"""Where each stretch of each tensor lies in a checkpoint's safetensors files, and that all stretches are there.
+"""Tensors of a checkpoint: its safetensors files, where each stretch of a moment lies in them, and that none is missing.
 
 The manifest lists the pieces of each moments file, so that a rank opens the files it needs and no other, and reads its
 own slices of them only.

@@ -1,4 +1,4 @@
-"""A folder, or a file, appears whole or not at all: it is written beside its place and renamed into it."""
+"""Atomic writing of files and folders: written beside their place, synced to the disk, renamed into it; whole or not there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -35,14 +36,25 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """The file `path` with `data` in it, in place of one that was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+@contextmanager
+def appearing_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which becomes `path`, in place of one that was there, when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file `path` with `data` in it, in place of one that was there."""
+    with appearing_file(path) as file:
+        file.write(data)
 
 
 def _put(temporary: Path, target: Path, replaced: Path) -> None:

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: what the kernel takes back it hands out again a zeroed page at a time.
+"""Allocator setting that keeps freed memory: what the kernel takes back it hands out again a zeroed page at a time.
 
 Arrays of a few megabytes are made and freed for every batch, and buffers of tens of megabytes in every layer. With glibc's
 defaults each of them is a new mapping; faulting its pages in costs up to half of the loader's time and a fifth of a

@@ -1,4 +1,4 @@
-"""Randomness is a function of (seed, step, rank), not a state: any update can be repeated, and nothing has to be saved."""
+"""Random seeds of updates: a function of (seed, step, rank), so any update can be repeated and nothing has to be saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from ours; a user's own DeepSpeed file may add to it and not contradict it."""
+"""DeepSpeed's configuration, made from ours, and the merge with a user's own, which may add to it and not contradict it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # it waits for the device twice a micro-step, and we measure ourselves
     }
     if config.precision == "bf16":
         result["bf16"] = {"enabled": True}

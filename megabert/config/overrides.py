@@ -1,4 +1,4 @@
-"""A key that no section has is refused with the nearest one that exists; a value is read as the type its field has."""
+"""`section.key=value` overrides, read as the type their field has, and the refusal of unknown keys by the nearest known one."""
 
 from __future__ import annotations
 

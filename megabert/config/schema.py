@@ -1,4 +1,4 @@
-"""A run is described by one frozen, typed value; every key is known, every number is checked before anything starts.
+"""Schema of a run's configuration: one frozen, typed value whose every key is known and every number checked.
 
 Sources are merged in one order: defaults, preset or TOML file, `section.key=value` overrides. Unknown keys fail with
 the nearest match and types are strict. The global batch is the human's number; accumulation is derived, never set.
@@ -197,14 +197,14 @@ class SpikesConfig(Section):
     window: int = Field(
         128, ge=8, description="recent updates a loss is compared with; judged from a quarter on"
     )
-    max_rollbacks: int = Field(5, ge=0, description="goings-back of one process before the run stops")
+    max_rollbacks: int = Field(5, ge=0, description="rollbacks of one process before the run stops")
 
 
 class WatchdogConfig(Section):
     timeout_seconds: float = Field(
         600.0,
         ge=0,
-        description="without progress on a rank for so long the job names the culprit and ends; 0 off",
+        description="without progress on a rank for so long the job names the failed rank and ends; 0 off",
     )
 
 

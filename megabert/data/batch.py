@@ -1,5 +1,6 @@
-"""Every array of a batch has a static shape, and every token knows the sequence it belongs to.
+"""Batches: the tensors of a micro-batch, their collation from rows, and the micro-batches of one update.
 
+Every array has a static shape, and every token knows the sequence it belongs to.
 All of one rank's update lies in two flat buffers, so that it travels between processes as two tensors and micro-batches
 are views of it. Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences a row, K prediction slots.
 """
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert.data.masking import IGNORED, Masked
+from megabert.common.labels import IGNORE
+from megabert.data.masking import Masked
 from megabert.data.shards import Rows
 
 
@@ -27,9 +29,11 @@ class Batch:
         torch.Tensor
     )  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
     key_end: torch.Tensor  # int32 [B, T], one past its last position (causal: past the token); 0 in padding
-    lengths: torch.Tensor  # int32 [B, S], 0 in unused slots
-    cls_positions: torch.Tensor  # int32 [B, S], flat in B * T; the row's first position in unused slots
-    nsp_labels: torch.Tensor  # int64 [B, S], -100 in unused slots and where there is no pair
+    lengths: torch.Tensor  # int32 [B, S], 0 past the row's last sequence
+    cls_positions: (
+        torch.Tensor
+    )  # int32 [B, S], flat in B * T; the row's first position past the last sequence
+    nsp_labels: torch.Tensor  # int64 [B, S], -100 past the last sequence and where there is no pair
     mlm_positions: (
         torch.Tensor
     )  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
@@ -102,12 +106,12 @@ class Shape:
 
     rows: int
     seq_len: int
-    slots: int
+    max_sequences: int
     capacity: int
 
     def widths(self, wide: bool) -> dict[str, int]:
         """Elements a row takes of each field of the int64 (`wide`) or the int32 buffer, in order."""
-        t, s, k = self.seq_len, self.slots, self.capacity
+        t, s, k = self.seq_len, self.max_sequences, self.capacity
         if wide:
             return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1, "epochs": 1, "counts": len(COUNTS)}
         names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
@@ -128,6 +132,15 @@ class Shape:
                 start += self.rows * width
         return views
 
+    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, micro_batch: int) -> list[Batch]:
+        """Micro-batches over two filled buffers, without a copy."""
+        views, m = self.carve(narrow, wide), micro_batch
+        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
+        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
+        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
+        parts = zip(tensors, counts, row_ids, epochs, strict=True)
+        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
+
 
 def collate(
     rows: Rows,
@@ -143,18 +156,18 @@ def collate(
     to what is before it in its sequence, and to itself.
     """
     n, seq_len = rows.ids.shape
-    slots = rows.bounds.shape[1]
+    max_sequences = rows.bounds.shape[1]
     lengths = rows.bounds[:, :, 0].astype(np.int32)
     used = lengths > 0
     ends = np.cumsum(lengths, axis=1, dtype=np.int32)
-    pieces = np.empty((n, slots + 1), np.int64)  # the last one is the padding
-    pieces[:, :slots] = lengths
-    np.subtract(seq_len, ends[:, -1], out=pieces[:, slots])
-    values = np.zeros((3, n, slots + 1), np.int32)
-    values[0, :, :slots] = ends - lengths
-    values[1, :, :slots] = ends
-    values[2, :, :slots] = rows.bounds[:, :, 1]
-    values[2, :, slots] = seq_len  # padding has no B part
+    pieces = np.empty((n, max_sequences + 1), np.int64)  # the last one is the padding
+    pieces[:, :max_sequences] = lengths
+    np.subtract(seq_len, ends[:, -1], out=pieces[:, max_sequences])
+    values = np.zeros((3, n, max_sequences + 1), np.int32)
+    values[0, :, :max_sequences] = ends - lengths
+    values[1, :, :max_sequences] = ends
+    values[2, :, :max_sequences] = rows.bounds[:, :, 1]
+    values[2, :, max_sequences] = seq_len  # padding has no B part
     pieces = pieces.ravel()
     key_start, key_end, a_length = (np.repeat(v.ravel(), pieces).reshape(n, seq_len) for v in values)
     out["input_ids"][:] = masked.ids
@@ -166,17 +179,17 @@ def collate(
     position *= key_end > 0
 
     out["lengths"][:] = lengths
-    out["cls_positions"][:] = np.where(used, values[0, :, :slots], 0) + row_start[:, None]
+    out["cls_positions"][:] = np.where(used, values[0, :, :max_sequences], 0) + row_start[:, None]
     out["mlm_positions"][:] = masked.positions + row_start[:, None]
     out["mlm_labels"][:] = masked.labels
     pair = used & (rows.isnext >= 0)
-    out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORED)
+    out["nsp_labels"][:] = np.where(pair, rows.isnext, IGNORE)
     out["row_ids"][:, 0] = row_ids
     for column, count in enumerate((masked.counts, pair.sum(1), ends[:, -1], used.sum(1))):  # as in COUNTS
         out["counts"][:, column] = count
     filler = row_ids < 0
     if filler.any():
         for name in ("mlm_labels", "nsp_labels"):
-            out[name][filler] = IGNORED
+            out[name][filler] = IGNORE
         out["counts"][filler] = 0
         out["mlm_positions"][filler] = row_start[filler, None]

@@ -1,4 +1,4 @@
-"""The cursor of a run is one integer: updates are cut from one fixed order of rows, whoever asks for them.
+"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
 masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
@@ -9,23 +9,24 @@ length, S sequences a row, K prediction slots a row.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megabert.data.batch import COUNTS, TENSORS, Batch, Shape, Update, collate
-from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.common.malloc import keep_freed_memory
+from megabert.data.batch import Batch, Shape, Update, collate
+from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
 from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -35,7 +36,10 @@ __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 if TYPE_CHECKING:
     from megabert.config import Config
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, asks nothing of the
+# program's main module, and is born with the signals below blocked. The threads that a run has by then (gloo, watchdog,
+# OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 CHUNK_TOKENS = (
     1 << 18
@@ -107,31 +111,6 @@ class _Source:
             rows.isnext[filler] = -1
         return rows, damage
 
-    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, rows: int) -> list[Batch]:
-        """Micro-batches over the buffers of `rows` rows, without a copy."""
-        views = self.shape(rows).carve(narrow, wide)
-        m = self.micro_batch
-        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
-        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
-        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
-        parts = zip(tensors, counts, row_ids, epochs, strict=True)
-        return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
-
-
-class MaskingOptions(Protocol):
-    """The fields of `config.MaskingConfig`, or of `masking.Masking`."""
-
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def mask(self) -> float: ...
-    @property
-    def random(self) -> float: ...
-    @property
-    def max_predictions(self) -> int: ...
-
 
 def _source(
     dataset: Dataset, tokenizer: Tokenizer | Vocabulary, masking: MaskingOptions, seed: int, micro_batch: int
@@ -153,8 +132,7 @@ def _source(
         )
     if micro_batch < 1:
         raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-    options = Masking(masking.strategy, masking.rate, masking.mask, masking.random, masking.max_predictions)
-    return _Source(dataset, vocabulary, options, seed, micro_batch)
+    return _Source(dataset, vocabulary, Masking.of(masking), seed, micro_batch)
 
 
 class _Updates(torch.utils.data.Dataset):
@@ -198,14 +176,21 @@ class _StepsFrom(torch.utils.data.Sampler):
         return itertools.count(self.start)
 
 
-def _start_worker(parent: int, _: int) -> None:
-    """A worker ends with the process it works for, however that ends."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before the call
-        os._exit(1)
+def _start_worker(_: int) -> None:
+    """A worker ends with the process it works for, however that ends and however the worker was started.
+
+    Parent ids tell nothing under forkserver, where the server is every worker's parent; the pipe behind `parent_process`
+    closes with the process that asked for the worker.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     keep_freed_memory()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _kill(workers: list[Any]) -> None:
@@ -241,6 +226,7 @@ class Loader:
         prefetch: int = 2,
         start_step: int = 0,
         pin_memory: bool = False,
+        start_method: str = START_METHOD,
     ) -> None:
         self.source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
         if global_batch < 1 or global_batch % (micro_batch * world):
@@ -261,13 +247,17 @@ class Loader:
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 collate_fn=_as_it_is,
-                worker_init_fn=functools.partial(_start_worker, os.getpid()),
+                multiprocessing_context=start_method,
+                worker_init_fn=_start_worker,
                 pin_memory=pin_memory,
                 generator=torch.Generator(),  # not the global one, whose state belongs to the model
             )
             others = multiprocessing.active_children()
             # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            if start_method != "fork":
+                resource_tracker.ensure_running()  # its first start unblocks INT and TERM
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._items = iter(loader)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._workers = [p for p in multiprocessing.active_children() if p not in others]
@@ -311,7 +301,8 @@ class Loader:
         epoch = self.step * self.global_batch // self.source.dataset.rows
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        update = Update(self.step, epoch, self.source.batches(narrow, wide, self.rows), damage, problem)
+        batches = self.source.shape(self.rows).batches(narrow, wide, self.source.micro_batch)
+        update = Update(self.step, epoch, batches, damage, problem)
         self.step += 1
         return update
 
@@ -343,4 +334,5 @@ def eval_batches(
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
         narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids))
-        yield from source.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)
+        shape = source.shape(micro_batch)
+        yield from shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

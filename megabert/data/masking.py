@@ -1,4 +1,4 @@
-"""A row's mask is a function of (seed, epoch, row id) and the row: never of its batch, rank, worker or moment.
+"""Masking of rows: a function of (seed, epoch, row id) and the row, never of its batch, rank, worker or moment.
 
 Random numbers are hashes of (seed, epoch, row id, position), so no state exists that could be lost or shared. [CLS],
 [SEP], padding and every other special id are neither predicted nor drawn as a replacement. What the strategies do:
@@ -19,12 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-GOLDEN32, GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15  # 2^32 and 2^64 over the golden ratio
+from megabert.common.hash_mixer import GOLDEN64, mix64
+from megabert.common.labels import IGNORE
+
+GOLDEN32 = 0x9E3779B9  # 2^32 over the golden ratio
 LAST = np.uint32(0xFFFFFFFF)
-IGNORED = -100  # label of an unused prediction slot
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
 SPAN_MAX, SPAN_P = 10, 0.2
 STRATEGIES = ("token", "word", "span", "causal")
@@ -32,6 +35,21 @@ SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
 SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(
     np.uint32
 )  # truncated and renormalised: mean 3.8 words
+
+
+class MaskingOptions(Protocol):
+    """The fields of `config.MaskingConfig`, or of `Masking`."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def mask(self) -> float: ...
+    @property
+    def random(self) -> float: ...
+    @property
+    def max_predictions(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,11 @@ class Masking:
             raise ValueError(
                 f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}"
             )
+
+    @staticmethod
+    def of(options: MaskingOptions) -> Masking:
+        """The same options, checked."""
+        return Masking(options.strategy, options.rate, options.mask, options.random, options.max_predictions)
 
     @property
     def causal(self) -> bool:
@@ -93,21 +116,11 @@ class Masked:
     counts: np.ndarray
 
 
-def mix64(x: np.ndarray) -> np.ndarray:
-    """Bijective mix of uint64 [...] in place (splitmix64's finaliser, Steele et al. 2014)."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
-
-
 def stream_keys(*parts: int | np.ndarray) -> np.ndarray:
     """uint64 key of each tuple of non-negative ints below 2^63; array parts broadcast. A key names a random stream."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + np.uint64(GOLDEN64))
+        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + GOLDEN64)
     return key
 
 
@@ -132,7 +145,7 @@ class _Draw:
 
     keys: np.ndarray  # uint32 [n, T], (sequence, random bits, position) from high to low bits; unsorted
     position_mask: np.uint32  # of the position's bits in a key
-    sequence: np.ndarray  # uint32 [n * T], the high bits of each key: its sequence's slot, S in the padding
+    sequence: np.ndarray  # uint32 [n * T], the high bits of each key: its sequence's number, S in the padding
     sequence_shift: np.uint32
     special: np.ndarray  # int64, flat positions that are never masked, ascending
     maskable: np.ndarray  # int64 [n, S]
@@ -183,12 +196,12 @@ def _next_ids(ids: np.ndarray, bounds: np.ndarray) -> Masked:
     lengths = bounds[:, :, 0].astype(np.int64)
     ends = np.cumsum(lengths, axis=1)
     predicts = np.arange(seq_len) < ends[:, -1:]  # (n, T): not padding
-    row, slot = np.nonzero(lengths)
-    predicts[row, ends[row, slot] - 1] = False
+    row, sequence = np.nonzero(lengths)
+    predicts[row, ends[row, sequence] - 1] = False
     row, position = np.nonzero(predicts)
     counts = predicts.sum(1)
     used = np.arange(seq_len) < counts[:, None]
-    positions, labels = np.zeros((n, seq_len), np.int32), np.full((n, seq_len), IGNORED, np.int64)
+    positions, labels = np.zeros((n, seq_len), np.int32), np.full((n, seq_len), IGNORE, np.int64)
     positions[used] = position
     labels[used] = ids[row, position + 1]
     return Masked(ids.astype(np.int32), positions, labels, counts)
@@ -198,20 +211,24 @@ def _prepare(
     ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: Vocabulary
 ) -> _Draw:
     n, seq_len = ids.shape
-    slots = bounds.shape[1]
-    sequence_shift, position_bits = 32 - slots.bit_length(), (seq_len - 1).bit_length()
+    max_sequences = bounds.shape[1]
+    sequence_shift, position_bits = 32 - max_sequences.bit_length(), (seq_len - 1).bit_length()
     if sequence_shift - position_bits < 10:
-        raise ValueError(f"rows of {seq_len} tokens with {slots} sequences leave no room for random bits")
-    pieces = np.empty((n, slots + 1), np.int64)  # every position belongs to a sequence or to the padding
-    pieces[:, :slots] = bounds[:, :, 0]
-    np.subtract(seq_len, pieces[:, :slots].sum(1), out=pieces[:, slots])
-    slot_bits = np.tile(np.arange(slots + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
-    sequence = np.repeat(slot_bits, pieces.ravel())
+        raise ValueError(
+            f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits"
+        )
+    pieces = np.empty(
+        (n, max_sequences + 1), np.int64
+    )  # every position belongs to a sequence or to the padding
+    pieces[:, :max_sequences] = bounds[:, :, 0]
+    np.subtract(seq_len, pieces[:, :max_sequences].sum(1), out=pieces[:, max_sequences])
+    sequence_bits = np.tile(np.arange(max_sequences + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
+    sequence = np.repeat(sequence_bits, pieces.ravel())
 
     special = np.flatnonzero(ids.ravel() <= vocabulary.last_special)
     special = special[vocabulary.special[ids.ravel()[special]]]
-    owner = special // seq_len * (slots + 1) + (sequence[special] >> np.uint32(sequence_shift))
-    maskable = (pieces - np.bincount(owner, minlength=pieces.size).reshape(pieces.shape))[:, :slots]
+    owner = special // seq_len * (max_sequences + 1) + (sequence[special] >> np.uint32(sequence_shift))
+    maskable = (pieces - np.bincount(owner, minlength=pieces.size).reshape(pieces.shape))[:, :max_sequences]
 
     # One offset a row and differences of floors: each budget is rate x maskable rounded up or down, their sum too.
     total = np.cumsum(maskable, axis=1)
@@ -258,9 +275,9 @@ def _choose_tokens(draw: _Draw) -> np.ndarray:
 def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     """Flat positions of the predictions, int64 [P], ascending; `edge` bool [n, T] (overwritten): a word may start here."""
     n, seq_len = edge.shape
-    slots = draw.budget.shape[1]
+    max_sequences = draw.budget.shape[1]
     sequence = draw.sequence >> draw.sequence_shift
-    word_free = sequence == slots
+    word_free = sequence == max_sequences
     word_free[draw.special] = True
     edge = edge.ravel()
     edge |= word_free
@@ -270,9 +287,9 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     is_word = ~word_free[edges]
     first = edges[is_word]  # [W], flat position of each word's first token
     length = np.diff(edges, append=edge.size)[is_word]
-    group = first // seq_len * slots + sequence[first]  # the word's sequence
+    group = first // seq_len * max_sequences + sequence[first]  # the word's sequence
     budget, left = draw.budget.ravel(), draw.budget.ravel().copy()
-    available = np.bincount(group, minlength=n * slots)  # words
+    available = np.bincount(group, minlength=n * max_sequences)  # words
     begin = np.cumsum(available) - available
 
     keys = np.full_like(draw.keys, LAST)
@@ -280,18 +297,18 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     keys.sort(axis=1)
     number = np.empty(edge.size, np.int64)
     number[first] = np.arange(len(first))
-    words = available.reshape(n, slots)
+    words = available.reshape(n, max_sequences)
     order = number[draw.flat(keys, words, words)]  # [W], words of each sequence in the order they are drawn
 
     taken = np.zeros(len(first), dtype=bool)
-    following = np.zeros(n * slots, np.int64)  # draws done, a sequence
+    following = np.zeros(n * max_sequences, np.int64)  # draws done, a sequence
     if not spans:  # everything before the first word that does not fit, at once
         used = np.cumsum(length[order])
         used -= np.repeat(np.concatenate(([0], used))[begin], available)
         fits = used <= np.repeat(budget, available)
         taken[order[fits]] = True
-        following = np.bincount(group[order[fits]], minlength=n * slots)
-        left -= np.bincount(group[order[fits]], length[order[fits]], n * slots).astype(np.int64)
+        following = np.bincount(group[order[fits]], minlength=n * max_sequences)
+        left -= np.bincount(group[order[fits]], length[order[fits]], n * max_sequences).astype(np.int64)
     span_end = _span_ends(draw, first, length, group) if spans else np.arange(1, len(first) + 1)
     active = np.flatnonzero((left > 0) & (available > following))
     while len(active):  # one draw a round in every sequence that has budget and words left
@@ -345,7 +362,7 @@ def _replace(
     before = np.cumsum(counts) - counts
     slot = np.arange(len(chosen)) - before[row]
     at = row * capacity + slot
-    positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORED, np.int64)
+    positions, labels = np.zeros((n, capacity), np.int32), np.full((n, capacity), IGNORE, np.int64)
     positions.ravel()[at] = position
     labels.ravel()[at] = ids.ravel()[chosen]
 

@@ -1,4 +1,4 @@
-"""The order of rows is a function, not a state: position -> row id of an epoch, by the seed and the manifest alone."""
+"""Order of rows: position -> row id of an epoch, a function of the seed and the manifest alone, not a state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.n
     blocks = -(-rows // block_rows)
     order = _blocks(blocks, seed, epoch)
     missing = blocks * block_rows - rows  # rows the last block falls short by
-    short_window, short_slot = divmod(int(np.flatnonzero(order == blocks - 1)[0]), WINDOW)
+    short_window, short_place = divmod(int(np.flatnonzero(order == blocks - 1)[0]), WINDOW)
     span = WINDOW * block_rows
     # Positions as if the last block were full: those after it move on by what it lacks.
     virtual = positions + np.where(positions >= (short_window + 1) * span - missing, missing, 0)
@@ -50,7 +50,7 @@ def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.n
         here = window == w
         size = min(span, blocks * block_rows - w * span) - (missing if w == short_window else 0)
         at[here] = _window(size, seed, epoch, w)[at[here]]
-    cut = short_slot * block_rows + block_rows - missing
+    cut = short_place * block_rows + block_rows - missing
     at += np.where((window == short_window) & (at >= cut), missing, 0)
-    slot, row = np.divmod(at, block_rows)
-    return order[window * WINDOW + slot] * block_rows + row
+    place, row = np.divmod(at, block_rows)
+    return order[window * WINDOW + place] * block_rows + row

@@ -1,4 +1,4 @@
-"""Sequences of any length laid into rows of one width, so that hardly a pad is computed and none is seen.
+"""Packing of sequences of any length into rows of one width, for fine-tuning, evaluation and features.
 
 The same layout as pre-training's rows: attention stays inside a sequence, positions start again in each. A sequence's
 output does not depend on what it is packed with.
@@ -25,7 +25,7 @@ class Packed:
     position_ids: Tensor  # int32 [B, T], from 0 in each sequence
     key_start: Tensor  # int32 [B, T], first position a token attends to
     key_end: Tensor  # int32 [B, T], one past the last; both 0 in padding
-    lengths: Tensor  # int32 [B, S], 0 in unused slots
+    lengths: Tensor  # int32 [B, S], 0 past the row's last sequence
     starts: (
         np.ndarray
     )  # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
@@ -70,14 +70,14 @@ def pack(
     starts = np.empty(len(sizes), np.int64)
     for row, members in enumerate(rows):
         at = 0
-        for slot, i in enumerate(members):
+        for place, i in enumerate(members):
             end = at + sizes[i]
             ids[row, at:end] = sequences[i]
             segments[row, at + seconds[i] : end] = 1
             positions[row, at:end] = np.arange(sizes[i])
             first[row, at:end] = at
             last[row, at:end] = np.arange(at + 1, end + 1) if causal else end
-            lengths[row, slot], starts[i] = sizes[i], row * width + at
+            lengths[row, place], starts[i] = sizes[i], row * width + at
             at = end
     a, b, c, d, e, f = map(torch.from_numpy, (ids, segments, positions, first, last, lengths))
     return Packed(a, b, c, d, e, f, starts)

@@ -1,4 +1,4 @@
-"""A run can prove which rows it saw: a sum of hashes, whatever the order, the ranks, the restarts.
+"""Digest of the rows a run saw: a sum of hashes, the same whatever the order, the ranks, the restarts.
 
 Each row of each update adds the 64-bit hash of (row id, epoch) to `row_digest`, modulo 2^64. A row seen twice in an epoch,
 left out or taken from another epoch changes the sum, so two runs that saw the same rows as often have the same digest,
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megabert.data.batch import Update
-from megabert.distributed.process_group import World
 from megabert.data.masking import stream_keys
+from megabert.distributed.process_group import World
 
 DIGEST_STREAM = 0x646967657374  # keeps these hashes apart from order and masks
 MODULUS = 1 << 64
@@ -25,22 +25,22 @@ def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
     return int(stream_keys(DIGEST_STREAM, epochs[real], row_ids[real]).sum(dtype=np.uint64))
 
 
-class Ledger:
+class RowDigest:
     """Rows seen and rows left out since the run's first update, on all ranks together."""
 
     def __init__(self, world: World, digest: int = 0, damaged: int = 0) -> None:
         """`digest` and `damaged` are those of the updates before this process."""
         self._world, self._digest, self._damaged = world, digest, damaged
         self._own_digest = self._own_damaged = 0  # of this rank's rows since
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def add(self, update: Update) -> list[str]:
         """One more update of this rank; gives what is to be said about damaged rows, once for each row."""
         row_ids = update.row_ids
         self._own_digest += row_digest(row_ids, update.epochs)
         self._own_damaged += int((row_ids < 0).sum())
-        new = {row: text for row, text in update.damage.items() if row not in self._told}
-        self._told |= new.keys()
+        new = {row: text for row, text in update.damage.items() if row not in self._reported}
+        self._reported |= new.keys()
         return list(new.values())
 
     def totals(self) -> dict[str, Any]:

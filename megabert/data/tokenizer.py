@@ -1,4 +1,4 @@
-"""A tokenizer is one file, known by its SHA-256, and text never yields a special id other than [UNK].
+"""Tokenizers, SentencePiece and WordPiece: one file, known by its SHA-256; text yields no special id but [UNK].
 
 The file is hashed before it is parsed, and what is parsed is what was hashed. Its content says which kind it is:
 

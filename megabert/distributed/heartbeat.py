@@ -1,4 +1,4 @@
-"""What can be told of a process from outside its work: where its main thread is, and whether it still lives."""
+"""Signs of life of a process: where its main thread is, and whether another process still runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_own(file: str) -> bool:
     return file.startswith(OURS) or not file.startswith((*LIBRARIES, "<"))
 
 
-def home() -> str:
+def pid_namespace() -> str:
     """A text that is equal for two processes exactly when each can see the other by its process id."""
     parts = [socket.gethostname()]
     for path, read in (
@@ -44,7 +44,7 @@ def home() -> str:
         try:
             parts.append(read(path))
         except OSError:
-            parts.append(f"{os.getpid()}")  # not known: nobody else is at home here
+            parts.append(f"{os.getpid()}")  # not known: a text that no other process has
     return " ".join(parts)
 
 

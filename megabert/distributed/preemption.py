@@ -1,4 +1,4 @@
-"""A run that has to stop first saves: signals and the clock only set a flag, and the ranks act on it together.
+"""Requests to stop: signals and time limits only set a flag; the loop asks for it, saves and ends on all ranks together.
 
 TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing is done
 inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process

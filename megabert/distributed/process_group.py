@@ -1,4 +1,4 @@
-"""Ranks find each other the same way under every launcher, and decide together.
+"""Process group: how ranks find each other under every launcher, and agree.
 
 `discover` reads the environment only; `init` starts the process group. Every agreement below is a collective: all
 ranks must call it, in the same order. Control messages (flags, counts, JSON) go over gloo on the CPU, so that they
@@ -7,7 +7,6 @@ never wait for a GPU; gradients go over NCCL on CUDA.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -60,14 +59,18 @@ class World:
 
     def max_float(self, value: float) -> float:
         """The largest of the ranks' values."""
-        return self._reduce([value], torch.float64, dist.ReduceOp.MAX)[0]
+        return self.max_floats([value])[0]
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over the ranks; every rank passes as many values."""
+        return self._reduce(values, torch.float64, dist.ReduceOp.MAX)
 
     def gather_ints(self, values: Sequence[int]) -> list[int]:
         """The values of all ranks, in rank order; ranks may pass different numbers of them."""
         return [int(value) for part in self.gather(list(values)) for value in part]
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in rank order, on every rank."""
+        """The JSON values of all ranks, in rank order, on every rank. torch's own `all_gather_object` would unpickle them."""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -79,8 +82,15 @@ class World:
         return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(buffers, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank."""
-        return self.gather(value if self.rank == 0 else None)[0]
+        """Rank 0's JSON value, on every rank. torch's own `broadcast_object_list` would unpickle what comes in."""
+        if self.size == 1:
+            return value
+        data = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=_control)
+        data = data or bytearray(int(length))
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=_control)
+        return json.loads(data)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -180,17 +190,6 @@ def shutdown() -> None:
     while _described:
         os.environ.pop(_described.pop(), None)
     _control = None
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages that decide how a run behaves, read without importing them."""
-    found = {}
-    for name in ("deepspeed", "numpy", "sentencepiece", "webdataset", "mpi4py"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""One job at a time writes a run folder.
+"""Lock of a run folder: one job at a time writes it.
 
 `run/lock` is locked by rank 0's process for as long as it lives; the kernel lets go of it however the process dies. The
 file's text says who holds it and means nothing without the lock. Children that are forked, such as loader workers, do

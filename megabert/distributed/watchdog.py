@@ -1,16 +1,16 @@
-"""A rank that died, stopped or hangs is named, and the whole job ends: nobody waits in a collective for ever.
+"""Watchdog over the ranks: one that died, stopped or hangs is named, and the whole job ends.
 
 Every rank tells the others once a second, through a connection of its own to the process group's store, that it lives
 and what its main thread does. Two threads a rank: `_exchange` talks to the store and may be stuck in it, when the process
 that holds it is stopped; `_judge` never blocks. They run while the main thread waits in a collective, and while it loops.
 
     a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
-    this rank makes no progress for `timeout` seconds     the culprits are the ranks that give no sign of life, or else
+    this rank makes no progress for `timeout` seconds     the failed ranks are those that give no sign of life, or else
                                                           those that do not wait in a collective as the others do
     the store is gone, or does not answer at the time-out     so is rank 0, which holds it
 
-The first rank to find a culprit puts a verdict into the store, and every rank acts on it: writes its stacks to
-`hang-RANK.txt`, kills culprits on its own host that give no sign, exits with code 4. Time is counted in the judge's
+The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
+`hang-RANK.txt`, kills failed ranks on its own host that give no sign, exits with code 4. Time is counted in the judge's
 own ticks, so that a job that was suspended as a whole does not wake up overdue.
 """
 
@@ -35,11 +35,10 @@ from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed import heartbeat
 from megabert.distributed.process_group import World
 
-LOST_RANK = FAILED
 START_SECONDS = (
     600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
 )
-TICK = 1.0  # seconds between two signs of life
+TICK = 1.0  # seconds between two heartbeats
 SILENT_SECONDS = 5.0  # without a sign: as good as stopped, once the time-out has passed
 LOST_SECONDS = 12.0  # without a sign from another host: lost at once
 GONE_TICKS = 2  # a process must be gone at so many looks: it may just have left in good order
@@ -54,7 +53,7 @@ class Peer:
 
     rank: int
     host: str
-    home: str
+    namespace: str  # of process ids
     pid: int
     beat: int = -1
     step: int = 0
@@ -88,16 +87,17 @@ class Watchdog:
         self._idle = self._mute = self._pending = (
             0.0  # seconds: no progress, no store, a proposal not yet taken
         )
+        self.started = False  # every rank is watched
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
-        self._lives: dict[int, dict[str, Any]] = {}
+        self._heartbeats: dict[int, dict[str, Any]] = {}
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
         """Begin to give signs of life and to look for those of others. A collective."""
         world = self.world
-        places = world.gather([socket.gethostname(), heartbeat.home(), os.getpid()])
+        places = world.gather([socket.gethostname(), heartbeat.pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
         # A launcher that starts ranks again may keep its store: the signs of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
@@ -108,10 +108,11 @@ class Watchdog:
             self._store = dist.TCPStore(
                 *world.master, is_master=False, wait_for_workers=False, timeout=patience
             )
-        self._give_sign()
+        self._send_heartbeat()
         world.barrier()  # from here on every rank's first sign can be read
         for function in (self._exchange, self._judge):
             threading.Thread(target=function, name=f"watchdog{function.__name__}", daemon=True).start()
+        self.started = True
 
     def progress(self, step: int | None = None) -> None:
         """Something was finished: an update (then its number), a batch of an evaluation, a save."""
@@ -122,47 +123,48 @@ class Watchdog:
         """This rank leaves; in `good` order the others will not miss it, otherwise they look for its end."""
         self._good = good
         self._leaving.set()
-        self._left.wait(2 * TICK)
+        if self.started:
+            self._left.wait(2 * TICK)
 
     def explain(self) -> None:
         """After a collective failed: ends the process if another rank is found dead; otherwise returns."""
         self._failed = True
         time.sleep(EXPLAIN_SECONDS)
 
-    # -- signs of life: the only thread that touches the store ---------------------------------------------------------
+    # -- heartbeats: the only thread that touches the store ---------------------------------------------------------
 
     def _exchange(self) -> None:
         while not self._leaving.wait(TICK):
             try:
-                self._give_sign()
-                self._read_signs()
+                self._send_heartbeat()
+                self._read_heartbeats()
                 self._share_verdict()
                 self._answers += 1
                 self._unreachable = False
             except RuntimeError:  # torch's own errors of a store derive from it
                 self._unreachable = True
         try:
-            self._give_sign()
+            self._send_heartbeat()
         except RuntimeError:
             self._unreachable = True  # rank 0 has left already
         self._left.set()
 
-    def _give_sign(self) -> None:
+    def _send_heartbeat(self) -> None:
         doing, waiting = heartbeat.main_thread()
         self._beat += 1
-        sign = {
+        own = {
             "beat": self._beat,
             "step": self._step,
             "doing": doing,
             "waiting": waiting,
             "left": self._leaving.is_set() and self._good,
         }
-        self._store.set(self._key(self.world.rank), json.dumps(sign))
+        self._store.set(self._key(self.world.rank), json.dumps(own))
 
-    def _read_signs(self) -> None:
+    def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]
-        for rank, sign in zip(ranks, self._store.multi_get([self._key(rank) for rank in ranks]), strict=True):
-            self._lives[rank] = json.loads(sign)
+        for rank, text in zip(ranks, self._store.multi_get([self._key(rank) for rank in ranks]), strict=True):
+            self._heartbeats[rank] = json.loads(text)
 
     def _share_verdict(self) -> None:
         key = f"{self._prefix}-verdict"
@@ -211,24 +213,24 @@ class Watchdog:
                 self._end(verdict)
 
     def _look_at(self, peer: Peer, passed: float) -> None:
-        sign = self._lives.get(peer.rank)
-        if sign is not None and sign["beat"] != peer.beat:
+        last = self._heartbeats.get(peer.rank)
+        if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
-            peer.beat, peer.step, peer.doing = sign["beat"], sign["step"], sign["doing"]
-            peer.waiting, peer.left = sign["waiting"], sign["left"]
+            peer.beat, peer.step, peer.doing = last["beat"], last["step"], last["doing"]
+            peer.waiting, peer.left = last["waiting"], last["left"]
         elif self._mute < 2 * TICK:  # with a mute store nobody can be heard
             peer.silent += passed
-        near = peer.home == self._peers[self.world.rank].home
+        near = peer.namespace == self._peers[self.world.rank].namespace
         peer.gone = peer.gone + 1 if near and not heartbeat.is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
         """What is wrong, if anything is."""
         watched = [peer for peer in self._watched() if not peer.left]
         overdue = self._idle >= self._limit
-        near = self._peers[self.world.rank].home
+        near = self._peers[self.world.rank].namespace
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
-        lost = [p for p in watched if p.home != near and p.silent >= patience]
+        lost = [p for p in watched if p.namespace != near and p.silent >= patience]
         if dead or lost:
             return self._verdict_on(dead + lost, "died" if dead else "is lost: it gives no sign of life")
         if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
@@ -251,9 +253,9 @@ class Watchdog:
             return self._verdict_on(everybody, f"{text}, and every rank waits for the others", hang=True)
         return self._verdict_on(busy, text, hang=True, force=False)
 
-    def _verdict_on(self, culprits: list[Peer], what: str, hang: bool = False, force: bool = True) -> Verdict:
-        shown = "; ".join(f"{peer} {what}; at step {peer.step}, {peer.doing}" for peer in culprits[:8])
-        ranks = {peer.rank for peer in culprits}
+    def _verdict_on(self, failed: list[Peer], what: str, hang: bool = False, force: bool = True) -> Verdict:
+        shown = "; ".join(f"{peer} {what}; at step {peer.step}, {peer.doing}" for peer in failed[:8])
+        ranks = {peer.rank for peer in failed}
         alive = [peer.rank for peer in self._peers if peer.rank not in ranks]
         own = self.world.rank
         kill = sorted(ranks - {own}) if force and alive else []
@@ -270,9 +272,13 @@ class Watchdog:
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
             for peer in self._peers:
-                if peer.rank in verdict.kill and peer.home == own.home and heartbeat.is_alive(peer.pid):
+                if (
+                    peer.rank in verdict.kill
+                    and peer.namespace == own.namespace
+                    and heartbeat.is_alive(peer.pid)
+                ):
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
         finally:  # whatever could not be written: this process must not be the one that hangs
-            os._exit(leave_exit_code(LOST_RANK))
+            os._exit(leave_exit_code(FAILED))

@@ -1,4 +1,4 @@
-"""One update is one call: DeepSpeed runs it, and this is the only file that knows DeepSpeed.
+"""Training engine: a model under DeepSpeed ZeRO, one call an update. The only file that knows DeepSpeed.
 
 Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
 update. A module that trains here names its k losses in `terms`, says in `weights` what each counts in their sum and in
@@ -29,7 +29,7 @@ from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed.process_group import World
 from megabert.engine import optimizers
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table
-from megabert.engine.zero_layout import Piece, find_shards
+from megabert.engine.zero_layout import Piece, find_layout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
@@ -71,14 +71,15 @@ class Engine:
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
-        clip = None
-        if config.zero.stage == 0:
-            if (
-                config.precision == "fp32"
-            ):  # DeepSpeed would clip by NaN and lose the norm: our optimizer clips
-                clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
-            else:  # DeepSpeed refuses the key here; its copies are fp32 and torch accumulates in fp32 for it
-                settings.pop("data_types", None)
+        # What DeepSpeed 0.19.8 leaves undone at stage 0 is done here and in `train_update`; ZeRO 1 to 3 need none of it:
+        # fp32     `engine._take_model_step` drops the norm it clips by and steps on NaN, so our optimizer clips and skips
+        # 16 bits  `engine._do_optimizer_sanity_check` refuses data_types, so torch itself accumulates in fp32 (grad_dtype)
+        # fp16     `engine.backward` scales the loss for ZeRO alone, so we scale it
+        stage_0, clip = config.zero.stage == 0, None
+        if stage_0 and config.precision == "fp32":
+            clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
+        elif stage_0:
+            settings.pop("data_types", None)
         self.optimizer = optimizers.build(config.optimizer, module)
         with _quiet():
             self._deepspeed, *_ = deepspeed.initialize(
@@ -89,19 +90,19 @@ class Engine:
         scaler: Any = getattr(wrapper, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # skips at the floor are counted as bad updates instead
-        if config.zero.stage == 0 and config.precision != "fp32":
+        if stage_0 and config.precision != "fp32":
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32
-        self.layout = find_shards(wrapper, module, world)
+        self.layout = find_layout(wrapper, module, world)
         self.optimizer.attach(
-            {shard.tensor: shard.segments for shard in self.layout.shards},
+            {master.tensor: master.segments for master in self.layout.masters},
             world.device if self.layout.partitioned else None,
             clip,
         )
-        # Stage 0 in fp16: DeepSpeed unscales gradients whose loss it never scaled, and by a scale that may have grown
-        # since. We scale the loss, and let the scale grow only after the step.
-        self._scale_loss = config.zero.stage == 0 and config.precision == "fp16"
-        if self._scale_loss:
+        self._scale_loss = stage_0 and config.precision == "fp16"
+        if config.precision == "fp16":
+            # At every stage DeepSpeed lets the loss scale grow before it divides the gradients by it, which halves those of
+            # one update in 1,000 (where clipping does not hide it). So it grows after the step.
             self._update_scale = wrapper._update_scale
             wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
 
@@ -154,6 +155,7 @@ class Engine:
         norm = engine.get_global_grad_norm()
         if self._scale_loss and not skipped:
             norm = norm / loss_scale
+        if self.config.precision == "fp16" and not skipped:
             self._update_scale(False)
         return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
 
@@ -221,7 +223,7 @@ class Engine:
                 pieces.append(Piece(piece.name, piece.offset, copies))
         scaler = self._loss_scaler() if self.config.precision == "fp16" else None
         counters = {
-            "optimizer_steps": self.optimizer.updates_of(s.tensor for s in self.layout.shards if s.segments),
+            "optimizer_steps": self.optimizer.updates_of(m.tensor for m in self.layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
         }
@@ -240,7 +242,7 @@ class Engine:
         """
         self.load_weights(weights)
         updates = int(counters["optimizer_steps"])
-        self.optimizer.resume([shard.tensor for shard in self.layout.shards], updates)
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates)
         for piece in self.layout.moments(self.optimizer):
             for kind, view in piece.moments.items():
                 read_moment(kind, piece.name, piece.offset, view)

@@ -1,4 +1,4 @@
-"""The learning rate is a pure function of the update's number and, for `budget`, of the training time used so far."""
+"""Learning-rate schedules: a pure function of the update's number and, for `budget`, of the training time used so far."""
 
 from __future__ import annotations
 

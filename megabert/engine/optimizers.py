@@ -1,4 +1,4 @@
-"""AdamW and LAMB see parameters, whatever shape ZeRO hands them in.
+"""Optimizers: AdamW, and LAMB with one trust ratio a parameter whatever flat partitions ZeRO hands it.
 
 Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. LAMB
 has one trust ratio a parameter at every ZeRO stage: norms are sums over the parameter's pieces on all ranks. A step

@@ -1,4 +1,4 @@
-"""What one update did: losses, counts, gradient norm, and whether it was applied."""
+"""Result of one update: losses, counts, gradient norm, and whether it was applied."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where every parameter's fp32 master weights live under each ZeRO stage.
+"""Layout of the fp32 master weights under each ZeRO stage.
 
-DeepSpeed hands an optimizer flat tensors in place of parameters. A `Shard` says which stretch of which parameter each
-piece of a flat tensor is, so that the pieces over all ranks cover every parameter exactly once; `find_shards` checks
+DeepSpeed hands an optimizer flat tensors in place of parameters. A `Master` says which stretch of which parameter each
+piece of a flat tensor is, so that the pieces over all ranks cover every parameter exactly once; `find_layout` checks
 that on every start, because the layout is DeepSpeed's own business and may change under us.
 """
 
@@ -19,7 +19,7 @@ from megabert.engine.optimizers import MOMENTS, AdamW, Lamb, Segment
 
 
 @dataclass(frozen=True)
-class Shard:
+class Master:
     """One fp32 tensor that the optimizer updates, and the parameter pieces in it; the rest is padding."""
 
     tensor: Tensor
@@ -40,19 +40,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """This rank's shards. `partitioned` is False when every rank holds every parameter whole (ZeRO stage 0)."""
+class ZeroLayout:
+    """This rank's masters. `partitioned` is False when every rank holds every parameter whole (ZeRO stage 0)."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    shards: tuple[Shard, ...]
+    masters: tuple[Master, ...]
     partitioned: bool
 
     def pieces(self) -> Iterator[tuple[Segment, Tensor]]:
         """Every segment of this rank with its view of the master weights."""
-        for shard in self.shards:
-            flat = shard.tensor.detach().view(-1)
-            for segment in shard.segments:
+        for master in self.masters:
+            flat = master.tensor.detach().view(-1)
+            for segment in master.segments:
                 yield segment, flat[segment.start : segment.end]
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -62,9 +62,9 @@ class Layout:
 
     def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
         """Views of this rank's moments, parameter by parameter; none before the first update."""
-        for shard in self.shards:
-            flat = optimizer.moments_of(shard.tensor)
-            for segment in shard.segments if flat else ():
+        for master in self.masters:
+            flat = optimizer.moments_of(master.tensor)
+            for segment in master.segments if flat else ():
                 views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
                 yield Piece(self.names[segment.index], segment.offset, views)
 
@@ -90,7 +90,7 @@ class Layout:
         return whole
 
 
-def find_shards(optimizer: Any, model: nn.Module, world: World) -> Layout:
+def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
     """The layout behind DeepSpeed's optimizer wrapper (0.19): recognised by what the wrapper holds.
 
     Raises RuntimeError when the pieces of all ranks do not cover every parameter exactly once.
@@ -100,9 +100,9 @@ def find_shards(optimizer: Any, model: nn.Module, world: World) -> Layout:
     shapes = tuple(torch.Size(getattr(parameter, "ds_shape", parameter.shape)) for _, parameter in named)
     partitioned = True
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split on its own
-        shards = _stage_3(optimizer, index_of, shapes, world)
+        masters = _stage_3(optimizer, index_of, shapes, world)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2: a flat group is split
-        shards = [
+        masters = [
             _slice_of_group(flat, group, offsets, world.rank * size, size, index_of)
             for flat, group, offsets, size in zip(
                 optimizer.single_partition_of_fp32_groups,
@@ -113,7 +113,7 @@ def find_shards(optimizer: Any, model: nn.Module, world: World) -> Layout:
             )
         ]
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
-        shards = [
+        masters = [
             _slice_of_group(flat, group, _offsets(group), world.rank * flat.numel(), flat.numel(), index_of)
             for flat, group in zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
         ]
@@ -127,11 +127,11 @@ def find_shards(optimizer: Any, model: nn.Module, world: World) -> Layout:
             ]
         else:  # stage 0 in fp32: the parameters themselves
             pairs = [(p, p) for group in optimizer.param_groups for p in group["params"]]
-        shards = [
-            Shard(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),))
+        masters = [
+            Master(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),))
             for master, parameter in pairs
         ]
-    layout = Layout(tuple(name for name, _ in named), shapes, tuple(shards), partitioned)
+    layout = ZeroLayout(tuple(name for name, _ in named), shapes, tuple(masters), partitioned)
     _check_cover(layout, world)
     return layout
 
@@ -146,20 +146,20 @@ def _offsets(group: list[Tensor]) -> list[int]:
 
 def _slice_of_group(
     flat: Tensor, group: list[Tensor], offsets: list[int], begin: int, size: int, index_of: dict[int, int]
-) -> Shard:
+) -> Master:
     """The shard holding elements [begin, begin + size) of the concatenated group."""
     segments = []
     for parameter, offset in zip(group, offsets, strict=True):
         first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
         if first < last:
             segments.append(Segment(index_of[id(parameter)], first - begin, last - begin, first - offset))
-    return Shard(flat, tuple(segments))
+    return Master(flat, tuple(segments))
 
 
 def _stage_3(
     optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size, ...], world: World
-) -> list[Shard]:
-    shards = []
+) -> list[Master]:
+    masters = []
     for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         segments, position = [], 0
         for parameter in group:
@@ -169,14 +169,14 @@ def _stage_3(
             if length:
                 segments.append(Segment(index, position, position + length, offset))
             position += size
-        shards.append(Shard(flat, tuple(segments)))
-    return shards
+        masters.append(Master(flat, tuple(segments)))
+    return masters
 
 
-def _check_cover(layout: Layout, world: World) -> None:
+def _check_cover(layout: ZeroLayout, world: World) -> None:
     counts = [0] * len(layout.names)
-    for shard in layout.shards:
-        for segment in shard.segments:
+    for master in layout.masters:
+        for segment in master.segments:
             counts[segment.index] += segment.end - segment.start
     if layout.partitioned:
         counts = world.sum_ints(counts)

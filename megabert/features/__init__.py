@@ -2,6 +2,6 @@
 
 extraction  layers, pooling, batches: texts in, vectors out, in their order and the same whatever the batches
 texts       files of texts
-vectors     files of vectors
-words       one word in several contexts
+writers     files of vectors
+compare     one word in several contexts
 """

@@ -1,4 +1,4 @@
-"""A word has one vector in the embedding table and another in each context: how far apart they are."""
+"""Comparison of a word's vectors: in each of its contexts, and in the embedding table."""
 
 from __future__ import annotations
 

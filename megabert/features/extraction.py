@@ -1,4 +1,4 @@
-"""Vectors are in the order of the texts, and a text's are the same whatever it is batched with."""
+"""Extraction of vectors: layers, pooling, batches; in the order of the texts, the same whatever they are batched with."""
 
 from __future__ import annotations
 

@@ -23,25 +23,26 @@ if __name__ == "__main__":
 import argparse
 import hashlib
 import shlex
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megabert import pretrained
-from megabert.common import errors, logs
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
-from megabert.distributed import process_group, run_lock
-from megabert.distributed.preemption import REQUEUE, Stop
-from megabert.distributed.process_group import World
+from megabert.config import WatchdogConfig
+from megabert.distributed import run_lock
+from megabert.distributed.preemption import REQUEUE
 from megabert.finetune import datasets, encoding, prediction, search, tasks
 from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.tasks import Task
-from megabert.finetune.training import Data, Diverged, Run, Settings, Split, describe
+from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
+from megabert.training import session
+from megabert.training.session import Session
+from megabert.training.trainer import together
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -185,19 +186,20 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
     return found
 
 
-def run_all(args: argparse.Namespace, world: World, stop: Stop) -> int:
+def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every combination that has no result yet, then the table."""
+    stop, world = ranks.join(), ranks.world
     task, settings = task_of(args), settings_of(args)
     grid = search.parse_grid(args.grid)
     runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
     for chosen in runs.values():
         check(chosen)
     start = pretrained.load(args.model, args.tokenizer)
-    if start.warning:
-        say(world, f"warning: {start.warning}")
+    if start.warning and world.is_main:
+        log.warning(start.warning)
     data = read(args, task, start, settings)
     for name, split in data.splits.items():
-        say(world, f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")
+        log.info(f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")
     common = search.common_settings(settings, grid, facts(args, task, start))
     for chosen in runs.values():  # whatever does not fit is said before anything is written
         describe(data, start, chosen, world.size)
@@ -205,59 +207,43 @@ def run_all(args: argparse.Namespace, world: World, stop: Stop) -> int:
     together(world, lambda: search.refuse(output, common))
     run_lock.take(output, world)
     together(world, lambda: search.claim(output, common))
+    watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
+    ranks.apart = True
     results = []
     for name, chosen in runs.items():
         folder = output / name
         result = world.broadcast(search.result_of(folder) if world.is_main else None)
         if result is None:
-            result = Run(folder, name, data, start, chosen, world, args.log_interval).train(stop)
+            run = FineTuning(folder, name, data, start, chosen, world, args.log_interval)
+            result = run.train(stop, watchdog)
         if result is None:
             return REQUEUE
         results.append(result)
     rows = search.summarise(results, list(grid), task.metrics[0])
-    say(world, search.table(rows))
+    log.info(search.table(rows))
     if world.is_main:
         search.write_summary(output, shlex.join(sys.argv), common, rows, results)
     return OK
 
 
-def together(world: World, action: Callable[[], None]) -> None:
-    """What rank 0 does, with its error raised on every rank as ValueError or Failed. A collective."""
-    problem, code = "", OK
-    if world.is_main:
-        try:
-            action()
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    problem, code = world.broadcast([problem, code])
-    if code:
-        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
-
-
-def say(world: World, text: str) -> None:
-    if world.is_main:
-        print(text, flush=True)
+def predict(args: argparse.Namespace, ranks: Session) -> int:
+    """Write a fine-tuned model's predictions for a file."""
+    ranks.join()
+    chosen = {} if args.null_threshold is None else {"null_threshold": args.null_threshold}
+    count = prediction.predict_file(args.model, args.predict, args.output, ranks.world, **chosen)
+    log.info(f"{args.output}: {count:,} predictions")
+    return OK
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, world = parse(argv), None
-    try:
-        logs.setup()
-        world = process_group.discover()
-        logs.setup(world.rank, world.size)
-        keep_freed_memory()
-        world = process_group.init(world)
+    args = parse(argv)
+    keep_freed_memory()
+
+    def command(ranks: Session) -> int:
         if args.predict:
-            chosen = {} if args.null_threshold is None else {"null_threshold": args.null_threshold}
-            count = prediction.predict_file(args.model, args.predict, args.output, world, **chosen)
-            log.info(f"{args.output}: {count:,} predictions")
-            return OK
+            return predict(args, ranks)
         if args.null_threshold is not None:
             raise ValueError("--null-threshold: is for --predict")
-        return run_all(args, world, Stop())
-    except (ValueError, OSError, Diverged) as error:
-        if world is None or world.is_main:
-            log.error(errors.describe(error))
-        return errors.exit_code(error)
-    finally:
-        process_group.shutdown()
+        return run_all(args, ranks)
+
+    return session.run(command)

@@ -6,8 +6,8 @@ token that nothing is read from, so that its losses are 0 and it takes part in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -63,10 +63,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Update:
-    """This rank's micro-batches of update `step`, counted from 0."""
+    """This rank's micro-batches of update `step`, counted from 0, and which items they hold."""
 
     step: int
     batches: list[Batch]
+    epoch: int = 0
+    row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [n], numbers of the items
+    damage: dict[int, str] = field(
+        default_factory=dict
+    )  # items are in memory: nothing can be wrong with them
+    problem: str = ""
+
+    @property
+    def epochs(self) -> np.ndarray:
+        """int64 [n]."""
+        return np.full_like(self.row_ids, self.epoch)
 
 
 def collate(items: Sequence[Item], layout: Layout) -> Batch:
@@ -125,7 +136,7 @@ def steps_per_epoch(items: int, batch: int) -> int:
 def updates(
     items: Sequence[Item], layout: Layout, seed: int, batch: int, first: int, micro_steps: int,
     rank: int = 0, ranks: int = 1,
-) -> Iterator[Update]:  # fmt: skip
+) -> Generator[Update, None, None]:  # fmt: skip
     """This rank's part of the updates from `first` on, without end. Ranks and micro-steps split every global batch evenly."""
     per_epoch = steps_per_epoch(len(items), batch)
     step, epoch, shuffled = first, -1, np.zeros(0, np.int64)
@@ -134,6 +145,7 @@ def updates(
             epoch = step // per_epoch
             shuffled = order(len(items), seed, epoch)
         at = step % per_epoch * batch
-        parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)
-        yield Update(step, [collate([items[i] for i in part], layout) for part in parts[rank::ranks]])
+        parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)[rank::ranks]
+        batches = [collate([items[i] for i in part], layout) for part in parts]
+        yield Update(step, batches, epoch, np.concatenate(parts))
         step += 1

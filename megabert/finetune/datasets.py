@@ -1,24 +1,21 @@
-"""Every example comes from a line that can be named, and a file that is not what its task says is refused there.
+"""Data sets of tasks: the examples of a file, each with the line it comes from.
 
-Tables are TSV (GLUE's: no quoting), CSV (quoted as RFC 4180 has it) or JSONL, by their ending or, where that says nothing, by
-their first line; tags are CoNLL columns with an empty line between sentences; spans are SQuAD's JSON. All are UTF-8, gzip
-where the name ends in .gz.
+Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between
+sentences; spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 import math
 import re
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megabert.common import tables
 from megabert.finetune.tasks import Task
 
 
@@ -73,13 +70,9 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     that is not where its context says, a file that is empty or not UTF-8.
     """
     path = Path(path)
-    content = _content(path)
-    if task.kind == "span":
-        examples: list[Any] = list(_questions(task, path, content, labelled))
-    elif task.kind == "tag":
-        examples = list(_sentences(task, path, content, labelled))
-    else:
-        examples = list(_texts(task, path, content, labelled))
+    if not any(line.strip() for _, line in tables.lines(path)):
+        raise ValueError(f"{path}: is empty")
+    examples: list[Any] = list(READERS.get(task.kind, _texts)(task, path, labelled))
     if not examples:
         raise ValueError(f"{path}: holds no example")
     seen: dict[str, str] = {}
@@ -90,39 +83,13 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     return examples
 
 
-def _content(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path}: is a folder; name a file in it") from None
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: is not a whole gzip file ({error})") from None
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: is not UTF-8; convert the file, e.g. with iconv") from None
-    if not content.strip():
-        raise ValueError(f"{path}: is empty")
-    return content
-
-
-def _lines(content: str) -> list[str]:
-    """Lines end in LF or CRLF; other line ends of Unicode's are text."""
-    return [line.removesuffix("\r") for line in content.rstrip("\r\n").split("\n")]
-
-
 # ---- tables
 
 
-def _texts(task: Task, path: Path, content: str, labelled: bool) -> Iterator[Text]:
+def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text]:
     wanted = [*task.text, *([task.label] * labelled), *([task.id] * bool(task.id))]
     number = 0
-    for where, row in _rows(task, path, content, wanted):
+    for where, row in tables.rows(path, wanted, not task.text[0].isdecimal(), task.cut_rows):
         text = row[: len(task.text)]
         if task.cut_rows and not (all(isinstance(t, str) and t.strip() for t in row)):
             continue
@@ -170,101 +137,15 @@ def _plain(where: str, column: str, value: Any) -> str:
     )
 
 
-def _rows(task: Task, path: Path, content: str, wanted: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """(file and line, the wanted columns' values) of each row; None for a value that is not there."""
-    start = content[: content.find("\n") if "\n" in content else None]
-    name = path.name.removesuffix(".gz")
-    if name.endswith((".jsonl", ".json")) or (start.startswith("{") and not name.endswith((".tsv", ".csv"))):
-        yield from _json_rows(path, content, wanted)
-        return
-    if name.endswith(".csv") or ("\t" not in start and not name.endswith(".tsv")):
-        reader = csv.reader(io.StringIO(content, newline=""), strict=True)
-        rows = _csv_rows(path, reader)
-    else:
-        rows = ((n, line.split("\t")) for n, line in enumerate(_lines(content), 1))
-    headed = not task.text[0].isdecimal()
-    _, header = next(rows) if headed else (0, [])
-    columns: list[int] = []
-    width = len(header)
-    for number, row in rows:
-        if not columns:
-            width = width or len(row)
-            columns = [_column(path, column, header, width) for column in wanted]
-        where = f"{path}, line {number}"
-        if len(row) != width:
-            if task.cut_rows:
-                continue
-            raise ValueError(
-                f"{where}: has {len(row)} columns, the {'header' if headed else 'first line'} has {width}"
-            )
-        yield where, [row[i] for i in columns]
-
-
-def _csv_rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, fields) of each row."""
-    while True:
-        number = reader.line_num + 1
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {number}: is not CSV ({error})") from None
-        if row is None:
-            return
-        if row:  # a line without anything on it
-            yield number, row
-
-
-def _column(path: Path, column: str, header: Sequence[str], width: int) -> int:
-    if not header:
-        if int(column) >= width:
-            raise ValueError(f"{path}: no column {column}; its first line has columns 0 to {width - 1}")
-        return int(column)
-    found = [i for name in column.split("|") for i, h in enumerate(header) if h.strip() == name]
-    if not found:
-        raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
-    return found[0]
-
-
-def _json_rows(path: Path, content: str, wanted: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    for number, line in enumerate(_lines(content), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = _json(where, line)
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: is no JSON object")
-        values = []
-        for column in wanted:
-            keys = [key for key in column.split("|") if key in row]
-            if not keys:
-                raise ValueError(f"{where}: no column {column!r}; its columns are {', '.join(row)}")
-            values.append(row[keys[0]])
-        yield where, values
-
-
-def _json(where: str, text: str) -> Any:
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: is not JSON ({error})") from None
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # may be half a surrogate pair, which is no character
-        try:
-            json.dumps(tree, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(f"{where}: holds {half!a}, half a character") from None
-    return tree
-
-
 # ---- CoNLL columns
 
 
-def _sentences(task: Task, path: Path, content: str, labelled: bool) -> Iterator[Words]:
+def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
     entities = bool(ENTITY_METRICS & set(task.metrics))
     words: list[str] = []
     tags: list[str] = []
     start = number = width = 0
-    for line_number, line in enumerate([*_lines(content), ""], 1):
+    for line_number, line in chain(tables.lines(path), [(0, "")]):
         fields = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
         if not line.strip(" \t"):
             if words:
@@ -305,8 +186,8 @@ def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
 # ---- SQuAD's JSON
 
 
-def _questions(task: Task, path: Path, content: str, labelled: bool) -> Iterator[Question]:
-    tree = _json(str(path), content)
+def _questions(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
+    tree = tables.parse_json(str(path), "\n".join(line for _, line in tables.lines(path)))
     for a, article in enumerate(_get(str(path), tree, "data", list)):
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
             where = f"{path}, data[{a}].paragraphs[{p}]"
@@ -356,3 +237,6 @@ def _get(where: str, node: Any, key: str, kind: type) -> Any:
         names = {list: "list", str: "text", int: "number"}
         raise ValueError(f"{where}: has no {key!r} that is a {names[kind]}, as SQuAD's JSON has")
     return found
+
+
+READERS: dict[str, Callable[[Task, Path, bool], Iterator[Any]]] = {"span": _questions, "tag": _sentences}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,14 @@ from megabert.finetune.heads import Finetuner
 
 @torch.no_grad()
 def logits_of(
-    module: Finetuner, items: Sequence[Item], layout: Layout, world: World, tokens: int = EVALUATION_TOKENS
+    module: Finetuner,
+    items: Sequence[Item],
+    layout: Layout,
+    world: World,
+    tokens: int = EVALUATION_TOKENS,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[np.ndarray]:
-    """fp32 [p, K] of every item, on every rank, `tokens` tokens at a time. A collective.
+    """fp32 [p, K] of every item, on every rank, `tokens` tokens at a time, after each of which `progress` is called. A collective.
 
     Dropout is off; the module's mode is afterwards as before.
     """
@@ -39,6 +44,7 @@ def logits_of(
         values = module.logits(**batch.reading())  # type: ignore[arg-type]
         found[at : at + len(values)] = values
         at += len(values)
+        progress()
     module.train(training)
     parts = [found]
     if world.size > 1:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.common.atomic_io import appearing
+from megabert.common.canonical_json import canonical
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.deepspeed_engine import DTYPES
@@ -83,7 +84,7 @@ def save(
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         save_file({name: w.contiguous() for name, w in weights.items()}, new / WEIGHTS)
         (new / tokenizer.file_name).write_bytes(tokenizer.data)
-        (new / DESCRIPTION).write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n")
+        (new / DESCRIPTION).write_bytes(canonical(tree))
 
 
 def find(source: str | Path) -> Path:

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megabert.common.labels import IGNORE
 from megabert.config import ModelConfig, OpsConfig
 from megabert.model import ops as native
-
-IGNORE = -100  # label of a slot without prediction
 
 
 class Output(NamedTuple):
@@ -33,12 +32,6 @@ class Output(NamedTuple):
     nsp_loss_sum: Tensor  # fp32, over pairs with a label
     mlm_correct: Tensor  # int64
     nsp_correct: Tensor  # int64
-
-
-class Backends(NamedTuple):
-    attention: native.Choice
-    mlm_loss: native.Choice
-    layer: native.Choice
 
 
 class Affine(nn.Module):
@@ -101,7 +94,9 @@ class Vocabulary(nn.Module):
         self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
         self.size, self.backend = cfg.vocab_size, backend
 
-    def forward(self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None):
+    def forward(
+        self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
         """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct); hidden -> logits [N, V]."""
         if ids is not None:
             return F.embedding(ids, self.weight)
@@ -114,7 +109,7 @@ class Vocabulary(nn.Module):
 class Embeddings(nn.Module):
     """Words + positions + segments, LayerNorm, dropout."""
 
-    def __init__(self, cfg: ModelConfig, backends: Backends):
+    def __init__(self, cfg: ModelConfig, backends: native.Backends):
         super().__init__()
         self.word = Vocabulary(cfg, backends.mlm_loss.name)
         self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
@@ -145,7 +140,7 @@ class Embeddings(nn.Module):
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with its residual (Vaswani et al. 2017; pre-LN: Xiong et al. 2020)."""
 
-    def __init__(self, cfg: ModelConfig, backends: Backends):
+    def __init__(self, cfg: ModelConfig, backends: native.Backends):
         super().__init__()
         layer = backends.layer.name
         self.qkv = Linear(
@@ -211,8 +206,8 @@ class BertForPreTraining(nn.Module):
         self.cfg = cfg
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
         self.weights: tuple[float, ...] = (1.0, 1.0)
-        self.backends = Backends(
-            *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in Backends._fields)
+        self.backends = native.Backends(
+            *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in native.BACKENDS)
         )
         self.embeddings = Embeddings(cfg, self.backends)
         self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))

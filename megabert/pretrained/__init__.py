@@ -1,4 +1,4 @@
-"""Trained models, read from runs and from Hugging Face folders, and written as them."""
+"""Trained models: read from runs and Hugging Face folders, written as Hugging Face folders with a model card."""
 
 from megabert.pretrained.loading import TOKENIZER_FILES, Pretrained, fingerprint, load, manifest_of
 

@@ -1,4 +1,4 @@
-"""The weights are the same numbers under two sets of names: ours and Hugging Face's.
+"""Names of Hugging Face: its state dicts and configs as ours, and ours as its.
 
 Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
 parameters with the norms in front of the branches and none on the embeddings (RoBERTa-PreLayerNorm normalises the

@@ -1,4 +1,4 @@
-"""A folder that others made is read as data: no code of it is ever run, and what is not understood is refused by name."""
+"""Reader of Hugging Face folders: as data, no code of theirs is ever run, and what is not understood is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer as Hugging Face's files, with the ids of ours for every text.
+"""Writer of Hugging Face's tokenizer files, which give the ids of ours for every text.
 
 `tokenizer.json` is built from what the tokenizer file itself says: a SentencePiece model's character map, pieces, scores
 and flags, or the lines of a vocab.txt. What the format cannot say is refused by name. Three differences stay, all of

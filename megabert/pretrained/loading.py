@@ -1,4 +1,4 @@
-"""A trained model is its weights, its config and its tokenizer, and they belong together or nothing is loaded.
+"""Loading of a trained model: weights, config and tokenizer, which belong together or nothing is loaded.
 
 Of a run, committed checkpoints alone are read and no lock is taken, so it may go on training. Of a Hugging Face folder,
 nothing is run.

@@ -1,4 +1,4 @@
-"""A model card says what the run's own files say, and "not measured" for the rest."""
+"""Model card of an exported model: what the run's own files say, and "not measured" for the rest."""
 
 from __future__ import annotations
 

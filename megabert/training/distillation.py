@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import pretrained
+from megabert.common.labels import IGNORE
 from megabert.config import Config, ModelConfig
 from megabert.engine import DTYPES
-from megabert.model import IGNORE, BertForPreTraining
+from megabert.model import BertForPreTraining
 from megabert.pretrained import Pretrained, fingerprint
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
-from megabert.data.batch import TENSORS
-from megabert.data.masking import Masking
-from megabert.data.shards import Manifest
+from megabert.data.batch import Batch, Shape, Update, collate
+from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.data.shards import Manifest, Rows
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
 from megabert.engine import lr_schedule
@@ -65,12 +65,6 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
     predictions = tokens - sequences if masking.causal else tokens * masking.rate
     return Work(rows, length, tokens, pairs, predictions, sequences)
-
-
-def slots(config: Config, seq_len: int) -> int:
-    """Prediction slots of a row."""
-    masking = config.data.masking
-    return Masking(masking.strategy, masking.rate, max_predictions=masking.max_predictions).capacity(seq_len)
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
@@ -120,7 +114,8 @@ def activations(config: Config, seq_len: int) -> float:
     tokens = micro * seq_len
     layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn / model.hidden) / 16
     kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
-    heads = micro * slots(config, seq_len) * (2 * model.padded_vocab + 6 * model.hidden) * width
+    predictions = Masking.of(config.data.masking).capacity(seq_len)
+    heads = micro * predictions * (2 * model.padded_vocab + 6 * model.hidden) * width
     return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
 
 
@@ -222,51 +217,22 @@ def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class FakeBatch:
-    """A micro-batch of random ids in full rows, each one sequence; what the engine reads of a real one."""
-
-    tensors: dict[str, Tensor]
-    predictions: int
-    nsp_pairs: int
-    tokens: int
-
-    def inputs(self) -> dict[str, Tensor]:
-        return self.tensors
-
-    def to(self, device: torch.device) -> FakeBatch:
-        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return FakeBatch(moved, self.predictions, self.nsp_pairs, self.tokens)
-
-
-@dataclass(frozen=True)
-class FakeUpdate:
-    step: int
-    batches: list[FakeBatch]
-
-
-def fake_batch(config: Config, seq_len: int, seed: int) -> FakeBatch:
-    """`batch.micro_size` full rows of `seq_len` ids drawn from the whole vocabulary by `seed`."""
-    rows, draw = config.batch.micro_size, torch.Generator().manual_seed(seed)
-    predicted = slots(config, seq_len)
-    place = torch.arange(seq_len, dtype=torch.int32).expand(rows, -1).contiguous()
-    first = torch.arange(rows, dtype=torch.int32).view(rows, 1) * seq_len
-    tensors = {
-        "input_ids": torch.randint(
-            config.model.vocab_size, (rows, seq_len), generator=draw, dtype=torch.int32
-        ),
-        "segment_ids": (place >= seq_len // 2).int(),
-        "position_ids": place,
-        "key_start": torch.zeros_like(place),
-        "key_end": place + 1 if config.data.masking.causal else torch.full_like(place, seq_len),
-        "lengths": torch.full((rows, 1), seq_len, dtype=torch.int32),
-        "cls_positions": first,
-        "nsp_labels": torch.arange(rows).view(rows, 1) % 2,
-        "mlm_positions": first + torch.arange(predicted, dtype=torch.int32),
-        "mlm_labels": torch.randint(config.model.vocab_size, (rows, predicted), generator=draw),
-    }
-    assert set(tensors) == set(TENSORS)
-    return FakeBatch(tensors, rows * predicted, rows if config.model.nsp else 0, rows * seq_len)
+def fake_batch(config: Config, seq_len: int, seed: int) -> Batch:
+    """`batch.micro_size` full rows of `seq_len` random ids by `seed`, one pair each, masked and collated as real ones."""
+    rows, vocab, options = config.batch.micro_size, config.model.vocab_size, Masking.of(config.data.masking)
+    draw = np.random.default_rng(seed)
+    bounds = np.full((rows, 1, 2), (seq_len, seq_len // 2), np.uint16)
+    isnext = (np.arange(rows, dtype=np.int8) % 2 if config.model.nsp else np.full(rows, -1, np.int8))[:, None]
+    data = Rows(draw.integers(5, vocab, (rows, seq_len), np.uint32), bounds, isnext)
+    vocabulary = Vocabulary(vocab, 4, range(5), np.ones(vocab, bool))
+    row_ids = np.arange(rows)
+    masked = mask(data.ids, bounds, row_ids, seed=seed, epoch=0, vocabulary=vocabulary, masking=options)
+    shape = Shape(rows, seq_len, 1, options.capacity(seq_len))
+    narrow, wide = shape.empty()
+    views = shape.carve(narrow, wide)
+    views["epochs"][:] = 0
+    collate(data, masked, row_ids, row_ids * seq_len, views, options.causal)
+    return shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), rows)[0]
 
 
 def fake_step(
@@ -288,7 +254,7 @@ def fake_step(
     )
     batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
     lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
-    result = engine.train_update(FakeUpdate(0, batches), lr)
+    result = engine.train_update(Update(0, 0, batches), lr)
     loss, norm = float(result.losses.sum()), float(result.grad_norm)
     if not math.isfinite(loss) or (result.skipped and not result.overflow):
         raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
@@ -306,6 +272,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
     )
     add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
+
+
+def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
+    """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
+    speeds = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu}
+    dry_run(config, world, args.world_size, **speeds, deepspeed_file=args.deepspeed_config)
 
 
 def dry_run(

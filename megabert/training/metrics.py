@@ -6,15 +6,17 @@ Figures count real tokens only: padding adds neither tokens nor FLOPs.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megabert.common.text import duration
 from megabert.config import ModelConfig
-from megabert.model.flops import attending_pairs, training_flops
+from megabert.model.flops import attending_pairs, datasheet_tflops, training_flops
 
 if TYPE_CHECKING:
     from megabert.data.loader import Update
@@ -35,6 +37,13 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * m * k * n / best / 1e12
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held so far, in GiB: of tensors on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def measured(result: UpdateResult) -> torch.Tensor:
@@ -62,9 +71,11 @@ class Meter:
     def __init__(
         self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
     ) -> None:
-        self._world, self._model, self._terms, self._peak = world, model, terms, peak_tflops
+        self._world, self._model, self._terms, self.peak_tflops = world, model, terms, peak_tflops
         self._causal = causal
-        self._reset()
+        cuda = world.device.type == "cuda"
+        self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
+        self.reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
         """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
@@ -88,22 +99,26 @@ class Meter:
         if self._sums is not None:
             values = figures(self._sums / self._updates, self._terms)
         seconds = max(self._seconds, 1e-9)
+        per_device = flops / seconds / self._world.size / 1e12
         values |= {
             "perf/sequences_per_sec": sequences / seconds,
             "perf/tokens_per_sec": tokens / seconds,
-            "perf/tflops_per_device": flops / seconds / self._world.size / 1e12,
-            "perf/mfu": flops / seconds / self._world.size / 1e12 / self._peak,
+            "perf/tflops_per_device": per_device,
+            "perf/mfu": per_device / self.peak_tflops,
         }
-        self._reset()
+        if self._datasheet is not None:
+            values["perf/mfu_datasheet"] = per_device / self._datasheet
+        self.reset()
         return values
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget what was added."""
         self._seconds, self._updates = 0.0, 0
         self._counts = [0, 0, 0, 0]  # tokens, sequences, predictions, squared lengths
         self._sums = None
 
 
-def progress_line(values: dict[str, Any], total_steps: int, eta_seconds: float) -> str:
+def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: float) -> str:
     """One line a person reads while the run goes on."""
     return (
         f"step {values['step']:>7,}/{total_steps:,}  loss {values['train/loss']:7.4f}"

@@ -63,6 +63,33 @@ class TensorBoard:
         self._writer.close()
 
 
+class Sinks:
+    """All sinks of a run; without a folder there are none."""
+
+    def __init__(self, folder: Path | None, config: Config, step: int, saved_step: int) -> None:
+        """Goes on from `step`; `saved_step` is that of the newest checkpoint, -1 where there is none."""
+        self._sinks: list[JsonLines | TensorBoard] = []
+        self._board: TensorBoard | None = None
+        if folder is not None:
+            self._sinks.append(JsonLines(folder / "metrics.jsonl", saved_step))
+            if config.log.tensorboard:
+                self._board = TensorBoard(folder / "tensorboard", config, step)
+                self._sinks.append(self._board)
+
+    def write(self, values: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(values)
+
+    def hparams(self, results: dict[str, float]) -> None:
+        """The run's settings with what came of it, where TensorBoard is written."""
+        if self._board is not None and results:
+            self._board.hparams(results)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
 def _step(line: str) -> float:
     try:
         return int(json.loads(line)["step"])

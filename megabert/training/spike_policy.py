@@ -1,7 +1,7 @@
-"""A loss is a spike when it stands far above the median of those before it, measured by their own scatter.
+"""What a loss that stands far above the recent ones, or an update that could not be applied, leads to.
 
-The score is the modified z-score of Iglewicz and Hoaglin (1993, "How to Detect and Handle Outliers", section 3.3):
-0.6745 (loss - median) / MAD, MAD being the median absolute deviation. Median and MAD hardly move for the spikes
+The score of a loss is the modified z-score of Iglewicz and Hoaglin (1993, "How to Detect and Handle Outliers", section
+3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. Median and MAD hardly move for the spikes
 themselves, so that one does not hide the next. A run's losses fall, so the scatter also holds the trend: the score
 is below what it would be for a flat curve, never above. Pure arithmetic on host floats, the same on every rank.
 """
@@ -11,7 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import SupportsFloat
+
+from megabert.config import SpikesConfig
 
 CONSISTENT = 0.6745  # the normal distribution's third quartile: scores then read as standard deviations
 ENOUGH = 0.25  # share of the window that must be filled before anything is judged
@@ -44,3 +49,90 @@ class Spikes:
     def state(self) -> list[float]:
         """The losses known, oldest first: what a resumed run needs to judge the same way."""
         return list(self._losses)
+
+
+class Decision(Enum):
+    """What becomes of the run after an update."""
+
+    OK = "the update was applied"
+    SKIP = "the update was not applied, and the run goes on"
+    ROLLBACK = "the run goes back to before the update and passes over its rows"
+    ABORT = "the run ends"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One thing that is wrong with an update: `kind` is "non-finite" or "spike", `action` what is done about it."""
+
+    kind: str
+    action: str
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A decision, what led to it, and for ABORT the reason."""
+
+    decision: Decision
+    troubles: tuple[Trouble, ...] = ()
+    reason: str = ""
+
+
+class SpikePolicy:
+    """Judges each update by its loss and by whether it was applied; `bad` counts updates in a row that were not."""
+
+    def __init__(self, settings: SpikesConfig, max_bad_steps: int) -> None:
+        self.settings, self.max_bad_steps = settings, max_bad_steps
+        self.spikes = Spikes(settings.window, settings.threshold)
+        self.bad = self.rollbacks = 0
+
+    def resume(self, losses: Iterable[float], bad: int) -> None:
+        """Judge from here on as after these losses. The number of rollbacks is the process' own and stays."""
+        self.spikes = Spikes(self.settings.window, self.settings.threshold, losses)
+        self.bad = bad
+
+    @property
+    def veto(self) -> Callable[[float], bool] | None:
+        """Given to the engine, which does not apply an update whose loss it is true for."""
+        return self.spikes.is_spike if self.settings.policy == "skip" else None
+
+    def expect(self, loss: SupportsFloat) -> None:
+        """Take over a loss of an update that is repeated and was judged before."""
+        if self.settings.policy != "off":
+            self.spikes.add(float(loss))
+
+    def judge(self, loss: SupportsFloat, *, skipped: bool, overflow: bool, vetoed: bool) -> Judgement:
+        """What an update leads to. The flags are those of `megabert.engine.UpdateResult`; `loss` is read, which waits for
+        the device, unless the policy is "off"."""
+        policy, troubles = self.settings.policy, []
+        if overflow:
+            return Judgement(Decision.SKIP)
+        if skipped and not vetoed:
+            text = "non-finite loss or gradient; the update is skipped on every rank"
+            troubles.append(Trouble("non-finite", "skip", 0.0, text))
+        self.bad = self.bad + 1 if skipped else 0
+        spike = False
+        if policy != "off":
+            value = float(loss)
+            score = self.spikes.score(value)
+            self.spikes.add(value)
+            if spike := score > self.settings.threshold:
+                then = {
+                    "warn": "",
+                    "skip": "; the update is skipped on every rank",
+                    "rollback": "; rolling back",
+                }
+                text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"
+                troubles.append(Trouble("spike", policy, score, text))
+        found = tuple(troubles)
+        if self.bad >= self.max_bad_steps:
+            reason = f"{self.bad} updates in a row were not applied, the last ones for non-finite numbers or a spike"
+            return Judgement(Decision.ABORT, found, reason)
+        if spike and policy == "rollback":
+            self.rollbacks += 1
+            if self.rollbacks > self.settings.max_rollbacks:
+                reason = f"a spike after {self.settings.max_rollbacks} rollbacks (spikes.max_rollbacks)"
+                return Judgement(Decision.ABORT, found, reason)
+            return Judgement(Decision.ROLLBACK, found)
+        return Judgement(Decision.SKIP if skipped else Decision.OK, found)

@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.conftest import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
 
 from benchmarks import bench_finetune as bench
 

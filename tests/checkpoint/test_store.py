@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megabert.checkpoint import Checkpoints, load_weights
-from megabert.checkpoint.manifest import canonical
+from megabert.common.canonical_json import canonical
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 from megabert.engine.deepspeed_engine import Snapshot

@@ -113,6 +113,7 @@ def test_deepspeed_snapshot():
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     }

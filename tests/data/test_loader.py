@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
 import types
 
 import numpy as np
@@ -18,9 +13,8 @@ from megabert.config import from_dict
 from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
-from megabert.distributed.heartbeat import is_alive
-from tests.helpers.rows import make_dataset, vocabulary
 from tests.data.test_tokenizer import train as train_tokenizer
+from tests.helpers.rows import make_dataset, vocabulary
 
 ROWS, GLOBAL, SEED = 180, 48, 3  # 15 updates are 4 epochs; blocks of 8, the last of 4; 3 shards
 
@@ -268,57 +262,6 @@ def test_a_tolerant_dataset_leaves_out_exactly_the_damaged_rows(tmp_path, world,
     assert "block 0, row 0 (ids at byte 640) does not match its checksum" in seen[0]
     assert "shard-000001.tar: block 6, row 0" in seen[112] and "cut or missing" in seen[112]
     assert "shard-000003.tar: block 7, row 7" in seen[255]
-
-
-def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset):
-    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
-    next(loader)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
-        for worker in loader._workers:
-            os.kill(worker.pid, number)
-    assert [next(loader).step for _ in range(20)] == list(range(1, 21))
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    loader.close()
-
-
-ORPHANS = """
-import os, signal, sys
-from pathlib import Path
-from megabert.data.loader import Loader
-from megabert.data.shards import Dataset
-from tests.helpers.rows import vocabulary
-loader = Loader(Dataset(sys.argv[1]), vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
-next(loader)
-print(*(worker.pid for worker in loader._workers), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_workers_end_with_a_killed_process(dataset):
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHANS, str(dataset.folder)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    workers = [int(pid) for pid in done.stdout.split()]
-    assert len(workers) == 2
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, workers)):
-        assert time.monotonic() < deadline, "loader workers outlive their process"
-        time.sleep(0.05)
-
-
-def test_workers_end_with_close_and_leave_the_global_generator_alone(dataset):
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2)
-    workers = list(loader._workers)
-    next(loader)
-    assert torch.equal(torch.get_rng_state(), before), "the model's dropout must not depend on the loader"
-    assert all(w.is_alive() for w in workers)
-    loader.close()
-    for worker in workers:
-        worker.join(5)
-    assert not any(w.is_alive() for w in workers) and next(loader, None) is None
 
 
 def test_wrong_arguments_are_named(dataset, tmp_path):

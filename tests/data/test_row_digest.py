@@ -7,9 +7,9 @@ import pytest
 
 from megabert.data.batch import Update
 from megabert.data.loader import Loader
-from megabert.distributed.process_group import World
-from megabert.data.row_digest import Ledger, row_digest
+from megabert.data.row_digest import RowDigest, row_digest
 from megabert.data.shards import Dataset
+from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -41,12 +41,12 @@ def test_the_digest_is_the_documented_sum():
 
 def totals(world: World, folder: str, steps: int) -> dict[str, int]:
     dataset = Dataset(folder)
-    ledger = Ledger(world, 5, 7)
+    digest = RowDigest(world, 5, 7)
     options = {"global_batch": 48, "micro_batch": 8, "seed": 1, "rank": world.rank, "world": world.size}
     loader = Loader(dataset, vocabulary(), **options)
     for _ in range(steps):
-        assert ledger.add(next(loader)) == []
-    return ledger.totals()
+        assert digest.add(next(loader)) == []
+    return digest.totals()
 
 
 @pytest.mark.dist
@@ -64,10 +64,10 @@ def test_a_damaged_row_is_counted_each_time_and_told_once(tmp_path):
     data = bytearray(path.read_bytes())
     data[700] ^= 1  # row 0
     path.write_bytes(data)
-    ledger = Ledger(World(0, 0, 1, None, "gloo", "single"))  # type: ignore[arg-type]
+    digest = RowDigest(World(0, 0, 1, None, "gloo", "single"))  # type: ignore[arg-type]
     loader = Loader(Dataset(folder, tolerant=True), vocabulary(), global_batch=48, micro_batch=8, seed=1)
     updates: list[Update] = [next(loader) for _ in range(3)]
-    told = [ledger.add(update) for update in updates]
+    told = [digest.add(update) for update in updates]
     assert [len(texts) for texts in told] == [1, 0, 0] and "block 0, row 0" in told[0][0]
     want = by_hand((row, epoch) for epoch in range(3) for row in range(1, 48))
-    assert ledger.totals() == {"row_digest": want, "damaged_rows": 3}
+    assert digest.totals() == {"row_digest": want, "damaged_rows": 3}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from data_prep.common.errors import BadInput
-from data_prep.executor import pool as parallel
+from data_prep.executor import pool
 
 GOOD = "".join(
     "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)
@@ -142,10 +142,8 @@ def test_an_interrupt_is_one_line(corpus, tokenizer_file, tmp_path):
 
 
 def test_a_worker_that_is_killed_ends_the_build_with_a_line():
-    pool = parallel.Local(2)
-    with pytest.raises(BadInput, match="a worker process died"):
-        pool.map(os._exit, [1, 1, 1], lambda _: None)
-    pool.close()
+    with pool.opened(2) as executor, pytest.raises(BadInput, match="a worker process died"):
+        executor.map(os._exit, [1, 1, 1], lambda _: None)
 
 
 def test_a_corpus_smaller_than_a_row(build, tmp_path):

@@ -87,13 +87,13 @@ def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
 
 SECOND = """
 import os, signal, time
-from megabert import stopping
-stopping.leave_when_signalled()
+from megabert.distributed import preemption
+preemption.leave_when_signalled()
 if {early}:
     os.kill(os.getpid(), signal.SIGTERM)
-stopping.Stop()
+preemption.Stop()
 os.kill(os.getpid(), signal.SIGUSR1)
-time.sleep(stopping.ECHO_SECONDS + 0.2)
+time.sleep(preemption.ECHO_SECONDS + 0.2)
 os.kill(os.getpid(), signal.SIGUSR2)
 time.sleep(5)
 """

@@ -162,12 +162,12 @@ def test_the_helper_relays_a_failure_of_one_rank():
 def test_a_group_leaves_no_variables_behind():
     script = """
 import os
-from megabert import distributed
+from megabert.distributed import process_group
 os.environ["RANK"] = "0"
 before = dict(os.environ)
-distributed.init(distributed.discover({}))
+process_group.init(process_group.discover({}))
 assert os.environ["LOCAL_RANK"] == "0" and os.environ["MASTER_PORT"] == "0"
-distributed.shutdown()
+process_group.shutdown()
 assert dict(os.environ) == before
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "OMP_")) and "RANK" not in k}
@@ -177,21 +177,21 @@ assert dict(os.environ) == before
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from megabert import distributed
-world = distributed.init(distributed.discover())
+from megabert.distributed import process_group
+world = process_group.init(process_group.discover())
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, world.sum_ints([world.rank + 1])]))
-distributed.shutdown()
+process_group.shutdown()
 """
 TRAIN = """
-from tests import tiny
-from megabert import distributed
+from tests.helpers import tiny
+from megabert.distributed import process_group
 import json, sys
 from pathlib import Path
-world = distributed.init(distributed.discover())
+world = process_group.init(process_group.discover())
 engine = tiny.engine(tiny.config(zero__stage=2), world)
 losses = tiny.train(engine, range(2))
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, losses]))
-distributed.shutdown()
+process_group.shutdown()
 """
 
 

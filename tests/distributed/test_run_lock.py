@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 HOLD = """
 import os, sys, time, torch
-from megabert import runlock
-from megabert.distributed import World
-runlock.take(sys.argv[1], World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
+from megabert.distributed import run_lock
+from megabert.distributed.process_group import World
+run_lock.take(sys.argv[1], World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
 if os.fork() == 0:
     time.sleep(60)
     os._exit(0)

@@ -21,14 +21,14 @@ def watchdog(tmp_path: Path, ranks: int = 3, timeout: float = 30.0) -> Watchdog:
     """Rank 0 of `ranks`, which has done 5 updates; the others are on other hosts and gave a sign just now."""
     dog = Watchdog(World(0, 0, ranks, torch.device("cpu"), "gloo", "torchrun"), tmp_path, timeout)
     dog._peers = [Peer(rank, f"host{rank}", f"home{rank}", 100 + rank) for rank in range(ranks)]
-    dog._peers[0].home, dog._peers[0].pid = heartbeat.home(), os.getpid()
+    dog._peers[0].namespace, dog._peers[0].pid = heartbeat.pid_namespace(), os.getpid()
     dog.progress(5)
     return dog
 
 
 def sign(dog: Watchdog, rank: int, beat: int, **changes: object) -> None:
     life = {"beat": beat, "step": 5, "doing": "a.py:1 in f", "waiting": True, "left": False}
-    dog._lives[rank] = life | changes
+    dog._heartbeats[rank] = life | changes
 
 
 def look(dog: Watchdog, seconds: int) -> None:
@@ -62,7 +62,7 @@ def test_a_rank_on_another_host_is_lost_after_a_while_unless_it_left_in_good_ord
 def test_a_process_that_is_gone_from_this_host_is_dead_at_the_second_look(tmp_path):
     dog = watchdog(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dog._peers[1].home, dog._peers[1].pid = heartbeat.home(), child.pid
+    dog._peers[1].namespace, dog._peers[1].pid = heartbeat.pid_namespace(), child.pid
     sign(dog, 1, 1)
     look(dog, 3)
     assert heartbeat.is_alive(child.pid) and dog._find() is None

@@ -54,6 +54,7 @@ def two_ranks(world: Any) -> dict[str, Any]:
             found[f"skip {precision} {stage}"] = skip(world, precision, stage)
     found["skip offload"] = skip(world, "fp32", 2, zero__offload="cpu")
     found["uneven"] = uneven_evaluation(world)
+    found["growth"] = [first_moments(world, stage, grows) for stage in STAGES for grows in (False, True)]
     if not ops.MISSING:
         for name, chosen in BACKENDS.items():
             cfg = tiny.config(zero__stage=3, model__activation_checkpointing=True, **chosen)
@@ -84,7 +85,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     weights = (engine.consolidated_weights().values(), clean.consolidated_weights().values())
     found["types"] = [
         {str(p.dtype) for p in engine.module.parameters()},
-        {str(shard.tensor.dtype) for shard in engine.layout.shards},
+        {str(master.tensor.dtype) for master in engine.layout.masters},
         set(seen),
     ]
     found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -155,6 +156,19 @@ def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
         "expected": own,
         "problems": problems,
     }
+
+
+def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
+    """(norm of exp_avg of this rank after one fp16 update, growth of the loss scale in it), without clipping, which would
+    hide a halved gradient."""
+    engine = tiny.engine(tiny.config(precision="fp16", zero__stage=stage, optimizer__clip=0.0), world)
+    scaler = engine._loss_scaler()
+    if grows:  # as after 1,000 updates without an overflow, which is the window
+        scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
+    before = scaler.cur_scale
+    tiny.train(engine, range(1))
+    squares = [piece.moments["exp_avg"].square().sum() for piece in engine.layout.moments(engine.optimizer)]
+    return float(torch.stack(squares).sum().sqrt()), scaler.cur_scale / before
 
 
 def uneven_evaluation(world: Any) -> list[Any]:
@@ -298,6 +312,15 @@ def test_weights_can_be_set_and_read_whole(precision, stage, two):
         missing, unknown, shape = run["problems"]
         assert "mlm.bias" in missing and "extra" in unknown
         assert "embeddings.position is [8, 32]" in shape and "[16, 32]" in shape and "max_positions" in shape
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_in_which_the_loss_scale_grows_is_like_any_other(stage, two):
+    (usual, same), (grown, twice) = two[0]["growth"][2 * stage : 2 * stage + 2]
+    assert (same, twice) == (1, 2)
+    assert (
+        grown == pytest.approx(usual, rel=1e-3) and usual > 0
+    )  # a scale that grows before it is divided by halves the gradient
 
 
 def test_evaluation_counts_each_batch_once_when_ranks_hold_different_numbers(two):

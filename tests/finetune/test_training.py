@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from megabert import pretrained
+from megabert.common.errors import BadTraining
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, tasks, training
-from megabert.finetune.training import Data, Diverged, Run, Settings, Split
+from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
 from tests.helpers import finetune_problem
 from tests.helpers.ranks import run_ranks
@@ -42,6 +44,11 @@ class Never:
     def requested(self) -> bool:
         self.left -= 1
         return self.left == 0
+
+    def updated(self, seconds: float) -> None:
+        """It reads no clock."""
+
+    saved = updated
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,14 @@ def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTI
 def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
     start = pretrained.load(base / "run")
     data = data_of(base, kind, start, settings)
-    return Run(folder, "name", data, start, settings, world, 2).train(stop or Never())
+    return FineTuning(folder, "name", data, start, settings, world, 2).train(
+        stop or Never(), unwatched(world)
+    )
+
+
+def unwatched(world: World) -> Watchdog:
+    """A watchdog that was never started."""
+    return Watchdog(world, "", 0)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -120,8 +134,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
-    def dev_lines(folder: Path) -> list[str]:
-        return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "dev/" in line]
+    def dev_lines(folder: Path) -> list[dict[str, Any]]:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) | {"time/train_seconds": 0} for line in lines if "dev/" in line]
 
     assert dev_lines(tmp_path / "whole") == dev_lines(tmp_path / "parts")
 
@@ -139,9 +154,9 @@ def test_from_scratch_begins_elsewhere(base, tmp_path, world) -> None:
     start = pretrained.load(base / "run")
     data = data_of(base, "classify", start)
     name = "embeddings.position"
-    kept = Run(tmp_path / "a", "a", data, start, SETTINGS, world, 5)
+    kept = FineTuning(tmp_path / "a", "a", data, start, SETTINGS, world, 5)
     assert torch.equal(kept.module.encoder.state_dict()[name], start.weights[name])
-    new = Run(tmp_path / "b", "b", data, start, change(from_scratch=True), world, 5)
+    new = FineTuning(tmp_path / "b", "b", data, start, change(from_scratch=True), world, 5)
     assert not torch.equal(new.module.encoder.state_dict()[name], start.weights[name])
 
 
@@ -171,8 +186,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
     start = pretrained.load(base / "run")
     start.weights["embeddings.norm_weight"][0] = float("nan")
     data = data_of(base, "classify", start)
-    with pytest.raises(Diverged, match="10 updates in a row"):
-        Run(tmp_path, "name", data, start, change(batch=4), world, 5).train(Never())
+    with pytest.raises(BadTraining, match="10 updates in a row"):
+        FineTuning(tmp_path, "name", data, start, change(batch=4), world, 5).train(Never(), unwatched(world))
 
 
 @pytest.mark.parametrize(

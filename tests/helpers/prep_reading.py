@@ -8,7 +8,7 @@ from data_prep.readers.tasks import Corpus, ReadOptions
 def plan(inputs, problems=None, **options):
     """Tasks of one corpus of these inputs."""
     corpus = Corpus("input", tuple(str(path) for path in inputs))
-    return tasks.plan([corpus], ReadOptions(**options), problems or Problems("stop"))
+    return tasks.plan_tasks([corpus], ReadOptions(**options), problems or Problems("stop"))
 
 
 def read_all(inputs, policy="stop", **options):
@@ -17,7 +17,7 @@ def read_all(inputs, policy="stop", **options):
     found = []
     for task in plan(inputs, problems, **options):
         for piece in task.pieces:
-            for document in tasks.read(piece, ReadOptions(**options), problems):
+            for document in tasks.read_piece(piece, ReadOptions(**options), problems):
                 text = document.text
                 found.append(text if isinstance(text, str) else text.decode())
     return found, problems

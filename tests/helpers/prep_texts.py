@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def batch_of(documents):
-    """A Batch of documents, each a list of paragraphs or one string with line feeds between them."""
-    return encoder.batch_of([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
+    """Facts of the words of documents, each a list of paragraphs or one string with line feeds between them."""
+    return encoder.word_facts([d.split("\n") if isinstance(d, str) else d for d in documents], "NFC")
 
 
 def articles(count):
@@ -25,9 +25,9 @@ def articles(count):
         pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
     options, problems = tasks.ReadOptions(), Problems("stop")
     found = []
-    for task in tasks.plan([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
+    for task in tasks.plan_tasks([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
         for piece in task.pieces:
-            for document in tasks.read(piece, options, problems):
+            for document in tasks.read_piece(piece, options, problems):
                 found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))
                 if len(found) == count:
                     return found

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import ROOT, command
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 from benchmarks import bench_ablations as bench
 from benchmarks import bench_distill
+from benchmarks.common.commands import score_of
+from tests.integration.conftest import command
 
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),
@@ -93,17 +90,27 @@ def test_a_students_table(tmp_path: Path) -> None:
         "points": [{"runs": 3, "scores": {"dev": {"accuracy": {"mean": 0.8, "std": 0.01}}}}],
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    score = bench_distill.score_of(str(tmp_path / "summary.json"))
+    score = score_of(tmp_path / "summary.json")
     assert score == {"task": "sst2", "metric": "accuracy", "runs": 3, "mean": 0.8, "std": 0.01}
     (tmp_path / "wrong.json").write_text("[]")
     with pytest.raises(ValueError, match="is no summary"):
-        bench_distill.score_of(str(tmp_path / "wrong.json"))
+        score_of(tmp_path / "wrong.json")
     teacher: dict[str, Any] = {"layers": 4, "parameters": 1000, "sequences_per_second": {"p50": 50.0}}
-    teacher |= {"eval/mlm_loss": 4.0, "eval/mlm_accuracy": 0.25, "score": score}
-    student = teacher | {"layers": 2, "parameters": 700, "sequences_per_second": {"p50": 90.0}, "score": None}
-    text = bench_distill.table({"ratio": 1.8, "sides": {"teacher": teacher, "student": student}})
+    teacher |= {"eval/mlm_loss": 4.0, "eval/mlm_accuracy": 0.25}
+    student = teacher | {"layers": 2, "parameters": 700, "sequences_per_second": {"p50": 90.0}}
+    means = {"teacher": 0.8, "student": 0.78, bench_distill.RANDOM: 0.75, bench_distill.RANDOM_TEACHER: 0.7}
+    rows: dict[str, Any] = dict.fromkeys(bench_distill.ROWS)
+    assert bench_distill.worth(rows | {"teacher": score}) == {}
+    rows |= {name: score | {"mean": mean} for name, mean in means.items()}
+    worth = bench_distill.worth(rows)
+    assert worth == {"kept": 0.975, "random_keeps": 0.9375, "gain_kept": 0.3}
+    text = bench_distill.table({"sides": {"teacher": teacher, "student": student}, "scores": rows, **worth})
     assert "| sequences/s, forward | 50.0 | 90.0 | 1.800 |" in text
-    assert "| sst2 accuracy, dev | 0.8000 ± 0.0100 | not measured | not measured |" in text
+    assert "| sst2 accuracy, dev |  |  | over the teacher's |" in text
+    assert "| random, student's size | 0.7500 ± 0.0100 |  | 0.9375 |" in text
+    assert "| trained without the teacher | not measured |  |  |" in text
+    assert "| kept of the gain over random weights | 0.3000 |  |  |" in text
+    assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
 @pytest.mark.slow
@@ -128,8 +135,17 @@ def test_a_set_is_run_once_and_a_student_is_compared(dataset: Path, tmp_path: Pa
 
     run = tmp_path / "runs/objective/MLM"
     compared = ("benchmarks/bench_distill.py", "--teacher", run, "--student", run, "--data", dataset)
+    for name, count in (("train", 24), ("dev", 8)):
+        lines = [f"{i % 2}\t{('good', 'bad')[i % 2]} text {i}" for i in range(count)]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["label\tsentence", *lines]) + "\n")
+    task = f"sst2 {tmp_path / 'train.tsv'} {tmp_path / 'dev.tsv'} --epochs 1 --batch 8"
+    compared = (*compared, "--task", task, "--work", tmp_path / "rows")
     done = command(*compared, "--rounds", 3, "--json", tmp_path / "d.json", "--threads", 1)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "d.json").read_text())
     assert 0.5 < result["ratio"] < 2 and "| layers | 1 | 1 | 1.000 |" in done.stdout
+    assert all(0 <= result["scores"][name]["mean"] <= 1 for name in bench_distill.ROWS)
+    assert result["kept"] == 1.0  # a model against itself
+    alone = json.loads((tmp_path / "rows/alone/config.json").read_text())["config"]["distill"]
+    assert (alone["soft"], alone["cosine"]) == (0.0, 0.0) and alone["teacher"] == str(run)
     assert result["sides"]["teacher"]["eval/mlm_loss"] == result["sides"]["student"]["eval/mlm_loss"]

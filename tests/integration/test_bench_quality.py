@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,6 @@ from megabert.pretrained.hf_names import from_huggingface
 from megabert.training.evaluation import batch_sums, fixed_batches
 
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from benchmarks.common import curves
 from benchmarks.peers import hf_plain_loop
 
@@ -30,11 +27,11 @@ def curve(*points: tuple[float, float]) -> list[dict[str, float]]:
 
 def test_the_time_to_a_loss_is_linear_between_points() -> None:
     ours = curve((0, 10.0), (60, 6.0), (120, 4.0), (180, 5.0), (240, 3.0))
-    assert curves.time_to(ours, 5.0) == 90.0
-    assert curves.time_to(ours, 6.0) == 60.0
-    assert curves.time_to(ours, 3.5) == 225.0
-    assert curves.time_to(ours, 11.0) == 0.0
-    assert curves.time_to(ours, 2.9) is None
+    assert curves.reached(ours, 5.0) == 90.0
+    assert curves.reached(ours, 6.0) == 60.0
+    assert curves.reached(ours, 3.5) == 225.0
+    assert curves.reached(ours, 11.0) == 0.0
+    assert curves.reached(ours, 2.9) is None
 
 
 def test_the_ratio_is_their_time_over_ours() -> None:
@@ -48,6 +45,59 @@ def test_the_ratio_is_their_time_over_ours() -> None:
     assert runs["a"]["reached_peer_seconds"] == 550.0
     assert runs["a"]["ratio"] == report["ratio"] == round(1800 / 550, 3)
     assert runs["b"]["ratio"] is None
+
+
+def test_time_and_tokens_are_told_apart(tmp_path: Path) -> None:
+    """Twice as fast and token for token the same: 2 in seconds, 1 in tokens."""
+    curves_ = {
+        "megabert": [(0, 0, 10.0), (300, 1000, 6.0), (600, 2000, 4.0)],
+        "huggingface": [(0, 0, 10.0), (600, 1000, 6.0)],
+    }
+    runs = {
+        system: {
+            "system": system,
+            "curve": [
+                {"seconds": s, "tokens": t, "step": t // 10, curves.LOSS: loss, curves.ACCURACY: 0.0}
+                for s, t, loss in points
+            ],
+        }
+        for system, points in curves_.items()
+    }
+    report = {"runs": runs, "settings": {"config": "mini", "threads": 2}}
+    curves.compare(report)
+    assert (report["ratio"], report["ratio_tokens"]) == (2.0, 1.0)
+    assert runs["megabert"]["loss_at_peer_tokens"] == 6.0
+    assert runs["megabert"]["tokens_per_update"] == runs["huggingface"]["tokens_per_update"] == 10.0
+    assert [c["ratio"] for c in report["comparisons"]] == [2.0, 1.0]
+    assert "Hugging Face's BertForMaskedLM in a plain loop, not tuned" in curves.caption(report)
+    runs["huggingface"]["tuning"] = [{"lr": 1e-3}]
+    assert "tuned on a grid" in curves.caption(report)
+    pytest.importorskip("matplotlib")
+    curves.plot(report, tmp_path / "plot.svg")
+    assert "million real tokens" in (tmp_path / "plot.svg").read_text()
+
+
+def test_the_peer_has_our_settings_and_what_differs_is_said(dataset: Path) -> None:
+    from benchmarks import bench_quality
+
+    args = bench_quality.parse(["--data", str(dataset), "--ours", "optimizer.beta2=0.97"])
+    cfg = bench_quality.our_config(args)
+    o = cfg.optimizer
+    same = {"lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "clip": o.clip}
+    recipe = hf_plain_loop.Recipe(
+        minutes=1, batch=18, dropout=cfg.model.dropout, weight_decay=o.weight_decay, **same
+    )
+    assert bench_quality.differs(recipe, cfg) == {
+        "update": {"ours": "16 packed rows", "peer": "18 padded sequences, one a row"}
+    }
+    other = hf_plain_loop.Recipe(minutes=1, batch=18)
+    assert {"beta2", "eps", "lr", "dropout", "update"} == set(bench_quality.differs(other, cfg))
+    assert bench_quality.differs(other, cfg)["beta2"] == {"ours": 0.97, "peer": 0.999}
+    optimizer = hf_plain_loop.optimizer_of(torch.nn.Linear(2, 2), recipe)
+    assert optimizer.defaults["betas"] == (0.9, 0.97) and optimizer.defaults["eps"] == o.eps
+    manifest = Dataset(dataset).manifest
+    rows = manifest.statistics["tokens"] / manifest.rows
+    assert bench_quality.tokens_an_update(args) == pytest.approx(16 * rows) and 16 * rows < 16 * 64
 
 
 def test_the_peer_sees_every_sequence_once_and_whole(dataset) -> None:

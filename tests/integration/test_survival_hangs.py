@@ -19,22 +19,22 @@ TIMEOUT = 6  # seconds; an update takes 0.1
 SLACK = 8  # seconds of a full machine, and of rank 0, which keeps the store for the others
 WATCHED = f"watchdog.timeout_seconds={TIMEOUT}"
 ENDLESS = """
-from megabert import steps, train
-def spin(run, *rest, log=train.log):
-    log(run, *rest)
-    while run.world.rank == 1 and run.step == 3:
+from megabert.training.trainer import Trainer
+def spin(self, lr, log=Trainer.log):
+    log(self, lr)
+    while self.world.rank == 1 and self.state.step == 3:
         pass
-train.log = spin
+Trainer.log = spin
 """
 
 PID_OF_RANK_1 = """
 import os
 from megabert import train
-def build(args, config, world, *rest, build=train.build):
+def open_run(run_dir, config, world, *rest, open_run=train.open_run, **more):
     if world.rank == 1:
         print("RANK 1 is", os.getpid(), flush=True)
-    return build(args, config, world, *rest)
-train.build = build
+    return open_run(run_dir, config, world, *rest, **more)
+train.open_run = open_run
 """
 
 

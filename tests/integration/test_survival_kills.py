@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from benchmarks import bench_survival
 from benchmarks.survival import kills
-from benchmarks.survival.compare import differences
-from benchmarks.survival.life import Case, Life, Server
+from benchmarks.survival.compare import counts, differences
+from benchmarks.survival.life import Case, Failure, Life, Server
 
 ONE = Case("one", 1, 120, 5, ("checkpoint.asynchronous=false",))
 TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
@@ -39,6 +37,9 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     for result in results:
         fell.update(result["fell"])
     print(json.dumps(results, indent=1))
+    assert [result["failure"] for result in results] == [None, None]
+    assert [result["differences"] for result in results] == [0, 0]
+    assert all(sum(result["followed_by"].values()) == result["kills"] for result in results)
     assert fell.total() == sum(result["kills"] for result in results) == 20
     assert fell["inside a checkpoint write"] >= 5 and fell["in training"] >= 2
     assert results[1]["killed"]["one rank"] >= 1 and results[0]["lives_started_by_the_real_command"] == 1
@@ -51,6 +52,8 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
 def test_two_hundred_kills_leave_no_trace(dataset, tmp_path):
     result = bench_survival.sums(bench_survival.kills(dataset, tmp_path, 200, seed=1, known={}))
     print(json.dumps(result, indent=1))
+    assert result["failures"] == {} and result["runs_that_differ"] == 0
+    assert result["runs_that_came_to_their_end"] == result["runs"] == len(bench_survival.CASES)
     assert result["kills"] >= 200 and result["fell"]["inside a checkpoint write"] >= 50
     assert result["with one rank's write delayed by 0.5-6 s"] >= 10
 
@@ -120,5 +123,50 @@ def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
             kills.check_resume(life, newest, kills.Outcome())
     life.output = lambda: "resuming from run/checkpoints/step-00000005 at step 5, 3 s trained"
     outcome = kills.Outcome()
-    kills.check_resume(life, 5, outcome)
+    assert kills.check_resume(life, 5, outcome) == kills.RESUMED
     assert outcome.resumed_at == [5]
+    life.output = lambda: "step       1/70  loss 8.2"
+    assert kills.check_resume(life, 0, outcome) == kills.ANEW
+    life.output = lambda: ""
+    assert kills.check_resume(life, 5, outcome) == kills.UNSEEN and outcome.resumed_at == [5]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "counted"),
+    [
+        (lambda run: None, (0, 0, 0)),
+        (lambda run: replace_in_metrics(run, f"{2:016x}", f"{9:016x}"), (0, 0, 2)),  # and 3 came from 9
+        (lambda run: replace_in_metrics(run, '{"step": 2', '{"step": 1'), (1, 1, 0)),
+        (lambda run: replace_in_metrics(run, '"train/loss": 0.5, ', ""), (1, 0, 1)),
+    ],
+    ids=["none", "other rows", "an update twice", "an update lost"],
+)
+def test_updates_and_rows_are_counted(tmp_path, spoil, counted):
+    one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
+    spoil(two)
+    assert tuple(counts(one, two, 3).values()) == counted
+
+
+def test_a_failed_case_is_counted_with_its_reason(tmp_path, monkeypatch, capsys):
+    def fail_after_two(case, data, run, server, number, rng, seconds, by_command, outcome):
+        if "LAMB" in case.name:
+            outcome.kills, outcome.fell = 2, Counter({"in training": 2})
+            raise Failure("it hangs")
+        outcome.kills = number
+        finished_run(run)
+
+    monkeypatch.setattr(kills, "uninterrupted", lambda case, data, run, server: bool(finished_run(run)) * 0.1)
+    monkeypatch.setattr(kills, "kill_again_and_again", fail_after_two)
+    monkeypatch.setattr(kills, "counts", lambda one, two, steps: counts(one, two, 3))
+    monkeypatch.setattr(kills, "differences", lambda one, two, steps: differences(one, two, 3))
+    target = tmp_path / "result.json"
+    options = ["--kills", "200", "--data", str(tmp_path), "--json", str(target)]
+    monkeypatch.setattr(sys, "argv", ["bench_survival.py", *options])
+    for _ in range(2):  # a second run keeps what was measured, failures too
+        assert bench_survival.main() == 1
+        assert "error: 2 ranks, ZeRO-1, LAMB: it hangs" in capsys.readouterr().err
+    found = json.loads(target.read_text())["kills"]
+    assert list(found["failures"].values()) == ["it hangs", "it hangs"]
+    assert found["kills"] == 200 - 20 - 35 + 2 + 2 and found["fell"] == {"in training": 4}
+    assert (found["runs"], found["runs_that_came_to_their_end"], found["runs_that_differ"]) == (8, 6, 0)
+    assert found["updates_lost"] == found["updates_of_other_rows"] == 0

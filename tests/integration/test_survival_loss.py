@@ -70,7 +70,8 @@ def test_rollback_goes_back_and_passes_over_the_data_through_the_spike(dataset, 
     job, codes = run_with(dataset, run, "spikes.policy=rollback", ranks=1)
     assert codes == [0], job.output
     assert (
-        "going back" in job.output and "back at step 8; the data up to the spike is passed over" in job.output
+        "rolling back" in job.output
+        and "rolled back to step 8; the data up to the spike is passed over" in job.output
     )
     found = curve(run)
     assert sorted(found) == list(range(1, 17))
@@ -90,7 +91,7 @@ def test_spikes_again_and_again_end_the_run(dataset, tmp_path):
         dataset, run, "spikes.policy=rollback", "spikes.max_rollbacks=1", times=times, ranks=1
     )
     assert codes == [3], job.output
-    assert "error: a spike after 1 goings-back (spikes.max_rollbacks)" in job.output
+    assert "error: a spike after 1 rollbacks (spikes.max_rollbacks)" in job.output
     assert len(trouble(run)) == 2
 
 

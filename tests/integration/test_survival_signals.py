@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 # each says where it is once, and stays there for two seconds on rank 1 while rank 0 waits for it
 WAITING_FOR_DATA = """
 import time
-from megabert.data import Loader
+from megabert.data.loader import Loader
 def slow(self, take=Loader.__next__):
     if self.step == 7:
         print("waiting for data", flush=True)
@@ -36,12 +36,12 @@ Checkpoints.save = slow
 """
 EVALUATING = """
 import time
-from megabert import train
-def slow(run, validate=train.validate):
+from megabert.training.trainer import Trainer
+def slow(self, evaluate=Trainer.evaluate):
     print("evaluating", flush=True)
     time.sleep(2)
-    return validate(run)
-train.validate = slow
+    return evaluate(self)
+Trainer.evaluate = slow
 """
 
 
@@ -122,13 +122,13 @@ def test_the_end_of_the_time_allowed_is_not_reached(how, dataset, tmp_path):
 
 LEAVES = """
 import os
-from megabert import train
-def init(world, init=train.distributed.init):
+from megabert.distributed import process_group
+def init(world, init=process_group.init):
     world = init(world)
     if world.rank == 1:
         os._exit(85)
     return world
-train.distributed.init = init
+process_group.init = init
 """
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from benchmarks.survival.soak import growth, look_at, soak, typical
 

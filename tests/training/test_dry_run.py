@@ -31,7 +31,7 @@ def measure(world: World) -> list[tuple[int, int]]:
         engine = tiny.engine(cfg, world)
         tiny.train(engine, range(1))
         tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-        tensors += [shard.tensor for shard in engine.layout.shards]
+        tensors += [master.tensor for master in engine.layout.masters]
         tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.numel() > 1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         results.append((sum(shape.numel() for shape in engine.layout.shapes), sum(storages.values())))
@@ -72,7 +72,8 @@ def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> Non
     assert update.pairs == 256 * (512 * 513 / 2)
     assert "131,072 tokens, 256 sequences, 130,816 predictions" in dry_run.report(cfg, None, 8)
     batch = dry_run.fake_batch(cfg, 512, 0)
-    assert batch.tensors["mlm_labels"].shape == (32, 512) and batch.tensors["key_end"][3, 7] == 8
+    assert batch.mlm_labels.shape == (32, 512) and batch.key_end[3, 7] == 8
+    assert batch.predictions == 32 * 511
     logits = 32 * 512 * 2 * cfg.model.padded_vocab * 2
     masked = configuration.load("base", BASE)
     assert dry_run.activations(cfg, 512) - dry_run.activations(masked, 512) > 0.8 * logits

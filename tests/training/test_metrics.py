@@ -7,7 +7,7 @@ import torch
 
 from megabert.common.text import duration
 from megabert.config import ModelConfig, load
-from megabert.model.flops import training_flops
+from megabert.model.flops import datasheet_tflops, training_flops
 from megabert.training.metrics import matmul_tflops
 from megabert.training.sinks import JsonLines, TensorBoard
 
@@ -18,6 +18,25 @@ LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 def test_flops_of_large_match_the_worked_figures(length, predictions, gflop):
     got = training_flops(LARGE, length, length**2, predictions, 1) / 1e9
     assert got == pytest.approx(gflop, rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Tesla V100-PCIE-32GB", 112.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L40", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_the_datasheets_peak_is_of_the_very_device(name, peak):
+    assert datasheet_tflops(name) == peak
 
 
 def test_flops_grow_with_real_work_only():

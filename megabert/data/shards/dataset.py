@@ -1,4 +1,4 @@
-"""A row is compared with its checksum, and its parts with each other, before anything sees it."""
+"""Random access to the rows of a dataset: each is compared with its checksum, and its parts with each other, before it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.data.shards.layout import Layout, checksums
+from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
@@ -76,8 +76,8 @@ class Dataset:
                 self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
         if self.problems and not tolerant:
             raise ValueError(self.problems[0])
-        self._full = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
-        self._last = Layout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         # section -> its map, None where nothing of it is in the file, and the views over that
         self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""A shard's bytes are a function of its arrays: where every header and row lies is known before a byte is read."""
+"""Byte layout of a shard, and its writer: where every header and row lies is known before a byte is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.atomic_io import appearing_file
+
 TAR_UNIT = 512
 TAR_END = b"\0" * (2 * TAR_UNIT)
 NPY_HEADER = 128
@@ -19,7 +21,7 @@ KEY = 9  # digits of a block's number, which a member's name begins with
 CHECKSUM = 148  # where tar keeps the sum of a header's bytes, as six octal digits
 
 
-class Layout:
+class BlockLayout:
     """Where everything is inside a block of `rows` rows: `members` maps a name to (npy header, data offset, bytes a row)."""
 
     def __init__(self, rows: int, seq_len: int, max_sequences: int, dtype: str) -> None:
@@ -86,8 +88,8 @@ def _tar_header(name: str, size: int) -> tuple[bytes, bytes, int]:
 def shard_bytes(rows: int, block_rows: int, seq_len: int, max_sequences: int, dtype: str) -> int:
     """Size in bytes of a shard of `rows` rows."""
     full, rest = divmod(rows, block_rows)
-    size = full * Layout(block_rows, seq_len, max_sequences, dtype).bytes + len(TAR_END)
-    return size + (Layout(rest, seq_len, max_sequences, dtype).bytes if rest else 0)
+    size = full * BlockLayout(block_rows, seq_len, max_sequences, dtype).bytes + len(TAR_END)
+    return size + (BlockLayout(rest, seq_len, max_sequences, dtype).bytes if rest else 0)
 
 
 def checksums(rows: np.ndarray) -> np.ndarray:
@@ -109,35 +111,30 @@ def write_shard(
     The bytes depend on the arguments alone. OSError (a full disk) leaves no file behind.
     """
     path, n = Path(path), len(ids)
-    slots = bounds.shape[1]
+    max_sequences = bounds.shape[1]
     assert n > 0 and ids.ndim == 2 and ids.dtype in (np.uint16, np.uint32), (
         "ids must be uint16 or uint32 [n, T]"
     )
-    assert bounds.shape == (n, slots, 2) and bounds.dtype == np.uint16, "bounds must be uint16 [n, S, 2]"
-    assert isnext.shape == (n, slots) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
+    assert bounds.shape == (n, max_sequences, 2) and bounds.dtype == np.uint16, (
+        "bounds must be uint16 [n, S, 2]"
+    )
+    assert isnext.shape == (n, max_sequences) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
     digest, size = hashlib.sha256(), 0
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            for first in range(0, n, block_rows):
-                part = slice(first, min(n, first + block_rows))
-                layout = Layout(part.stop - first, ids.shape[1], slots, ids.dtype.name)
-                packed = np.empty(layout.rows, layout.row)
-                for name, array in (("ids", ids), ("bounds", bounds), ("isnext", isnext)):
-                    flat = np.ascontiguousarray(array[part]).reshape(layout.rows, -1)
-                    packed[name] = flat.view(layout.row[name]).ravel()
-                data = bytearray(layout.bytes)
-                for name, (_, offset, _) in layout.members.items():
-                    payload = (checksums(packed) if name == "crc" else packed[name]).tobytes()
-                    data[offset - HEADER : offset] = layout.header(name, first_block + first // block_rows)
-                    data[offset : offset + len(payload)] = payload
-                size += file.write(data)
-                digest.update(data)
-            size += file.write(TAR_END)
-            digest.update(TAR_END)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with appearing_file(path) as file:
+        for first in range(0, n, block_rows):
+            part = slice(first, min(n, first + block_rows))
+            layout = BlockLayout(part.stop - first, ids.shape[1], max_sequences, ids.dtype.name)
+            packed = np.empty(layout.rows, layout.row)
+            for name, array in (("ids", ids), ("bounds", bounds), ("isnext", isnext)):
+                flat = np.ascontiguousarray(array[part]).reshape(layout.rows, -1)
+                packed[name] = flat.view(layout.row[name]).ravel()
+            data = bytearray(layout.bytes)
+            for name, (_, offset, _) in layout.members.items():
+                payload = (checksums(packed) if name == "crc" else packed[name]).tobytes()
+                data[offset - HEADER : offset] = layout.header(name, first_block + first // block_rows)
+                data[offset : offset + len(payload)] = payload
+            size += file.write(data)
+            digest.update(data)
+        size += file.write(TAR_END)
+        digest.update(TAR_END)
     return {"name": path.name, "rows": n, "bytes": size, "sha256": digest.hexdigest()}

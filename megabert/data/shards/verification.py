@@ -1,4 +1,4 @@
-"""Every byte of a dataset is compared with what it must be, and what is not is named with its place, one line each.
+"""Verification of a dataset: every byte is compared with what it must be, and what differs is named with its place.
 
 Nothing is parsed: headers and padding are known in advance, rows have checksums, files have hashes. Shards are
 checked apart from each other, so that a caller may hand them to as many processes as it likes.
@@ -10,14 +10,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megabert.common.canonical_json import canonical
 from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, unpack
-from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, Layout, checksums
-from megabert.data.shards.manifest import MANIFEST, Manifest, Shard, render
+from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
+from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 
 SPAN_BYTES = 1 << 19  # read at once: stays in a core's cache until hash, checksums and comparisons are done
 
@@ -43,8 +44,8 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     except ValueError as error:
         return [str(error)]
     found: list[str | ShardCheck] = []
-    text = path.read_text(encoding="utf-8")
-    if text != render(json.loads(text)):
+    text = path.read_bytes()
+    if text != canonical(json.loads(text)):
         found.append(f"{path}: is not as it was written: the same fields in other bytes")
     tokenizer = folder / m.tokenizer["file"]
     if not tokenizer.is_file():
@@ -54,7 +55,9 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     listed = {shard.name for shard in m.shards}
     found += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
-    small = replace(m, shards=(), statistics={}, options={})  # a check must be cheap to send to a process
+    small = m.model_copy(
+        update={"shards": (), "statistics": {}, "options": {}}
+    )  # a check must be cheap to send to a process
     for i, shard in enumerate(m.shards):
         if (folder / shard.name).is_file():
             found.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
@@ -91,11 +94,11 @@ class ShardCheck:
     def _read(self) -> Iterator[str]:
         m, digest, start = self.manifest, hashlib.sha256(), 0
         full, rest = divmod(self.shard.rows, m.block_rows)
-        layout = Layout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        layout = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         span = max(1, SPAN_BYTES // layout.bytes)
         spans = [(layout, first, min(span, full - first)) for first in range(0, full, span)]
         if rest:
-            spans.append((Layout(rest, m.seq_len, m.max_sequences, m.dtype), full, 1))
+            spans.append((BlockLayout(rest, m.seq_len, m.max_sequences, m.dtype), full, 1))
         buffer = memoryview(bytearray(max(size.bytes * blocks for size, _, blocks in spans)))
         with open(self.path, "rb") as file:
             for layout, first, blocks in spans:
@@ -114,7 +117,9 @@ class ShardCheck:
         if digest.hexdigest() != self.shard.sha256:
             yield f"{self.path}: SHA-256 is not the one in the manifest"
 
-    def _span(self, data: memoryview, start: int, layout: Layout, first: int, blocks: int) -> Iterator[str]:
+    def _span(
+        self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int
+    ) -> Iterator[str]:
         """Problems of `blocks` whole blocks in `data`, which begin with block `first` at byte `start` of the shard."""
         if not blocks:
             return

@@ -1,7 +1,7 @@
 """The operations of the encoder, each behind one function with a `backend` argument; this package imports torch alone."""
 
 from megabert.model.ops.attention import attend, attention_inputs
-from megabert.model.ops.backend import BACKENDS, LIBRARY, MISSING, Choice, choose, has_kernel
+from megabert.model.ops.backend import BACKENDS, LIBRARY, MISSING, Backends, Choice, choose, has_kernel
 from megabert.model.ops.layer import bias_gelu, dropout, dropout_add_layer_norm
 from megabert.model.ops.mlm_loss import mlm_loss, mlm_loss_of_logits
 from megabert.model.ops.softmax_mask import fused_softmax_mask
@@ -10,6 +10,7 @@ __all__ = [
     "BACKENDS",
     "LIBRARY",
     "MISSING",
+    "Backends",
     "Choice",
     "attend",
     "attention_inputs",

@@ -6,6 +6,8 @@ needs to be as large as the attention matrix.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,22 +71,27 @@ def attend(
 
 def _register() -> None:
     @torch.library.register_fake("megabert::attention")
-    def _(qkv, key_start, key_end, seed, stream, heads, p):
+    def _(
+        qkv: Tensor, key_start: Tensor, key_end: Tensor, seed: Tensor, stream: int, heads: int, p: float
+    ) -> tuple[Tensor, Tensor]:
         batch, width, triple = qkv.shape
         return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(
             batch, heads, width, dtype=torch.float32
         )
 
     @torch.library.register_fake("megabert::attention_backward")
-    def _(grad, qkv, context, lse, key_start, key_end, seed, stream, heads, p):
+    def _(
+        grad: Tensor, qkv: Tensor, context: Tensor, lse: Tensor, key_start: Tensor, key_end: Tensor,
+        seed: Tensor, stream: int, heads: int, p: float,
+    ) -> Tensor:  # fmt: skip
         return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         qkv, key_start, key_end, seed, *ctx.numbers = inputs
         ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx, grad, _grad_lse):
+    def backward(ctx: Any, grad: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
         dqkv = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)

@@ -16,23 +16,27 @@ NATIVE_DTYPES = {
     "cpu": (torch.bfloat16, torch.float32),
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
-BACKENDS = {
-    "attention": ("sdpa", "varlen", "native", "fused_softmax"),
-    "mlm_loss": ("torch", "native"),
-    "layer": ("torch", "native"),
+# role -> its backends and, for those in the native library, the operation of it that must have a kernel for them to run.
+# A role is a field of `Backends` and of OpsConfig (config/schema.py), in this order; its first backend always runs.
+ROLES: dict[str, dict[str, str]] = {
+    "attention": {"sdpa": "", "varlen": "", "native": "attention", "fused_softmax": "softmax_mask"},
+    "mlm_loss": {"torch": "", "native": "mlm_loss"},
+    "layer": {"torch": "", "native": "bias_gelu"},
 }
-# The operation of the library that stands for a backend: where it has a kernel, the backend runs.
-KERNELS = {
-    ("attention", "native"): "attention",
-    ("attention", "fused_softmax"): "softmax_mask",
-    ("mlm_loss", "native"): "mlm_loss",
-    ("layer", "native"): "bias_gelu",
-}
+BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
 
 
 class Choice(NamedTuple):
     name: str  # the backend that runs
     reason: str  # one line for the log and for megabert.doctor
+
+
+class Backends(NamedTuple):
+    """What a model's operations run on."""
+
+    attention: Choice
+    mlm_loss: Choice
+    layer: Choice
 
 
 def _load() -> str:
@@ -82,10 +86,10 @@ def choose(
 
 def _obstacle(op: str, name: str, device: str, dtype: torch.dtype) -> str:
     """Why a backend cannot run, or an empty string."""
-    if (op, name) in KERNELS:
+    if kernel := ROLES[op][name]:
         if MISSING:
             return MISSING
-        if not has_kernel(KERNELS[op, name], device):
+        if not has_kernel(kernel, device):
             return f"the native library has no {device} code for it"
         if dtype not in NATIVE_DTYPES[device]:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES[device]))}, not {_short(dtype)}"

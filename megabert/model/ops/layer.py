@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,52 +47,60 @@ def _like(x: Tensor) -> Tensor:
 
 def _register() -> None:
     @torch.library.register_fake("megabert::bias_gelu")
-    def _(x, bias):
+    def _(x: Tensor, bias: Tensor) -> Tensor:
         return _like(x)
 
     @torch.library.register_fake("megabert::bias_gelu_backward")
-    def _(grad, x, bias):
+    def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return _like(x), _like(bias)
 
-    def gelu_context(ctx, inputs, output):
+    def gelu_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
-    def gelu_backward(ctx, grad):
+    def gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.megabert.bias_gelu_backward(grad, *ctx.saved_tensors)
 
     torch.library.register_autograd("megabert::bias_gelu", gelu_backward, setup_context=gelu_context)
 
     @torch.library.register_fake("megabert::dropout")
-    def _(x, seed, stream, p):
+    def _(x: Tensor, seed: Tensor, stream: int, p: float) -> Tensor:
         return _like(x)
 
-    def dropout_context(ctx, inputs, output):
+    def dropout_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _x, seed, *ctx.numbers = inputs
         ctx.save_for_backward(seed)
 
-    def dropout_backward(ctx, grad):
+    def dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return torch.ops.megabert.dropout(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
 
     torch.library.register_autograd("megabert::dropout", dropout_backward, setup_context=dropout_context)
 
     @torch.library.register_fake("megabert::dropout_add_layer_norm")
-    def _(x, bias, residual, weight, shift, seed, stream, p, eps):
+    def _(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
+        seed: Tensor, stream: int, p: float, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         statistic = x.new_empty(x.shape[:-1], dtype=torch.float32)
         return _like(x), _like(x), statistic, torch.empty_like(statistic)
 
     @torch.library.register_fake("megabert::dropout_add_layer_norm_backward")
-    def _(grad, grad_z, z, mean, rstd, weight, seed, stream, p):
+    def _(
+        grad: Tensor, grad_z: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+        seed: Tensor, stream: int, p: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         dx = _like(z) if int(p * 65536 + 0.5) else z.new_empty(0)
         return dx, _like(z), _like(weight), _like(weight), _like(weight)
 
-    def norm_context(ctx, inputs, output):
+    def norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _x, _bias, _residual, weight, _shift, seed, ctx.stream, ctx.p, _eps = inputs
         _y, z, mean, rstd = output
         ctx.save_for_backward(z, mean, rstd, weight, seed)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
-    def norm_backward(ctx, grad, grad_z, _mean, _rstd):
+    def norm_backward(
+        ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _mean: None, _rstd: None
+    ) -> tuple[Tensor | None, ...]:
         z, mean, rstd, weight, seed = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(z)

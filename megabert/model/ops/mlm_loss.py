@@ -1,14 +1,14 @@
-"""The masked-LM loss is a sum over real labels; padded vocabulary entries are never predicted and add nothing."""
+"""Masked-LM loss: a sum over real labels; padded vocabulary entries are never predicted and add nothing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.model.ops.backend import MISSING
-
-IGNORE = -100
 
 
 def mlm_loss(
@@ -40,11 +40,9 @@ def mlm_loss_of_logits(
         op = torch.ops.megabert.mlm_loss_of_logits
         return op(logits, labels, label_smoothing, z_loss, need_grad)[:2]
     logits = logits.float()
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
-    )
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)  # ignores -100
     if z_loss:
-        loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels != IGNORE)).sum()
+        loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels >= 0)).sum()
     return loss, (logits.detach().argmax(-1) == labels).sum()
 
 
@@ -54,23 +52,28 @@ def _register() -> None:
         return scalar, like.new_empty((), dtype=torch.int64), like.new_empty((), dtype=torch.int64), row
 
     @torch.library.register_fake("megabert::mlm_loss")
-    def _(hidden, weight, bias, labels, vocab_size, label_smoothing, z_loss, need_grad):
+    def _(
+        hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, vocab_size: int,
+        label_smoothing: float, z_loss: float, need_grad: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         gradients = [t.new_empty(t.shape[0] * need_grad, *t.shape[1:]) for t in (hidden, weight, bias)]
         return *results(hidden, hidden.shape[0]), *gradients
 
     @torch.library.register_fake("megabert::mlm_loss_of_logits")
-    def _(logits, labels, label_smoothing, z_loss, need_grad):
+    def _(
+        logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, need_grad: bool
+    ) -> tuple[Tensor, ...]:
         rows, entries = logits.shape
         return *results(logits, rows), logits.new_empty(rows * need_grad, entries)
 
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _loss, *rest = output
         ctx.others = len(inputs) - len(rest[3:])
         ctx.save_for_backward(*rest[3:])
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx, grad, *_):
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         gradients = [None if grad is None else t * grad for t in ctx.saved_tensors]  # the scalar stays fp32
         return *gradients, *[None] * ctx.others
 

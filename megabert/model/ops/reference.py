@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-IGNORE = -100
 _LOW = 0xFFFFFFFF
 
 
@@ -90,7 +89,7 @@ def mlm_loss(
     label_smoothing: float = 0.0, z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hidden [N, D], weight [V', D], bias [V'], labels [N] -> (loss sum, correct) over the first vocab_size entries."""
-    real = labels != IGNORE
+    real = labels >= 0
     logits = (hidden @ weight[:vocab_size].T + bias[:vocab_size])[real]
     target = labels[real]
     log_sum = logits.logsumexp(-1)

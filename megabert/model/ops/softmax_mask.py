@@ -5,6 +5,8 @@ The fully masked row is defined: all zeros, and zero gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,14 +70,17 @@ def _register() -> None:
         return torch.empty_like(t, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("megabert::softmax_mask")
-    def _(scores, key_start, key_end, mask, seed, stream, scale, p):
+    def _(
+        scores: Tensor, key_start: Tensor | None, key_end: Tensor | None, mask: Tensor | None,
+        seed: Tensor, stream: int, scale: float, p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return like(scores), like(scores) if int(p * 65536 + 0.5) else scores.new_empty(0)
 
     @torch.library.register_fake("megabert::softmax_mask_backward")
-    def _(grad, probs, seed, stream, scale, p):
+    def _(grad: Tensor, probs: Tensor, seed: Tensor, stream: int, scale: float, p: float) -> Tensor:
         return like(probs)
 
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *_, seed, stream, scale, p = inputs
         out, probs = output
         ctx.numbers = stream, scale, p
@@ -83,7 +88,7 @@ def _register() -> None:
         ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx, grad, _grad_probs):
+    def backward(ctx: Any, grad: Tensor | None, _grad_probs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 8
         dscores = torch.ops.megabert.softmax_mask_backward(grad, *ctx.saved_tensors, *ctx.numbers)

@@ -17,7 +17,7 @@ import webdataset
 
 from megabert.data import shards
 from megabert.data.shards import DamagedRow, Dataset, Manifest, Rows, verify, write_manifest, write_shard
-from megabert.data.shards.layout import Layout
+from megabert.data.shards.layout import BlockLayout
 from tests.helpers.rows import make_dataset, make_rows
 
 ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 148, 32, 3, 8, 64  # 3 shards, the last block has 4 rows
@@ -332,7 +332,7 @@ def test_a_changed_field_is_seen_and_a_manifest_from_before_fingerprints_is_take
 
 @pytest.mark.parametrize("block", [0, 7, 12_345, 999_999_999])
 def test_headers_are_tarfiles_own(block):
-    layout = Layout(5, LENGTH, SLOTS, "uint16")
+    layout = BlockLayout(5, LENGTH, SLOTS, "uint16")
     for name, (npy, _, row_bytes) in layout.members.items():
         info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
         info.size, info.mode = 128 + 5 * row_bytes, 0o644

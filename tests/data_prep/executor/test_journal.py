@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal, write_json
-from data_prep.executor.pool import Local
+from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
 from data_prep.options import BuildOptions
 
@@ -41,7 +41,7 @@ def job(tmp_path):
 def run(job, items=(1, 2, 3), consume=False):
     """Both stages. Returns the values and what was called."""
     calls.clear()
-    journal = Journal(Path(job.work), Local(1))
+    journal = Journal(Path(job.work), Pool(1))
     squares = journal.map("squares", square, job, list(items), lambda done: None)
     sums = journal.map("sums", add_one, job, list(items), lambda done: None)
     if consume:
@@ -61,7 +61,7 @@ def test_a_second_run_does_nothing_and_reports_the_same(job):
 def test_progress_hears_of_items_that_were_done_before(job, tmp_path):
     run(job)
     heard = []
-    Journal(tmp_path, Local(1)).map("squares", square, job, [1, 2, 3], heard.append)
+    Journal(tmp_path, Pool(1)).map("squares", square, job, [1, 2, 3], heard.append)
     assert [done.counts["squares"] for done in heard] == [1, 1, 1]
 
 
@@ -101,7 +101,7 @@ def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path):
 
 
 def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path):
-    journal = Journal(Path(job.work), Local(1))
+    journal = Journal(Path(job.work), Pool(1))
     squares = journal.map("squares", square, job, [1], lambda done: None)
     (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
     journal.consume(squares)

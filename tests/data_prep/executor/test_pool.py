@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished
-from data_prep.executor.pool import Local
+from data_prep.executor import pool
 
 ROOT = Path(__file__).resolve().parents[3]
 MPIRUN = Path(sys.executable).parent / "mpirun"
@@ -24,20 +25,17 @@ def work(item):
     return item, os.environ["OMPI_COMM_WORLD_RANK"]
 
 items = eval(sys.argv[1])
-executor = pool.make(None)
-if not executor.is_root:
-    executor.serve()
-    sys.exit(0)
 heard = []
-try:
-    for _ in range(2):
-        found = executor.map(work, items, heard.append)
-    assert [item for item, _ in found] == items and len(heard) == 2 * len(items)
-    print("ranks", *(rank for _, rank in found))
-except BadInput as error:
-    print("stopped by:", error, "after", len(heard))
-finally:
-    executor.close()
+with pool.opened(None) as executor:
+    if executor is None:
+        sys.exit(0)
+    try:
+        for _ in range(2):
+            found = executor.map(work, items, heard.append)
+        assert [item for item, _ in found] == items and len(heard) == 2 * len(items)
+        print("ranks", *(rank for _, rank in found))
+    except BadInput as error:
+        print("stopped by:", error, "after", len(heard))
 """
 
 
@@ -59,21 +57,37 @@ def mpi(ranks, items):
 
 
 @pytest.mark.dist
-def test_a_slow_item_holds_up_one_rank_alone():
-    result = mpi(3, [1.5] + [0.01] * 30)
+@pytest.mark.parametrize("slow", [0, 30])
+def test_a_slow_item_holds_up_one_rank_alone(slow):
+    items = [0.01] * 31
+    items[slow] = 1.5
+    result = mpi(3, items)
     assert result.returncode == 0, result.stderr
     ranks = result.stdout.split()[1:]
     # In a round-robin deal the rank of the slow item would have ten more.
-    assert ranks.count(ranks[0]) == 1 and set(ranks) == {"0", "1", "2"}
+    assert ranks.count(ranks[slow]) == 1 and set(ranks) == {"0", "1", "2"}
 
 
 @pytest.mark.dist
-def test_an_error_on_any_rank_ends_the_map_and_is_raised_on_rank_0():
-    result = mpi(3, [0.05, 0.05, "bad", 0.05] + [0.05] * 200)
+@pytest.mark.parametrize("bad", [2, 203])
+def test_an_error_on_any_rank_ends_the_map_and_is_raised_on_rank_0(bad):
+    """Rank 0 works from the last item on: of the two bad items one is its own."""
+    items = [0.05] * 204
+    items[bad] = "bad"
+    result = mpi(3, items)
     assert result.returncode == 0, result.stderr
     assert "stopped by: this item is bad" in result.stdout
     assert int(result.stdout.split()[-1]) < 100
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("broken", [0, 20])
+def test_a_broken_invariant_ends_all_ranks_with_its_traceback(broken):
+    items = [0.01] * 21
+    items[broken] = "no number"
+    result = mpi(2, items)
+    assert result.returncode != 0 and "TypeError" in result.stderr
 
 
 def negative(item):
@@ -92,17 +106,53 @@ def die(item):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_are_in_the_order_of_items(workers):
-    executor = Local(workers)
     heard = []
-    assert executor.map(negative, [5, 4, 2, 1, 0], heard.append) == [-5, -4, -2, -1, 0]
-    assert sorted(heard) == [-5, -4, -2, -1, 0]
-    with pytest.raises(BadInput, match="three is bad"):
-        executor.map(negative, list(range(6)), heard.append)
-    executor.close()
+    with pool.opened(workers) as executor:
+        assert executor.map(negative, [5, 4, 2, 1, 0], heard.append) == [-5, -4, -2, -1, 0]
+        assert sorted(heard) == [-5, -4, -2, -1, 0]
+        assert executor.map(negative, [], heard.append) == []
+        with pytest.raises(BadInput, match="three is bad"):
+            executor.map(negative, list(range(6)), heard.append)
+
+
+def leave_a_mark(item):
+    folder, number = item
+    if number == 0:
+        raise BadInput("the first is bad")
+    (folder / str(number)).touch()
+    time.sleep(0.05)
+
+
+def test_after_an_error_nothing_is_begun_and_nothing_still_runs(tmp_path):
+    with pool.opened(2) as executor:
+        with pytest.raises(BadInput, match="the first is bad"):
+            executor.map(leave_a_mark, [(tmp_path, i) for i in range(50)], lambda _: None)
+        marks = len(list(tmp_path.iterdir()))
+        time.sleep(0.2)
+        assert len(list(tmp_path.iterdir())) == marks < 10
 
 
 def test_a_killed_worker_is_one_clear_error():
-    executor = Local(2)
-    with pytest.raises(Unfinished, match="a worker process died"):
+    with pool.opened(2) as executor, pytest.raises(Unfinished, match="a worker process died"):
         executor.map(die, [1, 2, 3, 4], lambda _: None)
-    executor.close()
+
+
+FORKED = """
+import multiprocessing, sys
+multiprocessing.set_start_method(sys.argv[1])
+from data_prep.executor import pool
+
+def here(item):
+    return -item
+
+with pool.opened(2) as executor:
+    print(executor.map(here, [1, 2, 3], lambda _: None))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_are_forked_whatever_python_s_default(method):
+    """Python 3.14's default is forkserver. `here` is no name that a fresh interpreter could import."""
+    command = [sys.executable, "-c", FORKED, method]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[-1, -2, -3]\n", result.stderr

@@ -6,9 +6,8 @@ import socket
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import decompress, find_files
-from data_prep.readers import tasks as sources
-from data_prep.readers.tasks import Corpus, ReadOptions
+from data_prep.readers import decompress, find_files, tasks
+from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks, read_piece
 from tests.helpers.prep_reading import plan, read_all
 
 
@@ -138,7 +137,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
         options, problems = ReadOptions(text_documents="line"), Problems("stop")
         if when == "before":
             alter()
-        documents = sources.read(task.pieces[0], options, problems)
+        documents = read_piece(task.pieces[0], options, problems)
         with pytest.raises(
             BadInput,
             match=r"changed while it was read \(\d+ bytes"
@@ -150,7 +149,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
                     alter()
         path.write_bytes(pack(content))
         os.utime(path, ns=(1, 1))
-        documents = sources.read(task.pieces[0], options, skipping := Problems("skip"))
+        documents = read_piece(task.pieces[0], options, skipping := Problems("skip"))
         for i, _ in enumerate(documents):
             if i == 5:
                 alter()
@@ -161,9 +160,10 @@ def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
     make(tmp_path, *(f"{name}/{i}.txt" for name in "abc" for i in range(3)))
     corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
                Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
-    tasks = sources.plan(corpora, ReadOptions(), Problems("stop"))
+    planned = plan_tasks(corpora, ReadOptions(), Problems("stop"))
     read = [
-        (task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces]) for task in tasks
+        (task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces])
+        for task in planned
     ]
     assert read == [
         (0, 0, ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"]),
@@ -175,11 +175,11 @@ def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
 def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):
     for i in range(400):
         (tmp_path / f"{i:03}.txt").write_bytes(b"x" * 100)
-    monkeypatch.setattr(sources, "TASK_BYTES", (200, 2000))
+    monkeypatch.setattr(tasks, "TASK_BYTES", (200, 2000))
     assert len(plan([tmp_path])) == 200
-    monkeypatch.setattr(sources, "TASKS", 50)
+    monkeypatch.setattr(tasks, "TASKS", 50)
     assert len(plan([tmp_path])) == 50
-    monkeypatch.setattr(sources, "TASKS", 2)
+    monkeypatch.setattr(tasks, "TASKS", 2)
     assert len(plan([tmp_path])) == 20
 
 

@@ -17,9 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import formats
-from data_prep.readers import tasks as sources
-from data_prep.readers.tasks import ReadOptions
+from data_prep.readers import formats, tasks
+from data_prep.readers.tasks import ReadOptions, read_piece
 from tests.helpers.prep_reading import plan
 
 PACK = {
@@ -47,10 +46,10 @@ def soup(kind):
 
 def read(path, problems, **options):
     """(pieces, (offset, text) of each document) of a file."""
-    tasks = plan([path], problems, **options)
-    pieces = [piece for task in tasks for piece in task.pieces]
+    planned = plan([path], problems, **options)
+    pieces = [piece for task in planned for piece in task.pieces]
     return len(pieces), [
-        (d.offset, d.text) for piece in pieces for d in sources.read(piece, ReadOptions(**options), problems)
+        (d.offset, d.text) for piece in pieces for d in read_piece(piece, ReadOptions(**options), problems)
     ]
 
 
@@ -108,7 +107,7 @@ def test_ranges_and_chunks_of_any_size_give_the_same_documents_and_counts(kind, 
     with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
         one, want = read(path, whole := Problems("skip"), **options)
         with (
-            mock.patch.object(sources, "RANGE_BYTES", step),
+            mock.patch.object(tasks, "RANGE_BYTES", step),
             mock.patch.object(formats, "STEP", data.draw(st.integers(1, 50))),
         ):
             pieces, found = read(path, cut := Problems("skip"), **options)
@@ -128,7 +127,7 @@ def test_bzip2_streams_cut_at_any_byte_give_the_same_documents(kind, folder, dat
     path = folder / "streams"
     path.write_bytes(packed)
     _, want = read(path, whole := Problems("skip"), encoding="utf-8", format=kind)
-    with mock.patch.object(sources, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))):
+    with mock.patch.object(tasks, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))):
         pieces, found = read(path, cut := Problems("skip"), encoding="utf-8", format=kind)
     assert pieces > 1 or len(packed) < 400
     assert [text for _, text in found] == [text for _, text in want]
@@ -167,7 +166,7 @@ def test_tables_come_back_as_they_were_written(folder, values, group):
     want = [(i, value) for i, value in enumerate(values) if value is not None]
     for name in ("t.parquet", "t.arrow"):
         for size in (1, 300, 1 << 20):
-            with mock.patch.object(sources, "RANGE_BYTES", size):
+            with mock.patch.object(tasks, "RANGE_BYTES", size):
                 assert read(folder / name, problems := Problems("stop"))[1] == want
             assert problems.dropped["null value"] == values.count(None)
 

@@ -13,10 +13,9 @@ import mwparserfromhell
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import mediawiki
-from data_prep.readers import tasks as sources
+from data_prep.readers import mediawiki, tasks
 from data_prep.readers.mediawiki import prose
-from data_prep.readers.tasks import ReadOptions
+from data_prep.readers.tasks import ReadOptions, read_piece
 from tests.helpers.prep_reading import plan, read_all
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
@@ -194,10 +193,10 @@ def test_random_markup_never_fails_and_never_stays():
 
 def documents(path, **options):
     """(number of pieces, documents) of a file."""
-    tasks = plan([path], **options)
-    pieces = [piece for task in tasks for piece in task.pieces]
+    planned = plan([path], **options)
+    pieces = [piece for task in planned for piece in task.pieces]
     problems = Problems("stop")
-    read = [d.text for piece in pieces for d in sources.read(piece, ReadOptions(**options), problems)]
+    read = [d.text for piece in pieces for d in read_piece(piece, ReadOptions(**options), problems)]
     return len(pieces), [t if isinstance(t, str) else t.decode() for t in read]
 
 
@@ -231,7 +230,7 @@ def test_a_bzip2_file_cut_anywhere_gives_each_document_once_and_in_order(kind, s
     pieces, want = documents(path)
     assert pieces == 1 and len(want) >= 5 and want[0].strip() == texts[0]
     for size in (61, 500, 3001, len(packed) // 2):
-        monkeypatch.setattr(sources, "RANGE_BYTES", size * sources.EXPANSION)
+        monkeypatch.setattr(tasks, "RANGE_BYTES", size * tasks.EXPANSION)
         pieces, found = documents(path)
         assert pieces > 1 and found == want
 

@@ -7,11 +7,11 @@ import pytest
 
 from data_prep.common.errors import Problems
 from data_prep.executor import work_files
-from data_prep.executor.pool import Local
+from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import Corpus, ReadOptions, plan
+from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks
 from data_prep.stages import dedup
-from data_prep.stages import read as reading
+from data_prep.stages.read import read_task
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 
@@ -96,18 +96,18 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
     options = BuildOptions(dedup=("documents", "near"))
     job = work_files.Job(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
-    tasks = plan(
+    tasks = plan_tasks(
         [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))],
         ReadOptions(),
         Problems("stop"),
     )
-    read = [reading.read_task(job, task) for task in tasks]
+    read = [read_task(job, task) for task in tasks]
     documents = sum(done.facts["documents"] for done in read)
     kinds = []
-    for kind, records in (("documents", documents), ("near", documents * dedup.duplicates.BANDS)):
+    for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
         parts = dedup.ranges(kind, "read", len(tasks), records)
         assert (len(parts) > 1) == (size == 64)
-        Local(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
+        Pool(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
         kinds.append((kind, len(parts)))
     masks = [dedup.mask_documents(job, dedup.TaskMask(task.index, tuple(kinds))) for task in tasks]
     assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from data_prep.build import build
-from data_prep.executor.pool import Local
+from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
-from data_prep.stages.shuffle import Part, plan_shards
+from data_prep.stages.shuffle import Part
+from data_prep.stages.write import plan_shards
 from megabert.data.shards import Dataset
 
 
@@ -21,7 +22,7 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
     def run(name, **options):
         given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
         corpora = [tasks.Corpus("input", (str(corpus),))]
-        build(corpora, tmp_path / name, given, Local(1), str(tokenizer_file), progress=False)
+        build(corpora, tmp_path / name, given, Pool(1), str(tokenizer_file), progress=False)
         return tmp_path / name
 
     return run

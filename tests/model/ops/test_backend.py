@@ -6,15 +6,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from megabert.config import OpsConfig
 from megabert.model import ops
 from megabert.model.ops import backend
 from tests.model.ops.oracle import needs_library
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_configuration_model_and_table_name_the_same_backends() -> None:
+    named = {name: get_args(field.annotation) for name, field in OpsConfig.model_fields.items()}
+    assert named == {role: ("auto", *backends) for role, backends in ops.BACKENDS.items()}
+    assert ops.Backends._fields == tuple(ops.BACKENDS) == tuple(named)
 
 
 @needs_library
@@ -83,8 +91,13 @@ def instruction_sets() -> list[str]:
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here they run again with the ones below it."""
-    parts = ("attention", "layer", "mlm_loss", "softmax_mask")
-    files = ["tests/csrc/test_philox.py", *(f"tests/model/ops/test_{part}.py" for part in parts)]
+    own, gpu, slow_steps = "test_backend.py", "test_cuda_ops.py", "test_gradcheck.py"
+    folder = Path(__file__).parent
+    files = [
+        str(path) for path in sorted(folder.glob("test_*.py")) if path.name not in (own, gpu, slow_steps)
+    ]
+    assert len(files) >= 4
+    files.append("tests/csrc/test_philox.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     command += ["-k", "fp64 or mask or gelu or norm"]
     result = subprocess.run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ LABELS = torch.tensor([1, -100, 4])
 
 CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "bias_gelu": (lambda x, b: ops.bias_gelu(x, b, "native"), [normal(3, 5, seed=1), normal(5, seed=2)]),
+    "dropout": (lambda x: ops.dropout(x, P, SEED, 2, "native"), [normal(3, 9, seed=1)]),
     "dropout_add_layer_norm": (
         lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, P, 1e-5, SEED, 2, "native"),
         [normal(3, 9, seed=1), normal(9, seed=2), normal(3, 9, seed=3), normal(9, seed=4), normal(9, seed=5)],
@@ -40,6 +43,12 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
         lambda x: ops.mlm_loss_of_logits(x, LABELS, "native", 0.1, 0.01)[0], [normal(3, 6, seed=1)],
     ),
 }  # fmt: skip
+
+
+def test_every_registered_operation_has_a_case() -> None:
+    schemas = (Path(__file__).resolve().parents[3] / "csrc" / "registration.cpp").read_text()
+    registered = {name for name in re.findall(r'"(\w+)\(', schemas) if not name.endswith("_backward")}
+    assert set(CASES) == registered
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,88 @@
+"""Description of the environment: processor, memory, GPUs, package versions, git revision, command.
+
+Only the standard library: no package is imported to tell its version, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # of a clone
+PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
+
+
+def output(command: Sequence[str]) -> str:
+    """A command's standard output, run in the clone's folder; "" when it is not installed, fails or takes 20 s."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.rstrip() if done.returncode == 0 else ""
+
+
+def _found(file: str, pattern: str) -> str:
+    path = Path(file)
+    match = re.search(pattern, path.read_text()) if path.is_file() else None
+    return match[1] if match else ""
+
+
+def cpu_model() -> str:
+    return _found("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`."""
+    return set(_found("/proc/cpuinfo", r"flags\s*:\s*(.+)").split())
+
+
+def cores() -> int:
+    """Cores this process may use, which in a container or under taskset is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_gib() -> float:
+    return round(int(_found("/proc/meminfo", r"MemTotal:\s*(\d+) kB") or 0) / 2**20, 1)
+
+
+def gpus() -> list[str]:
+    """Name and memory of each NVIDIA device, from nvidia-smi."""
+    return output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]).splitlines()
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that decide how a run behaves."""
+    found = {name: version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+
+
+def changes(exclude: Sequence[str] = ()) -> list[str]:
+    """Lines of `git status` for what is not committed in the clone, the paths `exclude` aside."""
+    paths = [".", *(f":(exclude){path}" for path in exclude)]
+    return output(["git", "status", "--porcelain", "--", *paths]).splitlines()
+
+
+def revision(exclude: Sequence[str] = ()) -> str:
+    """Short git revision, with `+changes` when the tree differs from it; "unknown" in an installed copy or without git."""
+    short = output(["git", "rev-parse", "--short=12", "HEAD"])
+    return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"
+
+
+def command() -> str:
+    """This process' command line."""
+    return shlex.join(["python", *sys.argv])

@@ -1,0 +1,144 @@
+"""Tables of text, read row by row: TSV as GLUE has it (no quoting), CSV as RFC 4180 has it, JSON lines.
+
+All are UTF-8, gzip where the name ends in .gz, and may be larger than memory. Which of the three a file is its ending
+says, or its first line where that says nothing. Every mistake is a ValueError that names file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ENDINGS = (".tsv", ".csv", ".jsonl")
+
+
+def ending(path: Path) -> str:
+    """Of the name, without .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line; it ends in LF or CRLF, other line ends of Unicode's are text."""
+    for number, line in _raw_lines(path):
+        yield number, line.removesuffix("\n").removesuffix("\r")
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path}: is a folder; name a file in it") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}, line {number}: is not UTF-8; convert the file, e.g. with iconv") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: is not a whole gzip file behind line {number} ({error})") from None
+
+
+def rows(
+    path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False
+) -> Iterator[tuple[str, list[Any]]]:
+    """(file and line, the values of `columns`) of each row.
+
+    A column is a name of the header, or a key of the JSON objects, or several with | between, of which the first that is
+    there is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width
+    than the first are left out. ValueError for one that is not, and for a column that is missing.
+    """
+    name, (_, start) = ending(path), next(lines(path), (0, ""))
+    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
+        yield from _json_rows(path, columns)
+        return
+    table = _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
+    _, header = next(table, (0, [])) if headed else (0, [])
+    places: list[int] = []
+    width = len(header)
+    for number, row in table:
+        if not places:
+            width = width or len(row)
+            places = [_place(path, column, header, width) for column in columns]
+        if len(row) == width:
+            yield f"{path}, line {number}", [row[i] for i in places]
+        elif not cut_rows:
+            first = "header" if headed else "first line"
+            raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first} has {width}")
+
+
+def _place(path: Path, column: str, header: Sequence[str], width: int) -> int:
+    if not header:
+        if int(column) >= width:
+            raise ValueError(f"{path}: no column {column}; its first line has columns 0 to {width - 1}")
+        return int(column)
+    found = [i for name in column.split("|") for i, h in enumerate(header) if h.strip() == name]
+    if not found:
+        raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
+    return found[0]
+
+
+def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(number of its line, fields) of each row; empty lines at the end are none."""
+    empty: list[int] = []
+    for number, line in lines(path):
+        if not line:
+            empty.append(number)
+            continue
+        yield from ((n, [""]) for n in empty)
+        empty.clear()
+        yield number, line.split("\t")
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, fields) of each row; empty lines are none."""
+    reader = csv.reader((line for _, line in _raw_lines(path)), strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {number}: is not CSV ({error})") from None
+        if row is None:
+            return
+        if row:
+            yield number, row
+
+
+def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Empty lines are no rows."""
+    for number, line in lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        row = parse_json(where, line)
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: is no JSON object")
+        values = []
+        for column in columns:
+            keys = [key for key in column.split("|") if key in row]
+            if not keys:
+                raise ValueError(f"{where}: no column {column!r}; its columns are {', '.join(row):.300}")
+            values.append(row[keys[0]])
+        yield where, values
+
+
+def parse_json(where: str, text: str) -> Any:
+    """The value of a JSON text of whole characters; ValueError begins with `where`."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: is not JSON ({error})") from None
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # may be half a surrogate pair, which is no character
+        try:
+            json.dumps(tree, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(f"{where}: holds {half!a}, half a character") from None
+    return tree

@@ -1,0 +1,176 @@
+"""Pre-training and distillation as the Trainer's workload: shards in, held-out figures out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabert import config as configuration
+from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.common.atomic_io import write_whole
+from megabert.common.logs import log
+from megabert.common.text import duration
+from megabert.config import Config
+from megabert.data.batch import Batch
+from megabert.data.loader import Loader
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed import run_lock
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.engine import Engine
+from megabert.training import distillation, evaluation
+from megabert.training.metrics import Meter, matmul_tflops, progress_line
+from megabert.training.profiling import Profiler
+from megabert.training.provenance import describe
+from megabert.training.trainer import Trainer, refuse
+
+
+class Pretraining:
+    """Rows of a dataset in their order, metered in tokens and FLOPs, and its held-out split."""
+
+    satisfied = False
+
+    def __init__(
+        self, config: Config, world: World, engine: Engine, dataset: Dataset, tokenizer: Tokenizer
+    ) -> None:
+        self.config, self.world, self.engine = config, world, engine
+        self.dataset, self.tokenizer = dataset, tokenizer
+        peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
+        self.meter = Meter(world, config.model, engine.terms, peak, config.data.masking.causal)
+
+    def updates(self, first: int) -> Loader:
+        place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
+        return Loader.from_config(self.config, self.dataset, self.tokenizer, **place)
+
+    def evaluation_due(self, step: int) -> bool:
+        interval = self.config.eval.interval
+        return step == 0 or bool(interval and step % interval == 0)
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step % self.config.checkpoint.interval == 0
+
+    def evaluate(self, trainer: Trainer) -> dict[str, float]:
+        """Held-out figures. A dataset without a held-out split is said once, at the start."""
+        if self.dataset.manifest.held_out is None:
+            if trainer.state.step == 0:
+                log.info("this dataset has no held-out split: the run is not evaluated")
+            return {}
+        held_out = evaluation.held_out(self.config.data.path, self.config)
+        place = self.world.rank, self.world.size
+        batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, *place)
+        problems: list[str] = []
+        sums = self.engine.eval_sums(_readable(batches, trainer.watchdog, problems))
+        refuse(self.world, "".join(problems))
+        found = evaluation.summary(sums)
+        shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
+        log.info(f"step {trainer.state.step:>7,}  held-out  {shown}")
+        return found
+
+    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        return progress_line(values, self.config.schedule.total_steps, eta_seconds)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Everything is a function of the update's number."""
+
+
+def _readable(batches: Iterable[Batch], watchdog: Watchdog, problems: list[str]) -> Iterator[Batch]:
+    """`batches` until one cannot be had, which is kept for later: the other ranks are in the middle of a collective."""
+    try:
+        for batch in batches:
+            yield batch
+            watchdog.progress()
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+
+
+def open_run(
+    run_dir: Path,
+    config: Config,
+    world: World,
+    stop: Stop,
+    watchdog: Watchdog,
+    *,
+    replay: int | None = None,
+    stop_after: int | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+    profile: tuple[int, int] = (0, 0),
+) -> Trainer:
+    """Opens data, model and engine, and goes on from the newest whole checkpoint of the run folder.
+
+    With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
+    update to profile on this rank. A collective. Raises ValueError naming what does not fit.
+    """
+    dataset = Dataset(config.data.path, tolerant=config.data.on_damage == "skip")
+    for problem in dataset.problems if world.is_main else ():
+        log.warning(f"{problem}; its rows are left out")
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    config = fill_in(config, dataset, tokenizer)
+    writes = replay is None
+    if writes:
+        run_lock.take(run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
+    torch.manual_seed(config.seed)
+    build = lambda: distillation.build(config, tokenizer.sha256, world.device)  # noqa: E731
+    engine = Engine(config, build, world, deepspeed_extra)
+    provenance = describe(config, dataset, tokenizer) | getattr(engine.module, "provenance", {})
+    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    saved = None
+    if newest is not None:
+        check_compatible(checkpoints.read_state(newest), provenance)
+        saved = checkpoints.load(engine, newest)
+        log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
+    elif config.init_from:
+        weights, origin = load_weights(config.init_from)
+        engine.load_weights(weights)
+        log.info(f"starting from the weights of {config.init_from} at step {origin['step']}")
+    if writes and world.is_main:
+        write_whole(
+            run_dir / "config.json", (json.dumps(provenance, indent=1, sort_keys=True) + "\n").encode()
+        )
+        # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
+        write_whole(run_dir / dataset.tokenizer_path.name, tokenizer.data)
+    workload = Pretraining(config, world, engine, dataset, tokenizer)
+    log.info(
+        engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device"
+    )
+    return Trainer(
+        config=config,
+        world=world,
+        engine=engine,
+        workload=workload,
+        checkpoints=checkpoints,
+        stop=stop,
+        watchdog=watchdog,
+        run_dir=run_dir,
+        provenance=provenance,
+        saved=saved,
+        stop_after=stop_after,
+        writes=writes,
+        profiler=Profiler(run_dir / "profile", world.rank, *profile),
+    )
+
+
+def fill_in(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> Config:
+    """The config with what the data decides; raises ValueError naming the field where the two disagree."""
+    tree = config.model_dump()
+    if config.model.vocab_size not in (0, tokenizer.vocab_size):
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} but the tokenizer has {tokenizer.vocab_size}; remove it"
+        )
+    tree["model"]["vocab_size"] = tokenizer.vocab_size
+    if dataset.manifest.seq_len > config.model.max_positions:
+        raise ValueError(
+            f"model.max_positions={config.model.max_positions} is below the dataset's seq_len={dataset.manifest.seq_len}"
+        )
+    if config.model.nsp and not dataset.manifest.options.get("nsp", True):
+        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
+    return configuration.from_dict(tree)

@@ -1,0 +1,23 @@
+"""Where a checkpoint comes from: configuration, data, versions, revision, command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megabert.common import environment
+from megabert.config import Config
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+
+
+def describe(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Config and its hash, data and tokenizer fingerprints, versions, revision, command: the head of each checkpoint."""
+    return {
+        "config": config.model_dump(),
+        "config_sha256": config.digest(),
+        "dataset": dataset.manifest.fingerprint,
+        "tokenizer": tokenizer.sha256,
+        "versions": environment.versions(),
+        "revision": environment.revision(),
+        "command": environment.command(),
+    }

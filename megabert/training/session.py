@@ -1,0 +1,69 @@
+"""From the first rank's start to the last one's end: the process group, signals, the watchdog, exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megabert.common import logs
+from megabert.common.errors import FAILED, BadTraining, describe, exit_code
+from megabert.common.logs import log
+from megabert.distributed import process_group
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.training.trainer import Refused
+
+
+class Session:
+    """This process among the ranks of one command."""
+
+    def __init__(self) -> None:
+        """Raises ValueError where the environment describes no world."""
+        self.world: World = process_group.discover()
+        self.watchdog: Watchdog | None = None
+        self.apart = False  # an error may be one rank's alone, so that each rank says its own
+        logs.setup(self.world.rank, self.world.size)
+
+    def join(self, ends: float | None = None) -> Stop:
+        """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective."""
+        self.world = process_group.init(self.world)
+        return Stop(ends)
+
+    def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
+        """From here on no rank leaves alone; stacks of ranks that hang go to `folder`. A collective."""
+        watchdog = Watchdog(self.world, folder, timeout_seconds)
+        self.watchdog = watchdog  # before the ranks meet in it: whoever misses another one there says so
+        watchdog.start()
+        return watchdog
+
+
+def run(command: Callable[[Session], int]) -> int:
+    """The exit code of `command`, with mistakes and trouble said in one line; ends the process group and the watchdog."""
+    session, good = None, False
+    try:
+        logs.setup()  # what describes the ranks may be wrong
+        session = Session()
+        code = command(session)
+        good = True
+        return code
+    except (BadTraining, ValueError, OSError) as error:
+        alone = session is not None and session.apart and not isinstance(error, BadTraining | Refused)
+        if (
+            session is None or session.world.is_main or alone
+        ):  # it may be this rank's alone: an unreadable file
+            log.error(describe(error))
+        return exit_code(error)
+    except RuntimeError as error:  # a collective fails when another rank is gone
+        if session is None or session.watchdog is None or session.world.size == 1:
+            raise
+        if not session.watchdog.started:
+            reason = str(error).splitlines()[0]
+            log.error(f"another rank left before rank {session.world.rank} met it: {reason}")
+            return FAILED
+        session.watchdog.explain()
+        raise
+    finally:
+        if session is not None and session.watchdog is not None:
+            session.watchdog.stop(good)
+        process_group.shutdown()

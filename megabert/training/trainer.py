@@ -1,0 +1,405 @@
+"""The training loop: batch, step, meter, log, evaluate, agree to stop, save.
+
+Pre-training, distillation and fine-tuning run through the one `Trainer`; what differs between them is a `Workload`. All
+ranks make the same calls in the same order and come to the same decisions: what they decide by was reduced over them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megabert.checkpoint import Checkpoints
+from megabert.common.errors import FAILED, OK, BadTraining, Failed, describe, exit_code
+from megabert.common.logs import log
+from megabert.config import Config
+from megabert.data.row_digest import RowDigest
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.engine import Engine, UpdateResult
+from megabert.engine.lr_schedule import finished, learning_rate
+from megabert.training.metrics import figures, measured, peak_memory_gib
+from megabert.training.profiling import Profiler
+from megabert.training.sinks import Sinks, as_json
+from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
+
+
+class Refused(ValueError):
+    """The data cannot be used; the same on every rank."""
+
+
+class Update(Protocol):
+    """This rank's part of one update: micro-batches for the engine, and which rows of the data they hold."""
+
+    step: int  # its number in the data, from 0
+    epoch: int
+    batches: list[Any]
+    row_ids: np.ndarray
+    epochs: np.ndarray
+    damage: dict[int, str]
+    problem: str
+
+
+class Updates(Protocol):
+    """An endless iterator over updates that lets go of its workers when closed."""
+
+    def __next__(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Meter(Protocol):
+    """Figures of the updates between two log lines."""
+
+    def add(self, result: UpdateResult, update: Any, seconds: float) -> None: ...
+    def drain(self) -> dict[str, float]: ...
+    def reset(self) -> None: ...
+
+
+class Workload(Protocol):
+    """What is trained on and judged by. All methods are called on every rank at the same moment."""
+
+    @property
+    def meter(self) -> Meter:
+        """Figures of the updates between two log lines."""
+
+    def updates(self, first: int) -> Updates:
+        """This rank's updates from number `first` of the data on."""
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after `step` updates, the end aside."""
+
+    def evaluate(self, trainer: Trainer) -> dict[str, float]:
+        """Figures of the model as it is, said and given; {} where there is nothing to evaluate on."""
+
+    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        """One line for the terminal from the values of a log line."""
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether to end before the schedule does."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the workload, as JSON."""
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+
+
+@dataclass
+class TrainState:
+    """How far a run is.
+
+    `step`: updates done. `cursor`: updates of the data consumed, those passed over after a spike included. `seconds` of
+    training, evaluations and saves not counted. `bad`: updates in a row that were not applied; `skipped` and `spiked`:
+    updates not applied, and spikes.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    seconds: float = 0.0
+    bad: int = 0
+    skipped: int = 0
+    spiked: int = 0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> TrainState:
+        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after an update: the slowest one's seconds, and what any of them reports."""
+
+    seconds: float
+    stop: bool  # asked to stop
+    writing: bool  # a checkpoint is not yet on the disk
+    problem: bool  # the data could not be had
+
+
+class Trainer:
+    """Trains `engine` on `workload`, from the state `saved` on (None: from the beginning)."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        world: World,
+        engine: Engine,
+        workload: Workload,
+        checkpoints: Checkpoints,
+        stop: Stop,
+        watchdog: Watchdog,
+        run_dir: Path,
+        provenance: Mapping[str, Any],
+        saved: Mapping[str, Any] | None = None,
+        stop_after: int | None = None,
+        writes: bool = True,
+        profiler: Profiler | None = None,
+    ) -> None:
+        """`provenance` goes into every checkpoint. `stop_after`: the step to end at, within the schedule. `writes`: false
+        for a replay, which leaves the run folder as it is."""
+        self.config, self.world, self.engine, self.workload = config, world, engine, workload
+        self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
+        self.run_dir, self.provenance = run_dir, provenance
+        self.stop_after, self.writes = stop_after, writes
+        self.profiler = profiler or Profiler(run_dir / "profile")
+        self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
+        self.last_eval: dict[str, float] = {}
+        self.saving_since = 0.0
+        self.state = TrainState()
+        self.saved_step = -1  # of the newest checkpoint; -1 where there is none
+        self.rows = RowDigest(world)
+        if saved is not None:
+            self.resume(saved)
+        self.sinks = self.open_sinks()
+        self.updates = workload.updates(self.state.cursor)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Trains until the schedule ends or `stop_after` is reached; false when the ranks were asked to stop before, and
+        everything is saved."""
+        if self.world.agree_any(self.stop.requested):
+            return False
+        self.begin()
+        clock = time.perf_counter()  # waiting for data is training time, evaluating and saving are not
+        while not self.over:
+            update, lr, result = self.train_update()
+            agreed = self.agree(time.perf_counter() - clock, update)
+            self.account(update, result, agreed.seconds)
+            if self.checkpoints.pending and not agreed.writing:
+                self.finish_save()
+            decision = self.judge(update, result)
+            if decision is Decision.ROLLBACK:
+                self.roll_back(update)
+            else:
+                self.log_and_evaluate(lr)
+            self.stop.updated(time.perf_counter() - clock)
+            if agreed.stop and not self.over:
+                self.save()
+                self.finish_save()
+                return False
+            if decision is not Decision.ROLLBACK and self.workload.checkpoint_due(self.state.step):
+                self.save()
+            clock = time.perf_counter()
+        if self.saved_step != self.state.step:
+            self.save()
+        self.finish_save()
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """No update of the schedule is left, or the workload is satisfied."""
+        done = finished(self.config.schedule, self.state.step, self.state.seconds / 60)
+        return done or self.workload.satisfied
+
+    @property
+    def over(self) -> bool:
+        """No update is left for this process."""
+        return self.complete or (self.stop_after is not None and self.state.step >= self.stop_after)
+
+    def begin(self) -> None:
+        """What comes before the first update of a run."""
+        if self.saved_step >= 0:
+            return
+        if self.workload.evaluation_due(0):
+            self.evaluate()
+        if self.config.spikes.policy == "rollback":
+            self.save()  # somewhere to go back to
+
+    def train_update(self) -> tuple[Any, float, UpdateResult]:
+        """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
+        self.profiler.update(self.state.step + 1)
+        update, minutes = next(self.updates), self.state.seconds / 60
+        lr = learning_rate(self.config.schedule, self.config.optimizer.lr, self.state.step, minutes)
+        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+
+    def agree(self, seconds: float, update: Update) -> Agreed:
+        """One small collective for all that the ranks have to know of each other. Raises Refused."""
+        writing = self.checkpoints.pending and not self.checkpoints.ready
+        own = Agreed(seconds, self.stop.requested, writing, bool(update.problem))
+        slowest, *flags = self.world.max_floats([float(value) for value in own])
+        agreed = Agreed(slowest, *map(bool, flags))
+        if agreed.problem:
+            refuse(self.world, update.problem)
+        return agreed
+
+    def account(self, update: Any, result: UpdateResult, seconds: float) -> None:
+        """An update is done that took `seconds` on the slowest rank."""
+        self.state.step += 1
+        self.state.cursor = update.step + 1
+        self.state.seconds += seconds
+        self.state.skipped += result.skipped
+        self.workload.meter.add(result, update, seconds)
+        for text in self.rows.add(update):
+            log.warning(f"left out: {text}")
+        self.watchdog.progress(self.state.step)
+
+    def log_and_evaluate(self, lr: float) -> None:
+        """A log line and an evaluation, where they are due."""
+        step, complete = self.state.step, self.complete
+        if step % self.config.log.interval == 0 or complete:
+            self.log(lr)
+        if complete or self.workload.evaluation_due(step):
+            self.evaluate()
+
+    def log(self, lr: float) -> None:
+        """An object for the sinks and a line for the terminal. A collective."""
+        state, seen = self.state, self.rows.totals()
+        values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
+        values |= {"train/lr": lr} | self.workload.meter.drain()
+        values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
+        values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
+        values |= {"data/damaged_rows": seen["damaged_rows"]}
+        values["perf/peak_memory_gib"] = round(self.world.max_float(peak_memory_gib(self.world.device)), 4)
+        self.sinks.write(values)
+        if "train/loss" in values:
+            log.info(self.workload.progress_line(values, self.eta_seconds))
+
+    @property
+    def eta_seconds(self) -> float:
+        """Seconds of training left at the mean speed so far."""
+        schedule, state = self.config.schedule, self.state
+        left = (schedule.total_steps - state.step) * state.seconds / state.step
+        if schedule.name == "budget":
+            left = min(left, schedule.budget_minutes * 60 - state.seconds)
+        return max(left, 0.0)
+
+    def evaluate(self) -> None:
+        """The workload's figures, for the sinks. A collective."""
+        if found := self.workload.evaluate(self):
+            self.last_eval = found
+            self.sinks.write(
+                {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)} | found
+            )
+
+    # -- trouble -----------------------------------------------------------------------------------------------------
+
+    def judge(self, update: Update, result: UpdateResult) -> Decision:
+        """Look at an update's loss and act on it; the decision. Raises BadTraining where the run ends."""
+        if result.overflow:
+            log.info(
+                f"step {self.state.step}: fp16 overflow; the update is skipped and the loss scale halved"
+            )
+        judgement = self.spike_policy.judge(
+            result.host_loss, skipped=result.skipped, overflow=result.overflow, vetoed=result.vetoed
+        )
+        self.state.bad = self.spike_policy.bad
+        for trouble in judgement.troubles:
+            self.state.spiked += trouble.kind == "spike"
+            self.record(update, result, trouble)
+            log.info(f"step {self.state.step}: {trouble.text}")
+        if judgement.decision is Decision.ABORT:
+            raise BadTraining(f"{judgement.reason}; the rows are in {self.run_dir / 'trouble.jsonl'}")
+        return judgement.decision
+
+    def record(self, update: Update, result: UpdateResult, trouble: Trouble) -> None:
+        """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
+        row_ids = self.world.gather_ints(update.row_ids.tolist())
+        if self.writes and self.world.is_main:
+            entry: dict[str, Any] = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
+            entry |= {"kind": trouble.kind, "action": trouble.action}
+            entry |= figures(measured(result), self.engine.terms)
+            entry |= {"score": round(trouble.score, 3), "row_ids": row_ids}
+            with open(self.run_dir / "trouble.jsonl", "a") as file:
+                file.write(as_json(entry) + "\n")
+
+    def roll_back(self, update: Update) -> None:
+        """To the newest checkpoint before `update`, with the data from there through `update` passed over (PaLM's recipe,
+        Chowdhery et al. 2022, section 5.1). Raises BadTraining when there is none."""
+        self.finish_save()
+        path = self.checkpoints.before(self.state.step - 1)
+        if path is None:
+            raise BadTraining(f"a spike at step {self.state.step} and no checkpoint before it to go back to")
+        self.updates.close()
+        self.sinks.close()
+        self.resume(self.checkpoints.load(self.engine, path))
+        self.state.cursor = update.step + 1
+        self.workload.meter.reset()
+        self.sinks = self.open_sinks()
+        self.updates = self.workload.updates(self.state.cursor)
+        log.info(f"rolled back to step {self.state.step}; the data up to the spike is passed over")
+
+    # -- saving and resuming -----------------------------------------------------------------------------------------
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the engine's own tensors. A collective."""
+        own = asdict(self.state) | self.rows.totals() | {"losses": self.spike_policy.spikes.state()}
+        return dict(self.provenance) | own | self.workload.state()
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Take over the state of a checkpoint."""
+        self.state = TrainState.of(saved)
+        self.saved_step = self.state.step
+        self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
+        self.spike_policy.resume(saved["losses"], self.state.bad)
+        self.workload.resume(saved)
+
+    def save(self) -> None:
+        """Begin a checkpoint of this moment; it is committed by `finish_save`, or at once where saving is not asynchronous."""
+        self.finish_save()
+        self.saving_since = time.perf_counter()
+        self.checkpoints.save(self.engine, self.checkpoint_state())
+        self.saved_step = self.state.step
+        if not self.checkpoints.pending:
+            self.stop.saved(time.perf_counter() - self.saving_since)
+        self.watchdog.progress()
+
+    def finish_save(self) -> None:
+        """Commit the checkpoint that is being written, if there is one; waits for it."""
+        if self.checkpoints.pending:
+            self.checkpoints.finish()
+            self.stop.saved(time.perf_counter() - self.saving_since)
+            self.watchdog.progress()
+
+    def open_sinks(self) -> Sinks:
+        """The run's sinks on rank 0, with what was logged after the newest checkpoint cut off."""
+        writes = self.writes and self.world.is_main
+        return Sinks(self.run_dir if writes else None, self.config, self.state.step, self.saved_step)
+
+    def close(self) -> None:
+        """End the loader's workers, close the sinks, write what was profiled."""
+        self.updates.close()
+        self.sinks.close()
+        self.profiler.close()
+
+    # -- replay ------------------------------------------------------------------------------------------------------
+
+    def replay(self, step: int) -> str:
+        """Trains forward to update `step`, by itself and writing nothing; its figures as one JSON line."""
+        assert self.state.step < step and not self.writes
+        while self.state.step < step:
+            started = time.perf_counter()
+            update, lr, result = self.train_update()
+            self.account(update, result, self.agree(time.perf_counter() - started, update).seconds)
+            self.spike_policy.expect(result.host_loss)
+        place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
+        return as_json(place | figures(measured(result), self.engine.terms) | {"skipped": result.skipped})
+
+
+def refuse(world: World, problem: str) -> None:
+    """Raises Refused on every rank when any has a problem ("": none), naming the first. A collective."""
+    for rank, text in enumerate(world.gather(problem)):
+        if text:
+            raise Refused(text if world.size == 1 else f"rank {rank}: {text}")
+
+
+def together(world: World, action: Callable[[], None]) -> None:
+    """What rank 0 does, with its error raised on every rank, as Refused or Failed. A collective."""
+    problem, code = "", OK
+    if world.is_main:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            problem, code = describe(error), exit_code(error)
+    problem, code = world.broadcast([problem, code])
+    if code:
+        raise Failed(problem) if code == FAILED else Refused(problem)
