@@ -1,9 +1,14 @@
-"""`python -m data_prep build | verify | inspect`: a user's mistake is one line on stderr and exit status 2."""
+"""Raw text to verified shards: build them, check every byte of them, show what is in them.
+
+megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
+mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
+megabert prep verify DIR        exit code 1 when anything is damaged
+megabert prep inspect DIR
+"""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import re
@@ -18,28 +23,26 @@ from data_prep.filters import rules
 from data_prep.options import DEDUP, BuildOptions
 from data_prep.readers.tasks import Corpus, ReadOptions
 from data_prep.report.summary import summary_text
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import INTERRUPTED, OK, code_of, command
+from megabert.common.logs import log
 from megabert.data import shards
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every option, and the list of rules as it is written."""
-
-
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m data_prep", description="Raw text to verified shards.")
-    commands = top.add_subparsers(dest="command", required=True)
-    _add_build(commands.add_parser(
-        "build", help="text to shards", formatter_class=_Help, epilog="rules of --filters:\n" + rules.describe_rules()
-    ))  # fmt: skip
+    top = Parser(prog=called_as("data_prep"), description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
+    rules_of = "rules of --filters:\n" + rules.describe_rules()
+    _add_build(commands.add_parser("build", help="text to shards", epilog=rules_of))
     p = commands.add_parser("verify", help="check every byte")
-    p.add_argument("folder", metavar="DIR")
-    p.add_argument("--workers", type=int, help="processes (default: the cores)")
+    p.add_argument("folder", metavar="DIR", help="what build wrote")
+    p.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores)")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p = commands.add_parser("inspect", help="show what is in it")
-    p.add_argument("folder", metavar="DIR")
-    p.add_argument("--rows", type=int, default=3, help="sample rows to decode")
+    p.add_argument("folder", metavar="DIR", help="what build wrote")
+    p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
     p.add_argument("--seed", type=int, default=0, help="of the sample and of the masking shown")
-    p.add_argument("--masking", choices=("token", "word", "span"), default="token")
+    p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the rows shown")
     return top
 
 
@@ -58,7 +61,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add = g.add_argument
     add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
     add("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
-    add("--model-type", choices=("unigram", "bpe"), default=d.model_type)
+    add("--model-type", choices=("unigram", "bpe"), default=d.model_type, help="of the tokenizer to train")
     add("--lowercase", action="store_true", help="train an uncased tokenizer")
     add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
     add("--sample-alpha", type=float, default=d.sample_alpha,
@@ -96,11 +99,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
     add("--max-sequences", type=int, default=d.max_sequences,
         help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
-    add("--rows-per-shard", type=int, default=d.rows_per_shard)
-    add("--seed", type=int, default=d.seed)
+    add("--rows-per-shard", type=int, default=d.rows_per_shard, help="rows of each shard but the last")
+    add("--seed", type=int, default=d.seed, help="of the shuffle, the pairs and the held-out documents")
     g = p.add_argument_group("running")
     add = g.add_argument
-    add("--workers", type=int, help="processes (default: the cores)")
+    add("--workers", type=int, metavar="N", help="processes (default: the cores)")
     add("--overwrite", action="store_true", help="replace what is in DIR")
     add("--json", metavar="FILE", help="write the summary there too")
     add("--quiet", action="store_true", help="no progress bar")
@@ -171,7 +174,7 @@ def _build(args: argparse.Namespace) -> int:
             not args.quiet,
         )
     if summary is None:
-        print(f"{args.output}: whole already, from the same input with the same options; nothing to do")
+        log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
         return 0
     print(summary_text(summary, args.output))
     if args.json:
@@ -194,34 +197,26 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     pool.collect_seldom()
     try:
         if args.command == "build":
             return _build(args)
-        if args.command == "inspect":
-            from data_prep.report import inspect_dataset
+        if args.command == "verify":
+            return _verify(args)
+        from data_prep.report import inspect_dataset
 
-            print(inspect_dataset.inspect(args.folder, args.rows, args.seed, args.masking))
-            return 0
-        return _verify(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(inspect_dataset.inspect(args.folder, args.rows, args.seed, args.masking))
+        return OK
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = (
-            "the disk is full (or a file size limit is reached); with more room the same command goes on"
-            if full
-            else error.strerror or str(error)
-        )
-        where = error.filename or getattr(args, "output", "") or getattr(args, "folder", "")
-        print(f"error: {os.fspath(where)}: {what}", file=sys.stderr)
+        error.filename = error.filename or getattr(args, "output", "") or args.folder  # a write says no name
+        raise
     except KeyboardInterrupt:
-        print("error: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 2
+        log.error("interrupted; the same command goes on from here")
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

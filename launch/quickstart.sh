@@ -51,11 +51,11 @@ python -m data_prep build --input "${corpus[@]}" --output "$OUT/data" \
 
 section "2/4 tiny on $RANKS ranks, ZeRO stage 2, stopped at step $half of $STEPS"
 train --stop-after "$half"
-python -m megabert.evaluate --run "$OUT/run" --data "$OUT/data" >"$OUT/half.json"
+python -m megabert.evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/half.json"
 
 section "3/4 the same command again: resumed to step $STEPS"
 train
-python -m megabert.evaluate --run "$OUT/run" --data "$OUT/data" >"$OUT/end.json"
+python -m megabert.evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/end.json"
 
 section "4/4 held-out text, the same masked positions each time ($((SECONDS - started)) s so far)"
 python - "$OUT" <<'PYTHON'

@@ -1,20 +1,22 @@
 """Make a Hugging Face BERT folder a run folder to continue pre-training from.
 
-python -m megabert.convert --model HF_DIR --run DIR
-python -m data_prep build --tokenizer DIR/vocab.txt …
-python megabert/train.py --config DIR/config.toml --data DATA --run NEW_RUN
+megabert convert --model HF_DIR --run DIR
+megabert prep build --tokenizer DIR/vocab.txt …
+megabert train --config DIR/config.toml --data DATA --run NEW_RUN
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from megabert import checkpoint
+from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import appearing
 from megabert.common.canonical_json import canonical
+from megabert.common.errors import OK, code_of, command
+from megabert.common.logs import log
 from megabert.config import Config
 from megabert.pretrained import hf_read
 from megabert.pretrained.hf_read import Foreign
@@ -47,34 +49,41 @@ def toml(config: Config, run: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megabert.convert", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog=called_as("megabert.convert"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="folder with config.json and model.safetensors or pytorch_model.bin")
-    add("--run", required=True, help="run folder to write; must not exist or be empty")
-    add("--tokenizer", default="", help="vocab.txt or SentencePiece model, where the folder has none")
+    add(
+        "--model",
+        required=True,
+        metavar="HF_DIR",
+        help="folder with config.json and model.safetensors or pytorch_model.bin",
+    )
+    add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="FILE",
+        help="vocab.txt or SentencePiece model, where the folder has none",
+    )
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
     args = parser.parse_args(argv)
-    try:
-        done = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    done = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
     if done.warning:
-        print(f"warning: {args.model}: {done.warning}", file=sys.stderr)
+        log.warning(f"{args.model}: {done.warning}")
     if done.initialised:
-        print(f"not in {args.model}, so initialised as in a new model: {', '.join(done.initialised)}")
+        log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(done.initialised)}")
     if done.ignored:
         shown = ", ".join(done.ignored[:4]) + (", …" if len(done.ignored) > 4 else "")
-        print(f"left out, as pre-training has no place for them: {shown}")
+        log.info(f"left out, as pre-training has no place for them: {shown}")
     if done.config.data.masking.causal:
-        print("it is a decoder, so it goes on left to right (data.masking.strategy=causal)")
+        log.info("it is a decoder, so it goes on left to right (data.masking.strategy=causal)")
     model, tokenizer = done.config.model, Path(args.run, done.tokenizer.file_name)
-    print(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} pieces. To go on:")
-    print(f"  python -m data_prep build --tokenizer {tokenizer} --input PATH… --output DATA")
-    print(f"  python megabert/train.py --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
-    return 0
+    log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} pieces. To go on:")
+    log.info(f"  megabert prep build --tokenizer {tokenizer} --input PATH… --output DATA")
+    log.info(f"  megabert train --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

@@ -1,6 +1,6 @@
 """What is installed, which backend each operation will use and why, what is missing and how to get it.
 
-python -m megabert.doctor [--json]        exit 0 when training can run here, 1 when it cannot
+megabert doctor [--json]        exit 0 when training can run here, 1 when it cannot
 
 Nothing is assumed from a package's name: each is imported, in a process of its own, so that one that crashes or hangs
 is a line of the report. Only what `needed` covers decides the exit code; the rest costs speed or a feature.
@@ -8,7 +8,6 @@ is a line of the report. Only what `needed` covers decides the exit code; the re
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -20,7 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megabert.common import environment
+from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import version
+from megabert.common.errors import OK, code_of, command
 
 State = Literal["ok", "note", "missing"]
 SHOWN: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
@@ -262,15 +263,16 @@ def examine() -> list[Finding]:
     return found + backends()
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megabert.doctor", description=__doc__.splitlines()[0])
+    parser = Parser(prog=called_as("megabert.doctor"), description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     args = parser.parse_args(argv)
     found = examine()
     missing = [line for line in found if line.state == "missing"]
     if args.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
-        return 1 if missing else 0
+        return 1 if missing else OK
     section = ""
     for line in found:
         if line.section != section:
@@ -283,8 +285,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\ntraining cannot run here; missing: {', '.join(line.name for line in missing)}")
         return 1
     print("\ntraining can run here")
-    return 0
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

@@ -1,18 +1,20 @@
 """Export a run, or one of its checkpoints, as a Hugging Face folder that loads without any code of ours.
 
-python -m megabert.export --run DIR --output HF_DIR
+megabert export --model RUN --output HF_DIR
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from megabert import pretrained
+from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import appearing
+from megabert.common.errors import OK, code_of, command
+from megabert.common.logs import log
 from megabert.pretrained import Pretrained, hf_names, hf_tokenizer, model_card
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -46,31 +48,35 @@ def export(
     return found
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megabert.export", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog=called_as("megabert.export"), description=__doc__)
     add = parser.add_argument
-    add("--run", required=True, help="run folder of megabert/train.py, or one checkpoint in it")
-    add("--output", required=True, help="folder to write; must not exist or be empty")
-    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add("--model", old=["--run"], required=True, metavar="RUN", help="run folder, or one checkpoint in it")
+    add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="FILE",
+        help="the run's tokenizer, where its dataset is no longer in its place",
+    )
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
     args = parser.parse_args(argv)
-    try:
-        found = export(args.run, args.output, args.tokenizer, args.overwrite)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = export(args.model, args.output, args.tokenizer, args.overwrite)
     model = found.config.model
     causal = found.config.data.masking.causal
     architecture = hf_names.to_huggingface_config(model, causal)["architectures"][0]
-    print(f"{args.output}: {architecture} of step {found.step:,}, {model.vocab_size:,} pieces")
+    log.info(f"{args.output}: {architecture} of step {found.step:,}, {model.vocab_size:,} pieces")
     if causal:
-        print(
+        log.info(
             "the run was trained left to right: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM"
         )
     elif not model.nsp:
-        print("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
-    return 0
+        log.info(
+            "the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained"
+        )
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

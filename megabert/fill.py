@@ -1,15 +1,14 @@
 """Words for the [MASK]s of a sentence, from a run's newest checkpoint, also while it is still training, or from a Hugging
 Face folder.
 
-python -m megabert.fill --run DIR "The capital of France is [MASK]."
-python -m megabert.fill --run DIR                    asks for sentences; two texts with ||| between them are a pair
+megabert fill --model DIR "The capital of France is [MASK]."
+megabert fill --model DIR                    asks for sentences; two texts with ||| between them are a pair
 
 A run that was trained left to right fills in one [MASK], from what stands before it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,9 @@ import numpy as np
 import torch
 
 from megabert import checkpoint, pretrained
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, code_of, command, describe
+from megabert.common.logs import log
 from megabert.data.packing import pack
 from megabert.pretrained import Pretrained, hf_tokenizer
 from megabert.pretrained.hf_read import HEADS
@@ -46,7 +48,7 @@ class Filler:
                 f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
             )
         if found.warning:
-            print(f"warning: {found.run_dir}: {found.warning}", file=sys.stderr)
+            log.warning(f"{found.run_dir}: {found.warning}")
         self.found = found
         self.model = found.model(torch.device("cpu"))
         self.encoder: Any = hf_tokenizer.build(found.tokenizer)
@@ -108,9 +110,9 @@ def table(filled: Filled) -> str:
     return "\n".join(lines)
 
 
-def interactive(run: str, tokenizer: str, filler: Filler, top: int) -> None:
+def interactive(source: str, tokenizer: str, filler: Filler, top: int) -> None:
     """Ask, fill, and take the newest checkpoint before each answer, until an empty line or the end of the input."""
-    say(f"{run}, step {filler.found.step:,}")
+    log.info(f"-- {source}, step {filler.found.step:,}")
     while True:
         try:
             line = input(PROMPT if sys.stdin.isatty() else "").strip()
@@ -119,52 +121,52 @@ def interactive(run: str, tokenizer: str, filler: Filler, top: int) -> None:
         if not line:
             return
         try:
-            if checkpoint.newest_step(run) not in (None, filler.found.step):
-                filler = Filler(pretrained.load(run, tokenizer))
-                say(f"step {filler.found.step:,}")
+            if checkpoint.newest_step(source) not in (None, filler.found.step):
+                filler = Filler(pretrained.load(source, tokenizer))
+                log.info(f"-- step {filler.found.step:,}")
             text, _, pair = line.partition(BETWEEN)
             print(table(filler.fill(text, pair, top)), flush=True)
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            log.error(describe(error))
 
 
-def say(text: str) -> None:
-    print(f"-- {text}", flush=True)
-
-
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megabert.fill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=called_as("megabert.fill"), description=__doc__)
     add = parser.add_argument
-    add("--run", required=True, help="run folder, one checkpoint in it, or a Hugging Face folder")
+    add(
+        "--model",
+        old=["--run"],
+        required=True,
+        metavar="DIR",
+        help="run folder, one checkpoint in it, or a Hugging Face folder",
+    )
     add("--pair", default="", metavar="TEXT", help="a second text, which may have masks too")
     add("--top", type=int, default=5, metavar="K", help="words a mask")
-    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="FILE",
+        help="the run's tokenizer, where its dataset is no longer in its place",
+    )
     add("text", nargs="?", default="", help=f"text with {MASK}; without it, asks for texts")
     args = parser.parse_args(argv)
-    try:
-        if args.top < 1:
-            raise ValueError(f"--top {args.top}: must be 1 or more")
-        text, _, pair = args.text.partition(BETWEEN)
-        if pair and args.pair:
-            raise ValueError(f"--pair and {BETWEEN} in the text: give one of them")
-        if args.pair and not text:
-            raise ValueError("--pair without a text: give the first text too")
-        if text and MASK not in args.text + args.pair:
-            raise ValueError(
-                f"the text has no {MASK}; put one where a word is wanted"
-            )  # before the model is read
-        filler = Filler(pretrained.load(args.run, args.tokenizer))
-        if not text:
-            interactive(args.run, args.tokenizer, filler, args.top)
-        else:
-            print(table(filler.fill(text, pair or args.pair, args.top)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if args.top < 1:
+        raise ValueError(f"--top {args.top}: must be 1 or more")
+    text, _, pair = args.text.partition(BETWEEN)
+    if pair and args.pair:
+        raise ValueError(f"--pair and {BETWEEN} in the text: give one of them")
+    if args.pair and not text:
+        raise ValueError("--pair without a text: give the first text too")
+    if text and MASK not in args.text + args.pair:  # before the model is read
+        raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
+    filler = Filler(pretrained.load(args.model, args.tokenizer))
+    if text:
+        print(table(filler.fill(text, pair or args.pair, args.top)))
+    else:
+        interactive(args.model, args.tokenizer, filler, args.top)
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

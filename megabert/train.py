@@ -1,12 +1,13 @@
 """Pre-train BERT: batch, step, meter, log, evaluate, agree to stop, save.
 
     deepspeed megabert/train.py --config large_phase1 --data DIR --run DIR [section.key=value …]
+    megabert train …                      the same; also under srun and mpirun, which start it once a rank
 
 Exit codes:
     0   the run is finished, or reached --stop-after
     2   a mistake in the command, configuration or data, said in one line
     3   training went wrong: updates that could not be applied, or spikes, again and again
-    4   a rank died, stopped or hangs; it is named, and every other rank ended itself
+    4   a rank died, stopped or hangs: it is named, and every other rank ended itself; or I/O failed
     85  stopped by TERM, USR1, USR2 or for want of time, with everything saved: start the same command again
     128 + n   a second signal n ended the process at once
 """
@@ -19,9 +20,9 @@ import sys
 if __package__ in (None, ""):  # run as a script: the package's parent, not the package, belongs on the path
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__":
-    from megabert.distributed.preemption import leave_when_signalled
+    from megabert.cli import start
 
-    leave_when_signalled()  # before the slow imports
+    sys.exit(start("train"))  # before the slow imports
 
 import argparse
 import json
@@ -31,27 +32,28 @@ from pathlib import Path
 import torch
 
 from megabert import config as configuration
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config
 from megabert.distributed.preemption import REQUEUE, end_of_time
-from megabert.training import session
-from megabert.training.dry_run import dry_run
+from megabert.training import dry_run, session
 from megabert.training.pretraining import open_run
 from megabert.training.profiling import parse_steps
-from megabert.training.session import OK, Session
+from megabert.training.session import Session
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megabert/train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=called_as("megabert.train"), description=__doc__)
+    configuration.add_arguments(parser)
     add = parser.add_argument
-    add("--config", default="", help=f"preset ({', '.join(configuration.presets())}) or TOML file")
-    add("--data", default="", help="dataset folder written by data_prep")
-    add("--run", default="", help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any")
+    add(
+        "--run",
+        default="",
+        metavar="DIR",
+        help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any",
+    )
     add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; the schedule stays")
     add(
         "--max-time",
@@ -66,10 +68,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat exactly this update of the run, print its losses as JSON and write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
-    add("--dry-run", action="store_true", help="print what the run needs, do one update on random ids, exit")
-    add("--world-size", type=int, metavar="N", help="ranks that --dry-run plans for")
-    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks for --dry-run")
-    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="as megabert plan: print what the run needs, do one fake update, exit",
+    )
+    dry_run.add_arguments(parser)
     add(
         "--profile",
         default="",
@@ -82,10 +86,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="deterministic algorithms, anomaly detection, debug messages; slow",
     )
-    add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
-    add("--deepspeed_config", default="", help="JSON with further DeepSpeed keys")
-    add("--local_rank", type=int, default=-1, help="set by launchers")
-    add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
     return parser.parse_intermixed_args(argv)
 
 
@@ -96,13 +96,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     """What the arguments ask for; the exit code. Raises ValueError, BadTraining and what the layers below raise."""
-    data = [f"data.path={args.data}"] if args.data else []
-    config = configuration.load(args.config, data + args.overrides)
+    config = configuration.from_arguments(args)
     if args.print_config:
         print(json.dumps(config.model_dump(), indent=2))
         return OK
     if args.dry_run:
-        dry_run(config, ranks.world, args.world_size, args.tokens_per_sec, args.mfu, args.deepspeed_config)
+        sizes = args.world_size, args.tokens_per_sec, args.mfu
+        dry_run.dry_run(config, ranks.world, *sizes, deepspeed_file=args.deepspeed_config)
         return OK
     check(args, config)
     profile = parse_steps(args.profile) if args.profile else (0, 0)
@@ -159,7 +159,3 @@ def check(args: argparse.Namespace, config: Config) -> None:
             raise ValueError(f"{name} is missing: name a folder")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
-
-
-if __name__ == "__main__":
-    session.leave(main())

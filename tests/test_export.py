@@ -27,7 +27,7 @@ def exported(request, tmp_path: Path) -> tuple[Path, Path]:
     """A run folder and its export."""
     kind, norm = request.param
     run = runs.make(tmp_path / "run", kind, norm=norm)
-    assert export.main(["--run", str(run), "--output", str(tmp_path / "hf")]) == 0
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
     return run, tmp_path / "hf"
 
 
@@ -107,7 +107,7 @@ def test_files_are_plain_and_tied_weights_are_there_once(exported) -> None:
 
 def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, caplog) -> None:
     run = runs.make(tmp_path / "run", nsp=False)
-    assert export.main(["--run", str(run), "--output", str(tmp_path / "hf")]) == 0
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
     assert "no next-sentence head" in capsys.readouterr().out
     model, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
     assert isinstance(model, transformers.BertForMaskedLM)
@@ -120,7 +120,7 @@ def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
     norm: str, tmp_path: Path, capsys, caplog
 ) -> None:
     run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
-    assert export.main(["--run", str(run), "--output", str(folder)]) == 0
+    assert export.main(["--model", str(run), "--output", str(folder)]) == 0
     assert "is_decoder=true" in capsys.readouterr().out
     peer, info = warnings_while_loading(transformers.AutoModelForCausalLM, folder, caplog)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
@@ -154,7 +154,7 @@ def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsy
     moved = tmp_path / "kept.model"
     shutil.move(run / "tokenizer.model", moved)
     step = run / "checkpoints" / "step-00000000"
-    command = ["--run", str(step), "--output", str(tmp_path / "hf")]
+    command = ["--model", str(step), "--output", str(tmp_path / "hf")]
     assert export.main(command) == 2
     assert "name the file with --tokenizer" in capsys.readouterr().err
     assert export.main([*command, "--tokenizer", str(moved)]) == 0
@@ -220,10 +220,10 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsy
     (tmp_path / "empty").mkdir()
     other = runs.tokenizer(tmp_path / "other", "cased").path
     cases = [
-        (["--run", str(tmp_path / "nowhere")], "no such folder"),
-        (["--run", str(tmp_path / "empty")], "no checkpoint in it"),
-        (["--run", str(run), "--tokenizer", str(other)], "is not the tokenizer that"),
-        (["--run", str(run), "--tokenizer", str(tmp_path / "none")], "tokenizer file not found"),
+        (["--model", str(tmp_path / "nowhere")], "no such folder"),
+        (["--model", str(tmp_path / "empty")], "no checkpoint in it"),
+        (["--model", str(run), "--tokenizer", str(other)], "is not the tokenizer that"),
+        (["--model", str(run), "--tokenizer", str(tmp_path / "none")], "tokenizer file not found"),
     ]
     for args, said in cases:
         assert export.main([*args, "--output", str(tmp_path / "hf")]) == 2
@@ -232,20 +232,20 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsy
     with weights.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert export.main(["--run", str(run), "--output", str(tmp_path / "hf")]) == 2
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 2
     assert "no checkpoint is whole" in one_line(capsys)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "other", "run"]
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", vocab_size=300)
-    assert export.main(["--run", str(run), "--output", str(tmp_path / "hf")]) == 2
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 2
     assert "pieces, but the model has 300" in one_line(capsys)
 
 
 def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
     run, output = runs.make(tmp_path / "run"), tmp_path / "hf"
-    command = ["--run", str(run), "--output", str(output)]
+    command = ["--model", str(run), "--output", str(output)]
     assert export.main(command) == 0
     (output / "extra").write_text("1")
     capsys.readouterr()

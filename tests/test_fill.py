@@ -94,20 +94,20 @@ def test_a_left_to_right_run_fills_in_from_what_is_before(tmp_path: Path, capsys
     for text in ("the quick [MASK]", "the quick [MASK] fox jumps"):
         (words,) = filler.fill(text, top=3).words
         assert [p for _, p in words] == pytest.approx(want, abs=1e-6)
-    assert fill.main(["--run", str(run), "[MASK] and [MASK]"]) == 2
+    assert fill.main(["--model", str(run), "[MASK] and [MASK]"]) == 2
     assert "trained left to right and fills in one [MASK], not 2" in capsys.readouterr().err
 
 
 def test_one_text_prints_one_table(tmp_path: Path, capsys) -> None:
     run = str(runs.make(tmp_path / "run", "uncased"))
-    assert fill.main(["--run", run, "--top", "3", "the [MASK]"]) == 0
+    assert fill.main(["--model", run, "--top", "3", "the [MASK]"]) == 0
     first = capsys.readouterr().out
     assert len(first.splitlines()) == 3
-    assert fill.main(["--run", f"{run}/checkpoints/step-00000000", "--top", "3", "the [MASK]"]) == 0
+    assert fill.main(["--model", f"{run}/checkpoints/step-00000000", "--top", "3", "the [MASK]"]) == 0
     assert capsys.readouterr().out == first
-    assert fill.main(["--run", run, "--pair", "sea", "the [MASK]"]) == 0
+    assert fill.main(["--model", run, "--pair", "sea", "the [MASK]"]) == 0
     by_option = capsys.readouterr().out
-    assert fill.main(["--run", run, "the [MASK]|||sea"]) == 0
+    assert fill.main(["--model", run, "the [MASK]|||sea"]) == 0
     assert capsys.readouterr().out == by_option and "follows the first: " in by_option
 
 
@@ -118,7 +118,7 @@ def test_it_works_beside_a_run_that_holds_the_lock_and_changes_nothing(tmp_path:
     half.mkdir()
     (half / "weights.safetensors").write_bytes(b"not yet")
     before = sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*"))
-    command = [sys.executable, "-m", "megabert.fill", "--run", str(run), "the [MASK]"]
+    command = [sys.executable, "-m", "megabert.fill", "--model", str(run), "the [MASK]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 5 and not done.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*")) == before
@@ -141,7 +141,7 @@ def test_the_newest_checkpoint_is_followed(tmp_path: Path, capsys, monkeypatch) 
 
     texts: list[str] = []
     monkeypatch.setattr("builtins.input", ask)
-    assert fill.main(["--run", str(run), "--top", "2"]) == 0
+    assert fill.main(["--model", str(run), "--top", "2"]) == 0
     captured = capsys.readouterr()
     assert texts[0].splitlines() == [f"-- {run}, step 0"] and len(texts[1].splitlines()) == 2
     lines = captured.out.splitlines()
@@ -164,14 +164,14 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_error(tmp_path: Pat
         return real(path)
 
     train_on(run, 20)
-    monkeypatch.setattr(pretrained.checkpoint, "load_weights", racing)
+    monkeypatch.setattr(checkpoint, "load_weights", racing)
     assert pretrained.load(run).step == 30
 
 
 def test_what_is_piped_in_is_answered(tmp_path: Path, capsys, monkeypatch) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     monkeypatch.setattr("sys.stdin", io.StringIO("the [MASK]\n"))
-    assert fill.main(["--run", str(run), "--top", "1"]) == 0
+    assert fill.main(["--model", str(run), "--top", "1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -189,10 +189,10 @@ def test_what_is_piped_in_is_answered(tmp_path: Path, capsys, monkeypatch) -> No
 )
 def test_mistakes_are_one_line(args: list[str], said: str, tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
-    assert fill.main(["--run", str(run), *args]) == 2
+    assert fill.main(["--model", str(run), *args]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert fill.main(["--run", str(tmp_path / "none"), "[MASK]"]) == 2
+    assert fill.main(["--model", str(tmp_path / "none"), "[MASK]"]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 

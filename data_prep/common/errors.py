@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megabert.common.errors import FAILED
+
 
 class BadInput(ValueError):
     """Something in the input or the options that the user must change."""
@@ -16,6 +18,12 @@ class BadInput(ValueError):
 
 class Unfinished(BadInput):
     """Something outside of the options stopped a build, which goes on where it was when it is started again."""
+
+
+class WorkerDied(Unfinished):
+    """A worker process is gone: nobody's mistake, and the same command goes on."""
+
+    exit_code = FAILED
 
 
 class Problems:

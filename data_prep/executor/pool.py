@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from data_prep.common.errors import BadInput, Unfinished
+from data_prep.common.errors import BadInput, WorkerDied
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -91,7 +91,7 @@ class Pool:
             while len(found) < len(items):
                 take_next()
         except BrokenProcessPool:
-            raise Unfinished(
+            raise WorkerDied(
                 "a worker process died (killed for memory?); the same command goes on, with fewer --workers perhaps"
             ) from None
         finally:

@@ -34,6 +34,7 @@ from megabert.checkpoint.tensors import (
 )
 from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical
+from megabert.common.errors import Failed
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
@@ -179,7 +180,7 @@ class Checkpoints:
             "the earlier ones are untouched"
         )
         if self.settings.on_error == "stop":
-            raise ValueError(text)
+            raise Failed(text)
         self._warn(f"warning: {text}, and training goes on as checkpoint.on_error says")
 
     def _clean(self) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabert.checkpoint.manifest import WEIGHTS, Damaged, entry_of
+from megabert.common.errors import Failed
 from megabert.engine.optimizers import MOMENTS
 from megabert.engine.zero_layout import Piece
 
@@ -136,5 +137,5 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # the library makes it readable by its owner alone
     except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
+        raise Failed(f"{path}: {error}") from error
     return entry_of(path)

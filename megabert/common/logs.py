@@ -33,11 +33,11 @@ _lines = _Lines()
 def setup(rank: int = 0, size: int = 1, level: str = "") -> None:
     """Send the project's messages to this process' streams as rank `rank` of `size`. Called by commands, again once the
     rank is known. Raises ValueError for a level that does not exist."""
+    if _lines not in log.handlers:  # first, so that a mistake below is said by it
+        log.addHandler(_lines)
+    log.propagate = False
+    _lines.prefix, _lines.is_main = f"rank {rank}: " if rank else "", rank == 0
     name = (level or os.environ.get("MEGABERT_LOG") or "info").lower()
     if name not in LEVELS:
         raise ValueError(f"MEGABERT_LOG={name}: choose {', '.join(LEVELS)}")
-    _lines.prefix, _lines.is_main = f"rank {rank}: " if rank else "", rank == 0
     log.setLevel(name.upper())
-    log.propagate = False
-    if _lines not in log.handlers:
-        log.addHandler(_lines)

@@ -1,5 +1,6 @@
 """Typed configuration of a run: schema and presets, overrides, and what DeepSpeed is told."""
 
+from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import merge_deepspeed, to_deepspeed
 from megabert.config.schema import (
     BatchConfig,
@@ -41,7 +42,9 @@ __all__ = [
     "WatchdogConfig",
     "ZeroConfig",
     "accumulation",
+    "add_arguments",
     "fit_micro_size",
+    "from_arguments",
     "from_dict",
     "load",
     "merge_deepspeed",

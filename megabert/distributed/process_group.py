@@ -11,12 +11,10 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +137,7 @@ def discover(environment: dict[str, str] | None = None) -> World:
 
 def init(world: World) -> World:
     """Start torch.distributed for `world` and select its device; gives the world with its meeting place. Safe to call
-    twice."""
+    twice. Raises ConnectionError where the ranks cannot meet."""
     global _control
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -161,7 +159,7 @@ def init(world: World) -> World:
             )
         except dist.DistNetworkError as error:
             first = str(error).splitlines()[0]
-            raise ValueError(
+            raise ConnectionError(
                 f"rank {world.rank} cannot meet the others at {host}:{address[1]}; set MASTER_ADDR and MASTER_PORT ({first})"
             ) from error
     # Libraries below us look for torchrun's variables, whatever launcher was used.
@@ -192,16 +190,6 @@ def shutdown() -> None:
     while _described:
         os.environ.pop(_described.pop(), None)
     _control = None
-
-
-def leave_exit_code(code: int) -> int:
-    """`code`, left in $MEGABERT_EXIT_DIR as well where a launching script set it: launchers change or lose the ranks' codes."""
-    if folder := os.environ.get("MEGABERT_EXIT_DIR"):
-        try:
-            Path(folder, f"{socket.gethostname()}-{os.getpid()}").write_text(f"{code}\n")
-        except OSError as error:
-            print(f"warning: MEGABERT_EXIT_DIR: {error}", file=sys.stderr)
-    return code
 
 
 def free_port() -> int:

@@ -31,10 +31,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed import heartbeat
-from megabert.distributed.process_group import World, leave_exit_code
+from megabert.distributed.process_group import World
 
-LOST_RANK = 4  # exit code
+LOST_RANK = FAILED
 START_SECONDS = (
     600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
 )

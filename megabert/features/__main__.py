@@ -1,8 +1,8 @@
 """Fixed features: a trained model's vectors of texts, as in Devlin et al. 2019, section 5.3.
 
-python -m megabert.features --model DIR --input lines.txt --output vectors.npz
-python -m megabert.features --model DIR --input FILE.tsv --text COLUMN --pool mean --output vectors.parquet
-python -m megabert.features --model DIR --compare crane "A crane stood in the reeds." "The crane lifted the steel."
+megabert features --model DIR --input lines.txt --output vectors.npz
+megabert features --model DIR --input FILE.tsv --text COLUMN --pool mean --output vectors.parquet
+megabert features --model DIR --compare crane "A crane stood in the reeds." "The crane lifted the steel."
 
 DIR is a run folder, one of its checkpoints, or a Hugging Face folder. Vectors are in the order of the input, and are the
 same whatever the batches.
@@ -10,7 +10,6 @@ same whatever the batches.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,9 @@ from typing import Any
 from tqdm import tqdm
 
 from megabert import pretrained
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import INTERRUPTED, OK, code_of, command
+from megabert.common.logs import log
 from megabert.features import writers
 from megabert.features.compare import comparison, uses_of
 from megabert.features.extraction import LAYERS, POOLS, Extractor
@@ -67,81 +69,78 @@ def extract(
 def _load(source: str, tokenizer: str) -> Pretrained:
     found = pretrained.load(source, tokenizer)
     if found.warning:
-        print(f"warning: {source}: {found.warning}", file=sys.stderr)
+        log.warning(f"{source}: {found.warning}")
     return found
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megabert.features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=called_as("megabert.features"), description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="run folder, one checkpoint in it, or a Hugging Face folder")
-    add("--input", help="a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz")
-    add("--output", help="file to write: .npz, .parquet or .safetensors; must not exist")
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="run folder, one checkpoint in it, or a Hugging Face folder",
+    )
+    add("--input", metavar="FILE", help="a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz")
+    add("--output", metavar="FILE", help="file to write: .npz, .parquet or .safetensors; must not exist")
     add("--text", action="append", default=[], metavar="COLUMN", help="column of the text; twice for a pair")
     add(
         "--layers",
         default="last",
-        help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out (%(default)s)",
+        help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out",
     )
     add(
         "--pool",
         default="none",
         choices=POOLS,
         help="none: a vector a token, [CLS] and [SEP] too; else one a "
-        "text: of [CLS] (of [SEP] in a left-to-right model), or mean or max over all of its tokens (%(default)s)",
+        "text: of [CLS] (of [SEP] in a left-to-right model), or mean or max over all of its tokens",
     )
-    add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors (%(default)s)")
+    add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors")
     add(
         "--max-length",
         type=int,
         default=0,
         metavar="N",
-        help="cut longer texts to N tokens (the model's most)",
+        help="cut longer texts to N tokens; 0: to the model's most",
     )
-    add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once (%(default)s)")
-    add("--tokenizer", default="", help="the run's tokenizer, where its dataset is no longer in its place")
+    add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="FILE",
+        help="the run's tokenizer, where its dataset is no longer in its place",
+    )
     add("--compare", metavar="WORD", help="show the cosines between the uses of a word in TEXTs instead")
     add("texts", nargs="*", metavar="TEXT", help="texts that --compare looks at")
     args = parser.parse_args(argv)
     options = {"layers": args.layers, "max_length": args.max_length, "batch_tokens": args.batch_tokens}
+    if args.compare:
+        if not args.texts or args.input or args.output or args.text:
+            raise ValueError("--compare WORD TEXT…: takes texts, and no --input, --output and --text")
+        extractor = Extractor(_load(args.model, args.tokenizer), **options)
+        print(comparison(args.compare, uses_of(args.compare, args.texts, extractor), args.layers))
+        return OK
+    if not args.input or not args.output or args.texts:
+        raise ValueError("give --input FILE and --output FILE, or --compare WORD TEXT…")
+    if len(args.text) > 2:
+        raise ValueError(f"--text {args.text[2]}: a pair has two texts, this is a third")
+    options |= {"pool": args.pool, "dtype": args.dtype}
     try:
-        if args.compare:
-            if not args.texts or args.input or args.output or args.text:
-                raise ValueError("--compare WORD TEXT…: takes texts, and no --input, --output and --text")
-            extractor = Extractor(_load(args.model, args.tokenizer), **options)
-            print(comparison(args.compare, uses_of(args.compare, args.texts, extractor), args.layers))
-            return 0
-        if not args.input or not args.output or args.texts:
-            raise ValueError("give --input FILE and --output FILE, or --compare WORD TEXT…")
-        if len(args.text) > 2:
-            raise ValueError(f"--text {args.text[2]}: a pair has two texts, this is a third")
-        done = extract(
-            args.model,
-            args.input,
-            args.output,
-            args.text,
-            args.tokenizer,
-            pool=args.pool,
-            dtype=args.dtype,
-            **options,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        done = extract(args.model, args.input, args.output, args.text, args.tokenizer, **options)
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(f"{args.output}: vectors of {done.texts:,} texts")
+        log.error("interrupted; nothing was written")
+        return INTERRUPTED
+    log.info(f"{args.output}: vectors of {done.texts:,} texts")
     if done.truncated:
-        print(
-            f"warning: {done.truncated:,} of them are longer than {done.max_length} tokens and lost their end: `truncated` "
-            "says which",
-            file=sys.stderr,
+        log.warning(
+            f"{done.truncated:,} of them are longer than {done.max_length} tokens and lost their end: `truncated` "
+            "says which"
         )
-    return 0
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(code_of(main))

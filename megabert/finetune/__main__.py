@@ -1,14 +1,14 @@
 """Fine-tune a pre-trained model on a task, and predict with it.
 
-python -m megabert.finetune --model RUN --task sst2 --train train.tsv --dev dev.tsv --output DIR
-python -m megabert.finetune --model RUN --kind classify --text review --label stars --metric accuracy …
-python -m megabert.finetune … --seeds 3 --grid lr=2e-5,3e-5,5e-5 batch=16,32
-python -m megabert.finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
+megabert finetune --model RUN --task sst2 --train train.tsv --dev dev.tsv --output DIR
+megabert finetune --model RUN --kind classify --text review --label stars --metric accuracy …
+megabert finetune … --seeds 3 --grid lr=2e-5,3e-5,5e-5 batch=16,32
+megabert finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
 torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
 
 RUN is a run folder, one of its checkpoints, or a Hugging Face folder. The same command again goes on where it was.
-Exit codes: 0 all runs are finished; 2 a mistake in the command or the files, said in one line; 3 training diverged; 4 a rank died or hangs;
-85 stopped by TERM, USR1 or USR2 with everything saved: start the same command again.
+Exit codes: 0 all runs are finished; 2 a mistake in the command or the files, said in one line; 3 training diverged; 4 I/O
+failed or a rank was lost; 85 stopped by TERM, USR1 or USR2 with everything saved: start the same command again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from megabert.distributed.preemption import leave_when_signalled
+    from megabert.cli import start
 
-    leave_when_signalled()  # before the slow imports
+    sys.exit(start("finetune"))  # before the slow imports
 
 import argparse
 import hashlib
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from megabert import pretrained
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import WatchdogConfig
@@ -39,28 +41,26 @@ from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
 from megabert.training import session
-from megabert.training.session import OK, Session
+from megabert.training.session import Session
 from megabert.training.trainer import together
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megabert.finetune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser, d = Parser(prog=called_as("megabert.finetune"), description=__doc__), Settings()
     add = parser.add_argument
-    add("--model", required=True, help="pre-trained model; with --predict a fine-tuned one")
-    add("--tokenizer", default="", help="its tokenizer, where the model's folder has none")
-    add("--output", required=True, help="folder of the runs; with --predict the file to write")
+    add("--model", required=True, metavar="DIR", help="pre-trained model; with --predict a fine-tuned one")
+    add("--tokenizer", default="", metavar="FILE", help="its tokenizer, where the model's folder has none")
+    add(
+        "--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write"
+    )
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed)")
     add(
         "--null-threshold",
         type=float,
         metavar="P",
-        help="with --predict: no answer where that is likelier than P (0.5)",
+        help="with --predict: no answer where that is likelier than P (default: 0.5)",
     )
-    add("--task", default="", help=f"known task: {', '.join(tasks.PRESETS)}")
+    add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
     add("--text", action="append", default=[], metavar="COLUMN", help="text column; twice for a pair")
     add("--label", default="", metavar="COLUMN", help="label column")
@@ -72,40 +72,48 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="in the order of the classes; F1 is of the last",
     )
     add("--id", default="", metavar="COLUMN", help="of the predictions file (without: numbered from 0)")
-    add("--metric", action="append", default=[], help="several times; the first decides what is best")
-    add("--train", default="", metavar="FILE")
+    add(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="several times; the first decides what is best",
+    )
+    add("--train", default="", metavar="FILE", help="texts and labels to learn from")
     add("--dev", default="", metavar="FILE", help="decides about the best weights and early stopping")
     add("--test", default="", metavar="FILE", help="labelled too; scored with the best weights")
-    add("--limit", type=int, default=0, help="use so many examples of each file, for trying out")
+    add("--limit", type=int, default=0, help="use so many examples of each file, for trying out; 0: all")
     add("--seeds", type=int, nargs="+", default=[1], help="how many, or which")
     add("--grid", nargs="+", default=[], metavar="NAME=A,B", help=f"over {', '.join(search.AXES)}")
-    add("--lr", type=float, help="peak learning rate")
-    add("--batch", type=int, help="texts (windows of long ones) an update")
-    add("--micro-batch", type=int, help="of one forward pass on one rank; 0: all of a rank's share")
-    add("--epochs", type=int)
-    add("--dropout", type=float)
-    add("--warmup", type=float, help="share of the updates")
-    add("--weight-decay", type=float)
-    add("--max-length", type=int, help="tokens of a text or window")
-    add("--stride", type=int, help="tokens from one window to the next")
-    add("--long", choices=("truncate", "pool"), help="texts that are longer: cut, or windows averaged")
-    add("--evaluations", type=int, help="an epoch")
-    add("--patience", type=int, help="evaluations without improvement that end a run; 0: never")
-    add("--freeze", action="store_true", default=None, help="fixed features: only the added layers learn")
-    add("--head", choices=HEADS, help="bilstm: two layers over the words of fixed features")
-    add("--width", type=int, help="of the BiLSTM, both directions together")
-    add("--from-scratch", action="store_true", default=None, help="same shape, random weights")
-    add("--precision", choices=("bf16", "fp32"))
-    add("--zero", type=int, choices=(0, 1, 2), help="DeepSpeed ZeRO stage")
+    add("--lr", type=float, default=d.lr, help="peak learning rate")
+    add("--batch", type=int, default=d.batch, help="texts (windows of long ones) an update")
+    add("--micro-batch", type=int, default=d.micro_batch,
+        help="of one forward pass on one rank; 0: all of a rank's share")  # fmt: skip
+    add("--epochs", type=int, default=d.epochs, help="times that every text is learned from")
+    add("--dropout", type=float, default=d.dropout, help="of the encoder and of the added layers")
+    add("--warmup", type=float, default=d.warmup, help="share of the updates")
+    add("--weight-decay", type=float, default=d.weight_decay, help="of AdamW")
+    add("--max-length", type=int, default=d.max_length, help="tokens of a text or window")
+    add("--stride", type=int, default=d.stride, help="tokens from one window to the next")
+    add("--long", choices=("truncate", "pool"), default=d.long,
+        help="texts that are longer: cut, or windows averaged")  # fmt: skip
+    add("--evaluations", type=int, default=d.evaluations, help="an epoch")
+    add("--patience", type=int, default=d.patience,
+        help="evaluations without improvement that end a run; 0: never")  # fmt: skip
+    add("--freeze", action="store_true", help="fixed features: only the added layers learn")
+    add("--head", choices=HEADS, default=d.head, help="bilstm: two layers over the words of fixed features")
+    add("--width", type=int, default=d.width, help="of the BiLSTM, both directions together")
+    add("--from-scratch", action="store_true", help="same shape, random weights")
+    add("--precision", choices=("bf16", "fp32"), default=d.precision, help="of forward and backward")
+    add("--zero", type=int, choices=(0, 1, 2), default=d.zero, help="DeepSpeed ZeRO stage")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
-    add("--local_rank", type=int, default=-1, help="set by launchers")
+    add("--local_rank", type=int, metavar="N", help="set by launchers")
     return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The options that were given, over the defaults. Raises ValueError naming one that is out of range."""
-    given = {f.name: getattr(args, f.name, None) for f in fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    """The options that are settings of a run. Raises ValueError naming one that is out of range."""
+    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if hasattr(args, f.name)})
     check(settings)
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
@@ -239,7 +247,3 @@ def main(argv: list[str] | None = None) -> int:
         return run_all(args, ranks)
 
     return session.run(command)
-
-
-if __name__ == "__main__":
-    session.leave(main())

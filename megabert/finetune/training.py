@@ -27,6 +27,7 @@ from torch import Tensor
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
 from megabert.common.atomic_io import write_whole
+from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.common.text import duration
 from megabert.config import Config
@@ -44,7 +45,7 @@ from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
 from megabert.pretrained import Pretrained
 from megabert.training.metrics import figures, measured
-from megabert.training.trainer import BadTraining, Trainer
+from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
 SUFFIXES = {"classify": "tsv", "score": "tsv", "tag": "conll", "span": "json"}  # of predictions

@@ -7,6 +7,7 @@ not counted are the allocator's fragments, communication buffers and CUDA itself
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Mapping
@@ -261,6 +262,16 @@ def fake_step(
         f"one fake update worked: loss {loss:.4f}, |g| {norm:.3f}; {engine.describe()}"
         f" (reduced from {config.batch.global_size:,})"
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the report is for, where it is not what runs here."""
+    add = parser.add_argument
+    add("--world-size", type=int, metavar="N", help="ranks to plan for (default: those that were started)")
+    add(
+        "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
+    )
+    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
 
 
 def dry_run(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megabert.common import logs
+from megabert.common import errors, logs
+from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
-from megabert.distributed.watchdog import LOST_RANK, Watchdog
-from megabert.training.trainer import BadTraining, Refused
-
-OK, USER_ERROR, BAD_TRAINING = 0, 2, 3
+from megabert.distributed.watchdog import Watchdog
+from megabert.training.trainer import Refused
 
 
 class Session:
@@ -44,37 +42,29 @@ def run(command: Callable[[Session], int]) -> int:
     """The exit code of `command`, with mistakes and trouble said in one line; ends the process group and the watchdog."""
     session, good = None, False
     try:
+        logs.setup()
         session = Session()
         code = command(session)
         good = True
         return code
     except (BadTraining, Refused) as error:  # on every rank
         if session is not None and session.world.is_main:
-            log.error(f"{error}")
-        return BAD_TRAINING if isinstance(error, BadTraining) else USER_ERROR
+            log.error(errors.describe(error))
+        return errors.exit_code(error)
     except (ValueError, OSError) as error:  # it may be this rank's alone: an unreadable file
         if session is None or session.world.is_main or session.apart:
-            log.error(f"{error}")
-        return USER_ERROR
+            log.error(errors.describe(error))
+        return errors.exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone
         if session is None or session.watchdog is None or session.world.size == 1:
             raise
         if not session.watchdog.started:
             reason = str(error).splitlines()[0]
             log.error(f"another rank left before rank {session.world.rank} met it: {reason}")
-            return LOST_RANK
+            return errors.FAILED
         session.watchdog.explain()
         raise
     finally:
         if session is not None and session.watchdog is not None:
             session.watchdog.stop(good)
         process_group.shutdown()
-
-
-def leave(code: int) -> None:
-    """End the process with `code`, whatever signals come while the interpreter ends."""
-    from megabert.distributed.preemption import ignore_signals
-
-    code = process_group.leave_exit_code(code)
-    ignore_signals()
-    sys.exit(code)

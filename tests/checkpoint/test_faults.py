@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megabert.checkpoint import Checkpoints, load_weights, manifest, store, tensors
+from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
 from tests.helpers import tiny
@@ -186,7 +187,7 @@ def test_a_file_that_the_disk_does_not_take_stops_or_warns(full, asynchronous, t
             checkpoints.save(engine, state(2, tiny.config(), **long))
             assert checkpoints.pending == asynchronous
             assert checkpoints.finish() is None
-        except ValueError as error:
+        except Failed as error:
             problem = str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -238,7 +239,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
             try:
                 checkpoints.save(engine, state(step, tiny.config()))  # type: ignore[arg-type]
                 checkpoints.finish()
-            except ValueError as error:
+            except Failed as error:
                 found.append(str(error))
             if world.rank == 1 and step == 2:
                 store.write_moments = kept

@@ -1,4 +1,4 @@
-"""Every mistake ends the real command with status 2 and one line that names it, and leaves no dataset behind."""
+"""Every mistake ends the real command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
 import bz2
 import os
@@ -31,9 +31,9 @@ def build(command, tokenizer_file, tmp_path):
     return run
 
 
-def expect_error(result, *parts):
-    """One `error:` line on stderr with each of `parts`, status 2, no traceback."""
-    assert result.returncode == 2, result.stdout + result.stderr
+def expect_error(result, *parts, status=2):
+    """One `error:` line on stderr with each of `parts`, exit code `status`, no traceback."""
+    assert result.returncode == status, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     for part in parts:
@@ -216,7 +216,7 @@ def test_after_a_full_disk_the_same_command_goes_on(workers, limit, build, corpu
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     result = build(corpus, extra=("--workers", workers), preexec_fn=limited)
-    expect_error(result, tmp_path / "out", "disk is full", "goes on")
+    expect_error(result, tmp_path / "out", "disk is full", "goes on", status=4)
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))
     assert build(corpus, extra=("--workers", workers)).returncode == 0
     assert files(tmp_path / "out") == undisturbed
@@ -230,7 +230,7 @@ def test_a_really_full_disk(build, corpus, undisturbed, tmp_path):
     ).returncode:
         pytest.skip("no right to mount a small tmpfs")
     try:
-        expect_error(build(corpus), out, "disk is full")
+        expect_error(build(corpus), out, "disk is full", status=4)
         assert not list(out.rglob("manifest.json"))
         subprocess.run(["mount", "-o", "remount,size=80m", out], check=True)
         assert build(corpus).returncode == 0

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 
+from megabert.common.errors import FAILED, exit_code
 from megabert.distributed.process_group import (
     World,
     _share_cores,
     discover,
     first_host,
     free_port,
-    leave_exit_code,
+    init,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -102,15 +105,20 @@ def test_an_odd_node_list_is_refused(nodelist):
         first_host(nodelist)
 
 
-def test_an_exit_code_is_left_where_a_launching_script_asked_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("MEGABERT_EXIT_DIR", raising=False)
-    assert leave_exit_code(85) == 85
-    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
-    assert leave_exit_code(85) == 85
-    (file,) = tmp_path.iterdir()
-    assert file.read_text() == "85\n"
-    monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
-    assert leave_exit_code(2) == 2 and "warning: MEGABERT_EXIT_DIR" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "reason", ["the server socket has failed to listen: EADDRINUSE", "connection timed out"]
+)
+def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.distributed.DistNetworkError(f"{reason}\nand more")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    world = World(1, 1, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", 29500))
+    with pytest.raises(
+        ConnectionError, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:29500"
+    ) as found:
+        init(world)
+    assert reason in str(found.value) and exit_code(found.value) == FAILED
 
 
 def agreements(world: Any) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megabert.common.errors import USER_ERROR
 from megabert.distributed.preemption import SIGNALS
 from megabert.finetune.__main__ import main, parse, task_of
 from megabert.finetune.tasks import custom
-from megabert.training.session import USER_ERROR
 from tests.helpers import finetune_problem
 
 BERT = {

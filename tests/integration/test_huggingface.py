@@ -42,7 +42,7 @@ def test_trained_exported_loaded_converted_and_trained_on(
     first, folder = tmp_path / "first", tmp_path / "hf"
     train = ("megabert/train.py", "--data", dataset)
     run(*train, "--config", "tiny", "--run", first, *SHORT, *SMALL, ranks=2)
-    said = run("-m", "megabert.export", "--run", first, "--output", folder)
+    said = run("-m", "megabert.export", "--model", first, "--output", folder)
     assert "BertForPreTraining of step 4, 2,000 pieces" in said
     card = (folder / "README.md").read_text()
     assert "| updates | 4 of 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
@@ -84,5 +84,5 @@ def test_trained_exported_loaded_converted_and_trained_on(
     assert (
         refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
     )
-    table = run("-m", "megabert.fill", "--run", tmp_path / "second", "the value of the [MASK] is")
+    table = run("-m", "megabert.fill", "--model", tmp_path / "second", "the value of the [MASK] is")
     assert len(table.splitlines()) == 5 and table.count("%") == 5

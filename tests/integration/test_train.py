@@ -66,7 +66,7 @@ def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_pa
             } <= set(line)
     assert list((straight / "tensorboard").glob("events*"))
 
-    done = command("-m", "megabert.evaluate", "--run", broken, "--data", dataset, "--rows", 64)
+    done = command("-m", "megabert.evaluate", "--model", broken, "--data", dataset, "--rows", 64)
     assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
     assert alone["step"] == 16

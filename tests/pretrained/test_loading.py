@@ -77,25 +77,25 @@ def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path, capsys) -> 
     assert found.tokenizer.path.name == "tokenizer.json" and found.tokenizer.sha256 == want.sha256
     assert found.tokenizer.encode_batch(["The quick fox"]) == want.encode_batch(["The quick fox"])
     assert found.warning.startswith("its tokenizer does not lower-case") != lowercase
-    assert fill.main(["--run", str(tmp_path / "hf"), "the [MASK]"]) == 0
+    assert fill.main(["--model", str(tmp_path / "hf"), "the [MASK]"]) == 0
     assert capsys.readouterr().err.startswith("warning: ") != lowercase
 
 
 def test_masks_are_filled_as_the_pipeline_fills_them(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     export.export(run, tmp_path / "hf")
-    assert fill.main(["--run", str(run), "the [MASK] fox|||sea"]) == 0
+    assert fill.main(["--model", str(run), "the [MASK] fox|||sea"]) == 0
     want = capsys.readouterr().out
-    assert fill.main(["--run", str(tmp_path / "hf"), "the [MASK] fox|||sea"]) == 0
+    assert fill.main(["--model", str(tmp_path / "hf"), "the [MASK] fox|||sea"]) == 0
     assert capsys.readouterr().out == want and "follows the first" in want
 
 
 def test_heads_that_a_folder_has_not_are_not_used(tmp_path: Path, capsys) -> None:
     make(tmp_path / "encoder", "BertModel")
-    assert fill.main(["--run", str(tmp_path / "encoder"), "the [MASK]"]) == 2
+    assert fill.main(["--model", str(tmp_path / "encoder"), "the [MASK]"]) == 2
     assert "has no masked-LM head" in one_line(capsys)
     make(tmp_path / "masked", "BertForMaskedLM")
-    assert fill.main(["--run", str(tmp_path / "masked"), "--pair", "sea", "the [MASK]"]) == 0
+    assert fill.main(["--model", str(tmp_path / "masked"), "--pair", "sea", "the [MASK]"]) == 0
     assert "follows" not in capsys.readouterr().out
 
 

@@ -1,0 +1,245 @@
+"""`megabert NAME …` names every command, answers at once, and is the same as every other way of starting one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megabert import cli, convert, evaluate, export, fill
+from megabert.common import arguments
+from megabert.common.arguments import Parser
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOW_MACHINE = 5  # a shared one, against the 0.3 s of a quiet one
+# what no command's help may leave out: (command and subcommand, option) -> its default
+EXAMPLES = {
+    ("finetune", "--lr"): "5e-05",
+    ("finetune", "--precision"): "bf16",
+    ("finetune", "--seeds"): "1",
+    ("prep build", "--vocab-size"): "30000",
+    ("prep build", "--dedup"): "documents",
+    ("prep inspect", "--rows"): "3",
+    ("features", "--layers"): "last",
+    ("fill", "--top"): "5",
+    ("evaluate", "--rows"): "0",
+}
+CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect"]
+
+
+def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_every_command_of_both_packages_is_there() -> None:
+    files = {path.stem for path in (ROOT / "megabert").glob("*.py")} - {"__init__", "__main__", "cli"}
+    folders = {path.parent.name for path in (ROOT / "megabert").glob("*/__main__.py")}
+    assert set(cli.COMMANDS) == files | folders | {"prep"}
+    for command in cli.COMMANDS.values():
+        assert callable(importlib.import_module(command.module).main)
+
+
+def test_the_console_script_is_this_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"megabert": "megabert.cli:main"}
+
+
+@pytest.mark.parametrize(
+    "args", [("-m", "megabert", "--help"), ("-c", "import megabert")], ids=["help", "import"]
+)
+def test_it_answers_at_once_and_imports_nothing_slow(args: tuple[str, ...]) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = python(*args)
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+    print(f"{args}: {min(seconds):.3f} s")
+    assert min(seconds) < 0.3 * SLOW_MACHINE
+    imported = {
+        line.split("|")[-1].strip().split(".")[0]
+        for line in python("-X", "importtime", *args).stderr.splitlines()
+    }
+    assert "megabert" in imported
+    assert not imported & {"torch", "numpy", "pydantic", "deepspeed", "data_prep", "tqdm"}
+
+
+def test_help_names_every_command_and_version_is_the_packages() -> None:
+    done = python("-m", "megabert", "--help")
+    assert re.findall(r"^  (\w+)  ", done.stdout, re.M) == list(cli.COMMANDS)
+    assert python("-m", "megabert", "--version").stdout == "megabert 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["trian"], "error: 'trian' is no command; did you mean train?"),
+        (["fine-tune", "--model", "x"], "error: 'fine-tune' is no command; did you mean finetune?"),
+        (["zzz"], "error: 'zzz' is no command; choose one of doctor, prep, "),
+        (["--model"], "error: '--model' is no command; "),
+        ([], "error: no command; choose one of doctor, "),
+    ],
+)
+def test_a_misspelt_command_is_refused_with_the_nearest_one(args: list[str], said: str, capsys) -> None:
+    assert cli.main(args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+
+
+def shown(
+    call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, Parser]:
+    """The help of a command, and the parser that printed it."""
+    printed: list[Parser] = []
+    real = Parser.print_help
+    monkeypatch.setattr(arguments, "_called_as", f"megabert {call.split()[0]}")
+    monkeypatch.setattr(
+        Parser, "print_help", lambda self, file=None: (printed.append(self), real(self, file))[1]
+    )
+    name, *rest = call.split()
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(cli.COMMANDS[name].module).main([*rest, "--help"])
+    assert end.value.code == 0
+    (parser,) = printed
+    return capsys.readouterr().out, parser
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text, parser = shown(call, monkeypatch, capsys)
+    assert text.startswith(f"usage: megabert {call} ")
+    assert "(default: None)" not in text and "(default: )" not in text and "(default: False)" not in text
+    for action in parser._actions:
+        assert action.help, f"{call}: {action.dest} says nothing"
+        value = action.default
+        if not action.option_strings or value in (None, "", [], False, argparse.SUPPRESS):
+            continue
+        value = " ".join(map(str, value)) if isinstance(value, list) else value
+        name = action.option_strings[-1]
+        (about,) = re.findall(rf"^  (?:-\w, )?{name}\b.*(?:\n {{4,}}.*)*", text, re.M)
+        assert " ".join(about.split()).endswith(f"(default: {value})"), about
+    for (of, option), default in EXAMPLES.items():
+        if of == call:
+            assert re.search(
+                rf"^  {option}\b[^()]*(?:\([^)]*\)[^()]*)*\(default: {default}\)$", text, re.M
+            ), option
+
+
+@pytest.mark.parametrize(
+    ("start", "usage"),
+    [
+        (("-m", "megabert", "doctor"), "python -m megabert doctor "),
+        (("-m", "megabert.doctor"), "python -m megabert.doctor "),
+        (("-m", "data_prep"), "python -m data_prep "),
+        (("-m", "megabert", "prep", "build"), "python -m megabert prep build "),
+        (("megabert/train.py",), "megabert/train.py "),
+        (("-m", "megabert.train"), "python -m megabert.train "),
+        (("-m", "megabert.finetune"), "python -m megabert.finetune "),
+        (("-c", "import sys; sys.argv[0] = '/bin/megabert'; from megabert.cli import main; main()", "prep"), "megabert prep "),
+    ],
+)  # fmt: skip
+def test_usage_says_how_it_was_called(start: tuple[str, ...], usage: str) -> None:
+    done = python(*start, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {usage}"), done.stdout[:200] + done.stderr
+
+
+def test_train_is_the_same_by_every_name() -> None:
+    arguments = ("--config", "tiny", "--print-config", "schedule.total_steps=4321")
+    ways = (("megabert/train.py",), ("-m", "megabert.train"), ("-m", "megabert", "train"))
+    first, *others = (python(*way, *arguments) for way in ways)
+    assert first.returncode == 0 and json.loads(first.stdout)["schedule"]["total_steps"] == 4321
+    for done in others:
+        assert (done.returncode, done.stdout) == (0, first.stdout)
+
+
+WAITING = """
+import importlib, sys, time
+def slow(name):  # as imports on a cold disk are
+    print("importing", name, flush=True)
+    time.sleep(60)
+importlib.import_module = slow
+from megabert import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("train", 85), ("finetune", 85), ("fill", -signal.SIGTERM)])
+def test_a_signal_before_the_imports_ends_a_training_to_be_started_again(name: str, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, name], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("importing megabert.")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == code
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("main", "args"),
+    [
+        (evaluate.main, ["--run", "nowhere", "--data", "nowhere"]),
+        (export.main, ["--run", "nowhere", "--output", "out"]),
+        (fill.main, ["--run", "nowhere", "the [MASK]"]),
+    ],
+)
+def test_models_were_named_run_once(main, args: list[str], tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: --run is now --model; the next release no longer knows --run"
+    assert second.startswith("error: nowhere")
+
+
+def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
+    assert convert.main(["--model", str(tmp_path / "nowhere"), "--run", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_plan_is_what_a_dry_run_of_train_prints() -> None:
+    arguments = ("--config", "tiny", "--world-size", "4", "--tokens-per-sec", "1e6", "zero.stage=2")
+    plan, dry = (
+        python("-m", "megabert", "plan", *arguments),
+        python("megabert/train.py", "--dry-run", *arguments),
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert "64 rows = 16 x 4 ranks x 1 micro-steps" in plan.stdout and "one fake update worked" in plan.stdout
+    before, worked, _ = plan.stdout.partition("one fake update worked")  # from random weights
+    assert worked and dry.stdout.startswith(before + worked)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--config", "tiny", "--world-size", "3"), "error: batch.global_size=64 is not a multiple"),
+        (("--config", "huge"), "error: "),
+        (("--config", "tiny", "--data", "nowhere"), "error: nowhere"),
+        (("--config", "tiny", "--deepspeed_config", "none.json"), "error: none.json: No such file"),
+    ],
+)
+def test_a_mistake_in_a_plan_is_one_line(args: tuple[str, ...], said: str, capsys) -> None:
+    from megabert import plan
+
+    assert plan.main(list(args)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
