@@ -1,4 +1,4 @@
-"""What a run will need, before it gets a machine: batch arithmetic, memory, work, time, and one update to prove it.
+"""Dry run: batch arithmetic, memory, work and time of a run, and one update to prove it.
 
 Everything but `fake_step` is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
 GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;

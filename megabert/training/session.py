@@ -1,4 +1,4 @@
-"""From the first rank's start to the last one's end: the process group, signals, the watchdog, exit codes."""
+"""Session of a command's ranks: the process group, signals, the watchdog, exit codes."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """The workload's figures, for the sinks. A collective."""
-        if found := self.workload.evaluate(self):
+        if found := self.workload.evaluate(self.state.step, self.watchdog.progress):
             self.last_eval = found
             self.sinks.write(
                 {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)} | found

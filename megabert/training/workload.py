@@ -1,16 +1,13 @@
-"""What a Trainer trains on and is judged by: the interface of pre-training and fine-tuning to the loop."""
+"""Interface of a workload, pre-training or fine-tuning, to the Trainer: what it trains on and is judged by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from megabert.engine import UpdateResult
-
-if TYPE_CHECKING:
-    from megabert.training.trainer import Trainer
 
 
 class Update(Protocol):
@@ -56,8 +53,9 @@ class Workload(Protocol):
     def checkpoint_due(self, step: int) -> bool:
         """Whether to save after `step` updates, the end aside."""
 
-    def evaluate(self, trainer: Trainer) -> dict[str, float]:
-        """Figures of the model as it is, said and given; {} where there is nothing to evaluate on."""
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
+        """Figures of the model after `step` updates, logged and given; {} where there is nothing to evaluate on. `progress` is
+        called now and then, for the watchdog."""
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         """One line for the terminal from the values of a log line."""
