@@ -300,7 +300,7 @@ def test_names_without_a_prefix_are_those_of_the_encoder() -> None:
 
 def test_our_names_for_theirs_are_complete() -> None:
     """`their_shapes` against the shapes of what export writes."""
-    cfg = pretrained.config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
+    cfg = config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
     written = to_huggingface(runs.model(cfg).state_dict(), cfg)
     shapes = hf_read.their_shapes(cfg)
     assert {
