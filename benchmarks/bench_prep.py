@@ -41,7 +41,9 @@ CHANGED = 0.02  # share of letters changed in a copy
 
 
 def pieces(inputs: list[str]) -> list[sources.Piece]:
-    tasks = sources.plan_tasks([sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop"))
+    tasks = sources.plan_tasks(
+        [sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop")
+    )
     found = {piece.path: piece for task in tasks for piece in task.pieces}
     return list(found.values())
 
