@@ -1,4 +1,4 @@
-"""What an update holds is a function of the seed and its number; items are laid into rows so that hardly a pad is computed.
+"""Batches of fine-tuning: which items an update holds, a function of the seed and its number, packed into rows.
 
 Items (a text, or a window of one) are what a batch counts. A rank without items in an update still gets a batch: one
 token that nothing is read from, so that its losses are 0 and it takes part in every collective.

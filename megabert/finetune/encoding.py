@@ -1,4 +1,4 @@
-"""What a head reads of an example stands in the item: ids, the positions it reads, and the targets at them.
+"""Encoding of examples to items: token ids, the positions a head reads, and the targets at them.
 
 Texts longer than the model are truncated, the longer of a pair first (Devlin et al. 2019), or read in windows. Contexts and
 sentences always are: each answer that fits and each word is in some window.

@@ -1,4 +1,4 @@
-"""One added layer a task: the pre-trained encoder, and what reads its hidden states.
+"""Heads: one added layer a task on the pre-trained encoder.
 
 A text is read at [CLS], through the pre-trained pooler where the model has one; words and answers at their own tokens
 (Devlin et al. 2019, section 4 and appendix A.5). Losses are sums, as `megabert.engine` wants them. The added layer is

@@ -1,4 +1,4 @@
-"""Logits to predictions to figures; a missing prediction is a wrong one, and every figure is its published rule's.
+"""Metrics of tasks by their published rules; a missing prediction is a wrong one.
 
 All figures are fractions (1.0 is everything right), correlations -1 to 1. Where a rule divides by nothing (constant predictions,
 no entity anywhere) the figure is 0.

@@ -1,4 +1,4 @@
-"""What a model says of items does not depend on how many ranks ask it, nor, but for rounding, on what is packed together."""
+"""Prediction: the logits of items, the same however many ranks compute them and, but for rounding, whatever they are packed with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fine-tuned model is a folder: the encoder with its added layer, the task it was trained for, and the tokenizer.
+"""Saved fine-tuned models: a folder with the encoder and its added layer, the task it was trained for, and the tokenizer.
 
     model.safetensors   fp32 weights, `encoder.…` (BertForPreTraining's names) and `head.…`
     task.json           the task, its labels, how texts are encoded, the shape of the head, the model's config

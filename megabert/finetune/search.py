@@ -1,4 +1,4 @@
-"""Several seeds and a small grid are runs side by side, and a figure is a mean with its spread.
+"""Search over seeds and a small grid: runs side by side, and figures as means with their spread.
 
 OUTPUT/settings.json says what all of its runs have in common; a command that differs in any of it is refused, one that
 only adds seeds or values of the grid goes on. Every run has a folder named by its values, and is not run again once its

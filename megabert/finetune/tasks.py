@@ -1,4 +1,4 @@
-"""A task is data: what its files look like, what is predicted, which figures count. A new one needs no code.
+"""Tasks as data: what their files look like, what is predicted, which figures count. A new one needs no code.
 
     classify  one label of a set for a text or a pair of texts
     score     one number for a text or a pair of texts

@@ -1,4 +1,4 @@
-"""One fine-tuning run: its settings and its files decide its weights bit for bit, however often it was interrupted.
+"""Fine-tuning as the Trainer's workload: a run's settings and files decide its weights bit for bit, however often interrupted.
 
 An epoch is every item once, in an order that is a function of (seed, epoch); the learning rate warms up and falls
 linearly; at every evaluation the weights that did best on the dev set are kept, and a checkpoint is begun. The loop is
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ class FineTuning:
         best = save.load(self.folder / "best", self.world.device)
         found: dict[str, dict[str, float]] = {}
         for split in sorted(self.data.splits.keys() - {"train"}):
-            found[split], predictions = self.judge(best.module, split, trainer.watchdog)
+            found[split], predictions = self.judge(best.module, split, trainer.watchdog.progress)
             if self.world.is_main:
                 path = self.folder / f"predictions-{split}.{SUFFIXES[self.data.task.kind]}"
                 metrics.write(self.data.task, self.data.splits[split].examples, predictions, path)
@@ -274,11 +274,11 @@ class FineTuning:
         return result
 
     def judge(
-        self, module: heads.Finetuner, split: str, watchdog: Watchdog
+        self, module: heads.Finetuner, split: str, progress: Callable[[], None]
     ) -> tuple[dict[str, float], list[Any]]:
         """A split's scores and predictions, on every rank. A collective."""
         task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
-        logits = logits_of(module, part.items, self.described.layout, self.world, progress=watchdog.progress)
+        logits = logits_of(module, part.items, self.described.layout, self.world, progress=progress)
         if not all(np.isfinite(values).all() for values in logits):
             raise BadTraining(f"{self.folder}: the model's output is not finite; lower --lr")
         shaped = [reshape(values, task.kind) for values in logits]
@@ -309,10 +309,10 @@ class FineTuning:
         """Patience has ended."""
         return bool(self.settings.patience) and self.best.waited >= self.settings.patience
 
-    def evaluate(self, trainer: Trainer) -> dict[str, float]:
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
-        step, main = trainer.state.step, self.data.task.metrics[0]
-        found, _ = self.judge(self.module, "dev", trainer.watchdog)
+        main = self.data.task.metrics[0]
+        found, _ = self.judge(self.module, "dev", progress)
         value, best = found[main], self.best.scores.get(main, -math.inf)
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in found.items())

@@ -1,4 +1,4 @@
-"""What a run will need, before it gets a machine: batch arithmetic, memory, work, time, and one update to prove it.
+"""Dry run: batch arithmetic, memory, work and time of a run, and one update to prove it.
 
 Everything but `fake_step` is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
 GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
@@ -272,12 +272,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
     )
     add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
-
-
-def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
-    """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
-    speeds = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu}
-    dry_run(config, world, args.world_size, **speeds, deepspeed_file=args.deepspeed_config)
 
 
 def dry_run(

@@ -1,4 +1,4 @@
-"""Held-out figures under a mask that never changes, so that any two evaluations can be compared."""
+"""Held-out evaluation under a mask that never changes, so that any two evaluations can be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl` is the truth, TensorBoard and the terminal show the same numbers.
+"""Figures of a run: loss, accuracy, throughput, FLOP utilisation, memory.
 
 Figures count real tokens only: padding adds neither tokens nor FLOPs.
 """

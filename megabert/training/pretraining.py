@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,21 @@ class Pretraining:
     def checkpoint_due(self, step: int) -> bool:
         return step % self.config.checkpoint.interval == 0
 
-    def evaluate(self, trainer: Trainer) -> dict[str, float]:
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out figures. A dataset without a held-out split is said once, at the start."""
         if self.dataset.manifest.held_out is None:
-            if trainer.state.step == 0:
+            if step == 0:
                 log.info("this dataset has no held-out split: the run is not evaluated")
             return {}
         held_out = evaluation.held_out(self.config.data.path, self.config)
         place = self.world.rank, self.world.size
         batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, *place)
         problems: list[str] = []
-        sums = self.engine.eval_sums(_readable(batches, trainer.watchdog, problems))
+        sums = self.engine.eval_sums(_readable(batches, progress, problems))
         refuse(self.world, "".join(problems))
         found = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
-        log.info(f"step {trainer.state.step:>7,}  held-out  {shown}")
+        log.info(f"step {step:>7,}  held-out  {shown}")
         return found
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
@@ -82,12 +82,12 @@ class Pretraining:
         """Everything is a function of the update's number."""
 
 
-def _readable(batches: Iterable[Batch], watchdog: Watchdog, problems: list[str]) -> Iterator[Batch]:
+def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[str]) -> Iterator[Batch]:
     """`batches` until one cannot be had, which is kept for later: the other ranks are in the middle of a collective."""
     try:
         for batch in batches:
             yield batch
-            watchdog.progress()
+            progress()
     except (ValueError, OSError) as error:
         problems.append(str(error))
 

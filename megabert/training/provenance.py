@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: configuration, data, versions, revision, command."""
+"""Provenance of a checkpoint: configuration, data, versions, revision, command."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""From the first rank's start to the last one's end: the process group, signals, the watchdog, exit codes."""
+"""Session of a command's ranks: the process group, signals, the watchdog, exit codes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from megabert.common import logs
-from megabert.common.errors import FAILED, BadTraining, describe, exit_code
+from megabert.common import errors, logs
+from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
@@ -42,25 +42,26 @@ def run(command: Callable[[Session], int]) -> int:
     """The exit code of `command`, with mistakes and trouble said in one line; ends the process group and the watchdog."""
     session, good = None, False
     try:
-        logs.setup()  # what describes the ranks may be wrong
+        logs.setup()
         session = Session()
         code = command(session)
         good = True
         return code
-    except (BadTraining, ValueError, OSError) as error:
-        alone = session is not None and session.apart and not isinstance(error, BadTraining | Refused)
-        if (
-            session is None or session.world.is_main or alone
-        ):  # it may be this rank's alone: an unreadable file
-            log.error(describe(error))
-        return exit_code(error)
+    except (BadTraining, Refused) as error:  # on every rank
+        if session is not None and session.world.is_main:
+            log.error(errors.describe(error))
+        return errors.exit_code(error)
+    except (ValueError, OSError) as error:  # it may be this rank's alone: an unreadable file
+        if session is None or session.world.is_main or session.apart:
+            log.error(errors.describe(error))
+        return errors.exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone
         if session is None or session.watchdog is None or session.world.size == 1:
             raise
         if not session.watchdog.started:
             reason = str(error).splitlines()[0]
             log.error(f"another rank left before rank {session.world.rank} met it: {reason}")
-            return FAILED
+            return errors.FAILED
         session.watchdog.explain()
         raise
     finally:

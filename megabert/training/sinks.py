@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl`, which is the truth, and TensorBoard, which shows the same numbers."""
+"""Sinks of metrics: `metrics.jsonl`, which is the truth, and TensorBoard, which shows the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss that stands far above the recent ones, or an update that could not be applied, leads to.
+"""Spike policy: what a loss far above the recent ones, or an update that could not be applied, leads to.
 
 The score of a loss is the modified z-score of Iglewicz and Hoaglin (1993, "How to Detect and Handle Outliers", section
 3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. Median and MAD hardly move for the spikes

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from megabert.checkpoint import Checkpoints
-from megabert.common.errors import FAILED, OK, BadTraining, Failed, describe, exit_code
+from megabert.common import errors
+from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.config import Config
 from megabert.data.row_digest import RowDigest
@@ -28,70 +27,11 @@ from megabert.training.metrics import figures, measured, peak_memory_gib
 from megabert.training.profiling import Profiler
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
+from megabert.training.workload import Update, Workload
 
 
 class Refused(ValueError):
     """The data cannot be used; the same on every rank."""
-
-
-class Update(Protocol):
-    """This rank's part of one update: micro-batches for the engine, and which rows of the data they hold."""
-
-    step: int  # its number in the data, from 0
-    epoch: int
-    batches: list[Any]
-    row_ids: np.ndarray
-    epochs: np.ndarray
-    damage: dict[int, str]
-    problem: str
-
-
-class Updates(Protocol):
-    """An endless iterator over updates that lets go of its workers when closed."""
-
-    def __next__(self) -> Any: ...
-    def close(self) -> None: ...
-
-
-class Meter(Protocol):
-    """Figures of the updates between two log lines."""
-
-    def add(self, result: UpdateResult, update: Any, seconds: float) -> None: ...
-    def drain(self) -> dict[str, float]: ...
-    def reset(self) -> None: ...
-
-
-class Workload(Protocol):
-    """What is trained on and judged by. All methods are called on every rank at the same moment."""
-
-    @property
-    def meter(self) -> Meter:
-        """Figures of the updates between two log lines."""
-
-    def updates(self, first: int) -> Updates:
-        """This rank's updates from number `first` of the data on."""
-
-    def evaluation_due(self, step: int) -> bool:
-        """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""
-
-    def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after `step` updates, the end aside."""
-
-    def evaluate(self, trainer: Trainer) -> dict[str, float]:
-        """Figures of the model as it is, said and given; {} where there is nothing to evaluate on."""
-
-    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
-        """One line for the terminal from the values of a log line."""
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether to end before the schedule does."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the workload, as JSON."""
-
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
 
 
 @dataclass
@@ -275,7 +215,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """The workload's figures, for the sinks. A collective."""
-        if found := self.workload.evaluate(self):
+        if found := self.workload.evaluate(self.state.step, self.watchdog.progress):
             self.last_eval = found
             self.sinks.write(
                 {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)} | found
@@ -393,13 +333,13 @@ def refuse(world: World, problem: str) -> None:
 
 
 def together(world: World, action: Callable[[], None]) -> None:
-    """What rank 0 does, with its error raised on every rank, as Refused or Failed. A collective."""
-    problem, code = "", OK
+    """What rank 0 does, with its error raised on every rank as ValueError or Failed. A collective."""
+    problem, code = "", errors.OK
     if world.is_main:
         try:
             action()
         except (ValueError, OSError) as error:
-            problem, code = describe(error), exit_code(error)
+            problem, code = errors.describe(error), errors.exit_code(error)
     problem, code = world.broadcast([problem, code])
     if code:
-        raise Failed(problem) if code == FAILED else Refused(problem)
+        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)

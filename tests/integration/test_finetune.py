@@ -156,3 +156,31 @@ def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
     )
     assert done.returncode != 0 and "--batch 7 cannot be split evenly over 2 ranks" in done.stderr
     assert not (tmp_path / "odd").exists()
+
+
+@pytest.mark.dist
+def test_a_dead_rank_is_named_and_ends_the_others(base, tmp_path) -> None:
+    given = texts(base, tmp_path / "out", "--epochs", 500, "--evaluations", 1)
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    base_env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | ONE_THREAD | master
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *given],
+            cwd=ROOT,
+            env=base_env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        assert any("step      3/" in line for line in iter(ranks[0].stdout.readline, ""))
+        ranks[1].kill()
+        _, said = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 4, said
+    assert "rank 1 (host " in said and f"pid {ranks[1].pid}) died; at step" in said

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megabert.training.spike_policy import Spikes
+from megabert.config import SpikesConfig
+from megabert.training.spike_policy import Decision, Judgement, SpikePolicy, Spikes
 
 
 def test_the_score_is_the_modified_z_score():
@@ -58,3 +59,67 @@ def test_state_is_all_it_takes_to_go_on():
         assert second.score(float(loss)) == whole.score(float(loss))
         whole.add(float(loss))
         second.add(float(loss))
+
+
+def policy(name: str = "warn", max_bad_steps: int = 3, **settings: object) -> SpikePolicy:
+    made = SpikePolicy(SpikesConfig(policy=name, window=8, threshold=5.0, **settings), max_bad_steps)
+    made.resume([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0], bad=0)
+    return made
+
+
+def judged(of: SpikePolicy, loss: float, skipped=False, overflow=False, vetoed=False) -> Judgement:
+    return of.judge(loss, skipped=skipped, overflow=overflow, vetoed=vetoed)
+
+
+@pytest.mark.parametrize(
+    "name, skipped, decision, kinds",
+    [
+        ("warn", False, Decision.OK, ["spike"]),
+        ("skip", True, Decision.SKIP, ["spike"]),
+        ("rollback", False, Decision.ROLLBACK, ["spike"]),
+        ("off", False, Decision.OK, []),
+    ],
+)
+def test_a_spike_leads_to_what_the_policy_says(name, skipped, decision, kinds):
+    of = policy(name)
+    found = judged(of, 9.0, skipped=skipped, vetoed=skipped)
+    assert found.decision is decision and [trouble.kind for trouble in found.troubles] == kinds
+    assert [trouble.action for trouble in found.troubles] == [name] * len(kinds)
+    assert (of.veto is not None) == (name == "skip")
+    if of.veto is not None:
+        assert of.veto(50.0) and not of.veto(2.0)
+
+
+def test_updates_that_are_not_applied_end_the_run_when_they_follow_each_other():
+    of = policy()
+    assert judged(of, math.nan, skipped=True).decision is Decision.SKIP and of.bad == 1
+    assert judged(of, 2.0).decision is Decision.OK and of.bad == 0
+    decisions = [judged(of, math.nan, skipped=True).decision for _ in range(3)]
+    assert decisions == [Decision.SKIP, Decision.SKIP, Decision.ABORT]
+    of.resume([], bad=2)
+    last = judged(of, math.inf, skipped=True)
+    assert last.decision is Decision.ABORT and "3 updates in a row were not applied" in last.reason
+    assert [trouble.kind for trouble in last.troubles] == ["non-finite"]
+
+
+def test_an_overflow_of_fp16_is_no_bad_update():
+    of = policy()
+    for _ in range(5):
+        assert judged(of, 2.0, skipped=True, overflow=True) == Judgement(Decision.SKIP)
+    assert of.bad == 0
+
+
+def test_rollbacks_are_bounded():
+    of = policy("rollback", max_rollbacks=1)
+    assert judged(of, 9.0).decision is Decision.ROLLBACK
+    of.resume([2.0, 2.1, 1.9, 2.0], bad=0)  # as after the rollback: what is counted is the process' own
+    last = judged(of, 9.0)
+    assert last.decision is Decision.ABORT and "a spike after 1 rollbacks" in last.reason
+
+
+def test_without_a_policy_the_loss_is_never_read():
+    class Unread:
+        def __float__(self) -> float:
+            raise AssertionError("reading it waits for the device")
+
+    assert policy("off").judge(Unread(), skipped=False, overflow=False, vetoed=False).decision is Decision.OK

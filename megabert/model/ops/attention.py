@@ -1,4 +1,4 @@
-"""A token attends only inside its own sequence; a pad attends to nothing and its context is zero (varlen: finite).
+"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen: finite).
 
 Sequences lie packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask
 needs to be as large as the attention matrix.

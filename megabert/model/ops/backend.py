@@ -1,4 +1,4 @@
-"""Every operation has exactly one backend, chosen once, by name, with its reason.
+"""Backends of the operations: exactly one each, chosen once, by name, with its reason.
 
 An explicit choice that cannot run here is a ValueError; only `auto` picks, and it says why. Nothing falls back silently.
 The native library is built by `python setup.py build_ext --inplace` (or an install) and needs no GPU.

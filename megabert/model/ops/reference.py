@@ -1,4 +1,4 @@
-"""What each native operation computes, in plain eager torch and in the precision of its inputs (fp32 or fp64 in tests).
+"""Reference implementations of the native operations, in plain eager torch and in the precision of their inputs.
 
 The dropout mask is an argument here, and `keep_mask` draws it as the native code does: Philox4x32-10 (Salmon et al. 2011)
 on (column / 8, row, stream) under the seed, 16 bits an element, as written down in csrc/common/philox.h.
