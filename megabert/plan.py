@@ -11,34 +11,23 @@ from __future__ import annotations
 import sys
 
 from megabert import config as configuration
-from megabert.common import logs
 from megabert.common.arguments import Parser, called_as
-from megabert.common.errors import OK, code_of, command
-from megabert.distributed import process_group
-from megabert.training import dry_run
+from megabert.common.errors import OK, code_of
+from megabert.training import dry_run, session
+from megabert.training.session import Session
 
 
-@command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.plan"), description=__doc__)
     configuration.add_arguments(parser)
     dry_run.add_arguments(parser)
     args = parser.parse_intermixed_args(argv)
-    world = process_group.discover()
-    logs.setup(world.rank, world.size)
-    try:
-        config = configuration.from_arguments(args)
-        dry_run.dry_run(
-            config,
-            world,
-            args.world_size,
-            args.tokens_per_sec,
-            args.mfu,
-            deepspeed_file=args.deepspeed_config,
-        )
-    finally:
-        process_group.shutdown()
-    return OK
+
+    def command(ranks: Session) -> int:
+        dry_run.from_arguments(args, configuration.from_arguments(args), ranks.world)
+        return OK
+
+    return session.run(command)
 
 
 if __name__ == "__main__":

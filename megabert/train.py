@@ -101,8 +101,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         print(json.dumps(config.model_dump(), indent=2))
         return OK
     if args.dry_run:
-        sizes = args.world_size, args.tokens_per_sec, args.mfu
-        dry_run.dry_run(config, ranks.world, *sizes, deepspeed_file=args.deepspeed_config)
+        dry_run.from_arguments(args, config, ranks.world)
         return OK
     check(args, config)
     profile = parse_steps(args.profile) if args.profile else (0, 0)

@@ -35,7 +35,6 @@ from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed import heartbeat
 from megabert.distributed.process_group import World
 
-LOST_RANK = FAILED
 START_SECONDS = (
     600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
 )
@@ -282,4 +281,4 @@ class Watchdog:
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
         finally:  # whatever could not be written: this process must not be the one that hangs
-            os._exit(leave_exit_code(LOST_RANK))
+            os._exit(leave_exit_code(FAILED))

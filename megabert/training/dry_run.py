@@ -274,6 +274,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
 
 
+def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
+    """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
+    speeds = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu}
+    dry_run(config, world, args.world_size, **speeds, deepspeed_file=args.deepspeed_config)
+
+
 def dry_run(
     config: Config,
     world: World,
