@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +34,7 @@ from megabert.checkpoint.tensors import (
 from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.errors import Failed
+from megabert.common.logs import log
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
@@ -181,7 +181,7 @@ class Checkpoints:
         )
         if self.settings.on_error == "stop":
             raise Failed(text)
-        self._warn(f"warning: {text}, and training goes on as checkpoint.on_error says")
+        self._warn(f"{text}, and training goes on as checkpoint.on_error says")
 
     def _clean(self) -> None:
         """Remove what saves that died left, or finish the replacement that one of them was in."""
@@ -238,7 +238,7 @@ class Checkpoints:
             problem = self._problem(path, weights_only)
             if not problem:
                 if reasons:
-                    self._warn(f"warning: {'; '.join(reasons)}: going back to {path.name}")
+                    self._warn(f"{'; '.join(reasons)}: going back to {path.name}")
                 return path
             reasons.append(problem)
         if reasons:
@@ -279,7 +279,7 @@ class Checkpoints:
 
     def _warn(self, text: str) -> None:
         if self.world.is_main:
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
 
 
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -12,10 +12,10 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
+from megabert.common.logs import log
 from megabert.distributed.process_group import World
 
 PATIENCE = 5.0  # seconds that a process which was just killed may need to be gone
@@ -62,10 +62,8 @@ def _take(run_dir: Path, patience: float) -> str:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            print(
-                f"warning: {path}: this file system has no locks ({error.strerror}); start no second job on this run folder",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"{path}: this file system has no locks ({error.strerror}); start no second job on this run folder"
             )
             break
     job = os.environ.get("SLURM_JOB_ID", "")

@@ -266,6 +266,7 @@ class Watchdog:
         try:
             if verdict.speaker == rank:
                 stacks = f"; stacks are in {self.run_dir}/hang-*.txt" if verdict.hang else ""
+                # not through the logger, whose lock a hanging thread may hold
                 print(f"error: {verdict.text}{stacks}; the job ends", file=sys.stderr, flush=True)
             if verdict.hang:
                 self.run_dir.mkdir(parents=True, exist_ok=True)

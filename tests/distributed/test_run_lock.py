@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from megabert.common import logs
 from megabert.distributed import run_lock
 from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks
@@ -102,6 +103,7 @@ def test_a_file_system_without_locks_is_said_once(code, tmp_path, capsys, monkey
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
+    logs.setup()
     run_lock.take(tmp_path, ALONE)
     run_lock.take(tmp_path, ALONE)
     said = capsys.readouterr().err
