@@ -77,4 +77,4 @@ PYTHON
 
 echo
 echo "everything is in $OUT; see it with"
-echo "  $(command -v tensorboard) --logdir $OUT/run/tensorboard"
+printf '  %q --logdir %q\n' "$(command -v tensorboard)" "$OUT/run/tensorboard"

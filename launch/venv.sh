@@ -82,6 +82,10 @@ wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values
 print("\n".join(sorted(line for line in wanted if not line.startswith("megabert["))))
 PYTHON
 DS_BUILD_OPS=0 WITH_EXTENSION=optional pip -r "$VENV/requirements.txt"
-pip --no-build-isolation --no-deps -e .
+PYTHONWARNINGS="ignore:Editable installation" pip --no-build-isolation --no-deps -e . # not news to who edits it
+# No kernel follows a script's first line into a folder with a space in its name; a shell does.
+{ grep -l '^#!/.* .*/python' "$VENV"/bin/* || true; } | while IFS= read -r script; do
+  sed -i "1s|^#!\\(.*\\)|#!/bin/sh\\n'''exec' \"\\1\" \"\$0\" \"\$@\"\\n' '''|" "$script"
+done
 echo "$hash_packages $hash_native $here" >"$stamp"
 echo "ready: $VENV/bin/python"

@@ -233,7 +233,11 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
     assert make_venv("second") == ["made", *calls], "another Python makes another environment"
     assert make_venv() == []
     library.unlink()
+    tool = folder / ".venv/bin/tool"
+    tool.write_text(f"#!{tool.parent}/python\nprint('the tool runs')\n")
+    tool.chmod(0o755)
     assert make_venv() == calls, "make clean removed the native library"
+    assert subprocess.run([tool], capture_output=True, text=True, check=True).stdout == "the tool runs\n"
     library.touch()
     with open(folder / "constraints.txt", "a") as file:
         file.write("# changed\n")
