@@ -1,8 +1,96 @@
-"""`python -m megabert NAME …`, the same as `megabert NAME …`."""
+"""The command `megabert NAME …`, also `python -m megabert NAME …`: every command of the project under one name.
 
+Modules are named here and imported when they are called, so that `megabert --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
 import sys
+from dataclasses import dataclass
 
-from megabert.cli import main
+from megabert import __version__
+from megabert.common import arguments, errors
+from megabert.common.logs import log
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module with `main(argv)`. `saves`: it trains, so a signal means "save and end", from its first moment on."""
+
+    module: str
+    about: str
+    saves: bool = False
+
+
+COMMANDS = {
+    "doctor": Command("megabert.doctor", "what is installed, what each operation will use, what is missing"),
+    "prep": Command("data_prep.__main__", "text to verified shards: prep build, prep verify, prep inspect"),
+    "plan": Command("megabert.plan", "what a run will need: memory, work, time"),
+    "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
+    "evaluate": Command("megabert.evaluate", "held-out figures of a run, as one JSON line"),
+    "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),
+    "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
+    "features": Command("megabert.features.__main__", "a model's vectors of texts"),
+    "fill": Command("megabert.fill", "words for the [MASK]s of a text"),
+    "export": Command("megabert.export", "a run as a Hugging Face folder"),
+    "convert": Command("megabert.convert", "a Hugging Face folder as a run to continue from"),
+}
+
+
+def usage(prog: str) -> str:
+    lines = [f"  {name:10}{command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [f"usage: {prog} NAME …", "", *lines, "", f"{prog} NAME --help shows a command's options"]
+    )
+
+
+def called() -> str:
+    """How this process was called, without its arguments."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    return "megabert" if os.path.basename(sys.argv[0]) == "megabert" else sys.argv[0]
+
+
+def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
+    """Run a command to its exit code, the same way however it was called; `prog` is for its usage lines."""
+    command = COMMANDS[name]
+    if command.saves:
+        from megabert.distributed.preemption import leave_when_signalled
+
+        leave_when_signalled()  # before the slow imports
+    arguments.call_as(prog or called())
+    code = errors.code_of(lambda: importlib.import_module(command.module).main(argv))
+    if command.saves:
+        from megabert.distributed.preemption import ignore_signals
+
+        ignore_signals()
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    return start(name, rest, f"{called()} {name}") if name in COMMANDS else answer([name])
+
+
+@errors.command
+def answer(argv: list[str] | None) -> int:
+    """What is said where no command is called."""
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(usage(called()))
+        return errors.OK
+    if name == "--version":
+        print(f"megabert {__version__}")
+        return errors.OK
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+    log.error(f"{name!r} is no command; {hint}" if name else f"no command; {hint}")
+    return errors.USER_ERROR
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ import sys
 if __package__ in (None, ""):  # run as a script: the package's parent, not the package, belongs on the path
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if __name__ == "__main__":
-    from megabert.cli import start
+    from megabert.__main__ import start
 
     sys.exit(start("train"))  # before the slow imports
 

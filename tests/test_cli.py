@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megabert import cli, convert, evaluate, export, fill
+from megabert import __main__ as cli
+from megabert import convert, evaluate, export, fill
 from megabert.common import arguments
 from megabert.common.arguments import Parser
 
@@ -49,7 +50,7 @@ def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_command_of_both_packages_is_there() -> None:
-    files = {path.stem for path in (ROOT / "megabert").glob("*.py")} - {"__init__", "__main__", "cli"}
+    files = {path.stem for path in (ROOT / "megabert").glob("*.py")} - {"__init__", "__main__"}
     folders = {path.parent.name for path in (ROOT / "megabert").glob("*/__main__.py")}
     assert set(cli.COMMANDS) == files | folders | {"prep"}
     for command in cli.COMMANDS.values():
@@ -58,7 +59,7 @@ def test_every_command_of_both_packages_is_there() -> None:
 
 def test_the_console_script_is_this_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"megabert": "megabert.cli:main"}
+    assert scripts == {"megabert": "megabert.__main__:main"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
         (("megabert/train.py",), "megabert/train.py "),
         (("-m", "megabert.train"), "python -m megabert.train "),
         (("-m", "megabert.finetune"), "python -m megabert.finetune "),
-        (("-c", "import sys; sys.argv[0] = '/bin/megabert'; from megabert.cli import main; main()", "prep"), "megabert prep "),
+        (("-c", "import sys; sys.argv[0] = '/bin/megabert'; from megabert.__main__ import main; main()", "prep"), "megabert prep "),
     ],
 )  # fmt: skip
 def test_usage_says_how_it_was_called(start: tuple[str, ...], usage: str) -> None:
@@ -176,7 +177,7 @@ def slow(name):  # as imports on a cold disk are
     print("importing", name, flush=True)
     time.sleep(60)
 importlib.import_module = slow
-from megabert import cli
+from megabert import __main__ as cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from megabert.cli import start
+    from megabert.__main__ import start
 
     sys.exit(start("finetune"))  # before the slow imports
 
