@@ -13,6 +13,14 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
+@pytest.fixture(autouse=True)
+def messages() -> None:
+    """Warnings go to stderr as those of a command do, whatever the test before made of the logger."""
+    from megabert.common import logs
+
+    logs.setup()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
