@@ -44,7 +44,7 @@ from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
 from megabert.pretrained import Pretrained
-from megabert.training.metrics import figures, measured
+from megabert.training.metrics import Means
 from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -158,26 +158,21 @@ class TaskMeter:
 
     def __init__(self, world: World, task: Task, terms: Sequence[str]) -> None:
         self._world, self._task, self._terms = world, task, terms
-        self._seconds, self._updates, self._counts = 0.0, 0, [0, 0]  # items and tokens of this rank
-        self._sums: Tensor | None = None  # on the device, of the updates that were applied
+        self.reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
         """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
         self._seconds += seconds
         self._counts[0] += sum(batch.items for batch in update.batches)
         self._counts[1] += sum(batch.tokens for batch in update.batches)
-        if not result.skipped:
-            self._updates += 1
-            row = measured(result)
-            self._sums = row if self._sums is None else self._sums + row
+        self._means.add(result)
 
     def drain(self) -> dict[str, float]:
         """Means since the last call over all ranks. A collective."""
         items, tokens = self._world.sum_ints(self._counts)
         seconds = max(self._seconds, 1e-9)
-        values: dict[str, float] = {}
-        if self._sums is not None:
-            values = figures(self._sums / self._updates, self._terms)
+        values = self._means.figures(self._terms)
+        if values:
             accuracy = values.pop(f"train/{self._task.kind}_accuracy")
             del values[f"train/{self._task.kind}_loss"]  # the loss itself
             if self._task.kind != "score":
@@ -187,7 +182,8 @@ class TaskMeter:
 
     def reset(self) -> None:
         """Forget what was added."""
-        self._seconds, self._updates, self._counts, self._sums = 0.0, 0, [0, 0], None
+        self._seconds, self._means = 0.0, Means()
+        self._counts = [0, 0]  # items and tokens of this rank
 
 
 class FineTuning:

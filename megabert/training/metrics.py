@@ -63,10 +63,27 @@ def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
     return values | {"train/grad_norm": norm}
 
 
+class Means:
+    """Means of `measured` over the updates that were applied; the sums stay on the device until `figures`."""
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+        self._updates = 0
+
+    def add(self, result: UpdateResult) -> None:
+        """One more update; one that was skipped is not averaged in."""
+        if not result.skipped:
+            self._updates += 1
+            row = measured(result)
+            self._sums = row if self._sums is None else self._sums + row
+
+    def figures(self, terms: Sequence[str]) -> dict[str, float]:
+        """`train/…` figures; {} where no update was applied."""
+        return {} if self._sums is None else figures(self._sums / self._updates, terms)
+
+
 class Meter:
     """Running sums between two log lines: results stay on the device, counts on the host, until `drain`."""
-
-    _sums: torch.Tensor | None  # loss and accuracy sums of the updates that were not skipped
 
     def __init__(
         self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
@@ -84,20 +101,14 @@ class Meter:
         self._counts[1] += update.sequences
         self._counts[2] += update.predictions
         self._counts[3] += sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
-        if result.skipped:
-            return
-        self._updates += 1
-        row = measured(result)
-        self._sums = row if self._sums is None else self._sums + row
+        self._means.add(result)
 
     def drain(self) -> dict[str, float]:
         """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
         tokens, sequences, predictions, squares = self._world.sum_ints(self._counts)
         pairs = round(attending_pairs(squares, tokens, self._causal))
         flops = training_flops(self._model, tokens, pairs, predictions, sequences)
-        values: dict[str, float] = {}
-        if self._sums is not None:
-            values = figures(self._sums / self._updates, self._terms)
+        values = self._means.figures(self._terms)
         seconds = max(self._seconds, 1e-9)
         per_device = flops / seconds / self._world.size / 1e12
         values |= {
@@ -113,9 +124,8 @@ class Meter:
 
     def reset(self) -> None:
         """Forget what was added."""
-        self._seconds, self._updates = 0.0, 0
+        self._seconds, self._means = 0.0, Means()
         self._counts = [0, 0, 0, 0]  # tokens, sequences, predictions, squared lengths
-        self._sums = None
 
 
 def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights
 from megabert.common.atomic_io import write_whole
+from megabert.common.canonical_json import canonical
 from megabert.common.logs import log
 from megabert.common.text import duration
 from megabert.config import Config
@@ -133,9 +133,7 @@ def open_run(
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {origin['step']}")
     if writes and world.is_main:
-        write_whole(
-            run_dir / "config.json", (json.dumps(provenance, indent=1, sort_keys=True) + "\n").encode()
-        )
+        write_whole(run_dir / "config.json", canonical(provenance))
         # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
         write_whole(run_dir / dataset.tokenizer_path.name, tokenizer.data)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
