@@ -1,11 +1,11 @@
 # The commands of README.md. On a fresh machine they need Python 3.11 or newer and a C++ compiler, nothing else.
 #   VENV=dir     where the environment lives (.venv); VENV= uses the python on PATH as it is and installs nothing
 #   PYTHON=exe   the interpreter the environment is made from
-#   WORKERS=n    processes of the test suite
+#   WORKERS=n    processes of the test suite; three keep two cores busy, since many tests wait for others' processes
 SHELL := bash
 VENV ?= .venv
 RUN_IN := $(if $(VENV),PATH="$(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$$PATH")
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 export CORPUS ONLY
 
@@ -40,7 +40,7 @@ docs: venv
 	@echo "build/docs/index.html"
 
 test: lint
-	$(RUN_IN) python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: venv
 	$(RUN_IN) python -m pytest -q -m "slow or soak" $(PYTEST_ARGS)

@@ -124,14 +124,17 @@ class BuildNative(build_ext):
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
             link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
-            # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one
-            libraries += ["-Xlinker=--no-as-needed", "-ltorch", "-Xlinker=--as-needed", "-ltorch_cpu"]
+            # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one. nvcc
+            # moves linker options in front of all libraries, so that the option cannot be taken back behind this one.
+            libraries += ["-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu"]
         else:
             link = [*cxx, "-shared", "-fopenmp", "-Wl,--as-needed"]
             libraries += ["-ltorch", "-ltorch_cpu"]
         part = target.with_name(target.name + ".part")
         run([*link, *compiled, *libraries, "-o", str(part)], f"linking {target.name}")
-        check = f"import torch; torch.ops.load_library({str(part)!r})"
+        check = f"import ctypes, torch; torch.ops.load_library({str(part)!r})"
+        if cuda:  # found in torch's CUDA library, which a library of ours has to bring along
+            check += f"; torch.version.cuda and ctypes.CDLL({str(part)!r}).aoti_torch_get_current_cuda_stream"
         run([sys.executable, "-c", check], f"loading {target.name} with torch {torch.__version__}")
         part.replace(target)  # atomic: a running process keeps the library it has
 

@@ -31,6 +31,7 @@ SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "objective": {"MLM + NSP": (), "MLM": ("model.nsp=false",), "left to right": CAUSAL},
     "masking": {name: (f"data.masking.strategy={name}",) for name in ("token", "word", "span")},
     "rate": {rate: (f"data.masking.rate={rate}",) for rate in ("0.15", "0.3", "0.4")},
+    "precision": {name: (f"precision={name}",) for name in ("bf16", "fp8")},
 }
 NOTE = (
     "Loss and accuracy are those of each variant's own objective on held-out rows and cannot be compared across rows of "

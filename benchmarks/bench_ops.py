@@ -2,7 +2,8 @@
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only mlm_loss …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; sides run in turn in one process and medians are compared. `mlm_loss` stands beside its three
+BERT-LARGE's sizes, bf16; sides run in turn in one process (on a GPU in CUDA graphs, whose replays are timed by events) and
+medians are compared. `mlm_loss` stands beside its three
 matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
 scaled_dot_product_attention with the same mask; `bias_gelu` and `dropout_add_layer_norm` beside eager and compiled torch.
 Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, in_turn, quantiles, synchronise
+from benchmarks.common.measure import Memory, kernel_times, quantiles, synchronise
 from megabert.common.malloc import keep_freed_memory
 from megabert.model import ops
 from megabert.training.metrics import matmul_tflops
@@ -235,7 +236,7 @@ def copy_bandwidth(device: torch.device, small: bool) -> float:
     """Bytes a second of a copy larger than any cache, reads and writes together."""
     source = torch.zeros((1 << 16 if small else 1 << 28), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    times = in_turn({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
+    times = kernel_times({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
     return 2 * _size(source) / min(times)
 
 
@@ -253,7 +254,7 @@ def extra_memory(call: Call, device: torch.device) -> int:
 def measure(
     case: Case, device: torch.device, rounds: int, bandwidth: float, seconds: float
 ) -> dict[str, Any]:
-    times = in_turn(case.sides, device, rounds, seconds)
+    times = kernel_times(case.sides, device, rounds, seconds)
     medians = {name: quantiles(values)["p50"] for name, values in times.items()}
     return {
         "op": case.name,

@@ -16,10 +16,16 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
       "int stream, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+  // grad: of y; second: of y too (where it is also the residual: post-LN), or of z
   // -> dx (empty without dropout: then it is dresidual), dresidual, dbias, dweight, dshift
   m.def(
-      "dropout_add_layer_norm_backward(Tensor grad, Tensor? grad_z, Tensor z, Tensor mean, Tensor rstd, Tensor weight, "
-      "Tensor seed, int stream, float p) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "dropout_add_layer_norm_backward(Tensor grad, Tensor? second, bool of_z, Tensor z, Tensor mean, Tensor rstd, "
+      "Tensor weight, Tensor seed, int stream, float p) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // x [N, D], scale fp32 [1] -> x * scale in FP8 (E4M3 or E5M2) as [N, D] and as [D, N], each empty unless it is wanted,
+  // and the largest magnitudes in x, some of which is the largest of all
+  m.def(
+      "cast_transpose(Tensor x, Tensor scale, bool e5m2, bool straight, bool transposed) -> (Tensor, Tensor, Tensor)");
 
   // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
   m.def(

@@ -28,7 +28,7 @@ class Command:
 COMMANDS = {
     "doctor": Command("megabert.doctor", "what is installed, what each operation will use, what is missing"),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, prep verify, prep inspect"),
-    "plan": Command("megabert.plan", "what a run will need: memory, work, time"),
+    "plan": Command("megabert.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
     "evaluate": Command("megabert.evaluate", "held-out figures of a run, as one JSON line"),
     "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),

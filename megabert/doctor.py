@@ -228,7 +228,7 @@ def tools() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    """The native library, and what `auto` picks for each operation on this machine's device. Needs torch."""
+    """The native library, what `auto` picks for each operation on this machine's device, and by what. Needs torch."""
     import torch
 
     from megabert.model import ops
@@ -251,6 +251,26 @@ def backends() -> list[Finding]:
             choice = ops.choose(name, device=device, dtype=dtype)
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
             found.append(Finding("operations", label, "ok", f"{choice.name}: {choice.reason}"))
+    able, how = ops.fp8_support(torch.device(device))
+    found.append(Finding("operations", f"precision=fp8 {device}", "ok" if able else "note", how))
+    update = "measured at the start of training" if device == "cuda" else "apex's kernels need a CUDA device"
+    found.append(Finding("operations", f"optimizer {device}", "ok", f"torch: {update}"))
+    return found + measured(device)
+
+
+def measured(device: str) -> list[Finding]:
+    """The tables by which pre-training chose on this machine, from the cache. Needs torch."""
+    import torch
+
+    from megabert.training import measured_choice
+
+    entries = measured_choice.cached(torch.device(device))
+    found = [Finding("measured", entry.label(), "ok", f"{entry.name}: {entry.line()}") for entry in entries]
+    if not found and device in measured_choice.MEASURED_ON:
+        folder = measured_choice.cache_folder()
+        return [
+            Finding("measured", "auto", "note", f"nothing yet in {folder}: training measures at its start")
+        ]
     return found
 
 

@@ -38,6 +38,7 @@ from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config
 from megabert.distributed.preemption import REQUEUE, end_of_time
+from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.training import dry_run, session
 from megabert.training.pretraining import open_run
 from megabert.training.profiling import parse_steps
@@ -143,10 +144,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
 
 def make_debuggable() -> None:
     """The same bits each time, an error at the operation that made a NaN, and debug messages; at the cost of speed."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # cuBLAS is deterministic with fixed workspaces
-    torch.use_deterministic_algorithms(True)
+    repeat_bit_for_bit(fill=True)
     torch.autograd.set_detect_anomaly(True)
     log.setLevel("DEBUG")
 

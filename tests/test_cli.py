@@ -239,7 +239,7 @@ def test_plan_is_what_a_dry_run_of_train_prints() -> None:
     ],
 )
 def test_a_mistake_in_a_plan_is_one_line(args: tuple[str, ...], said: str, capsys) -> None:
-    from megabert import plan
+    from megabert.plan import __main__ as plan
 
     assert plan.main(list(args)) == 2
     error = capsys.readouterr().err

@@ -274,6 +274,7 @@ def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> None:
     folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
     done = build(folder, "setup.py", "-q", "bdist_wheel", MEGABERT_CUDA="0")

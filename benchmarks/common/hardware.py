@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,36 @@ sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
 from megabert.common import environment  # noqa: E402
 from megabert.common.atomic_io import write_whole  # noqa: E402
-from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions  # noqa: E402
+from megabert.common.environment import cores, cpu_flags, cpu_model, memory_gib, versions  # noqa: E402
+
+_carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a copy without git
+
+
+def carry(revision: str, changes: Sequence[str]) -> None:
+    """What a copy of the tree without git is a copy of; where git answers, git is believed."""
+    global _carried
+    _carried = (revision.removesuffix("+changes"), tuple(changes))
+
+
+@functools.cache
+def gpus() -> list[str]:
+    """Name and memory of each device; asked once, since nvidia-smi takes its time and a result may be written often."""
+    return environment.gpus()
 
 
 @functools.cache
 def changes() -> tuple[str, ...]:
     """Lines of `git status` for what is not committed, results aside; as they were when this was called first."""
+    if _carried and environment.revision() == "unknown":
+        return _carried[1]
     return tuple(environment.changes([RESULTS]))
 
 
 def revision() -> str:
     """Short git revision, with `+changes` when the tree differs from it."""
     short = environment.revision(["."]).removesuffix("+changes")
+    if _carried and short == "unknown":
+        short = _carried[0]
     return f"{short}{'+changes' if changes() else ''}"
 
 

@@ -2,31 +2,13 @@
 
 #include <cstring>
 
-#include "common/check.h"
+#include "attention/arguments.h"
 #include "cpu/kernels.h"
 
 namespace megabert {
 namespace {
 
-struct Shape {
-  int64_t batch, tokens, heads, size;
-};
-
-Shape check(const char* op, const Tensor& qkv, const Tensor& start, const Tensor& end, int64_t heads) {
-  check_cpu(op, "qkv", qkv);
-  check_compute_dtype(op, "qkv", qkv);
-  STD_TORCH_CHECK(qkv.dim() == 3, op, ": qkv has ", qkv.dim(), " dimensions, not 3");
-  STD_TORCH_CHECK(heads > 0 && qkv.size(2) > 0 && qkv.size(2) % (3 * heads) == 0, op, ": qkv has size ", qkv.size(2),
-                  " in dimension 2, not a multiple of 3 x ", heads, " heads");
-  const Shape shape{qkv.size(0), qkv.size(1), heads, qkv.size(2) / (3 * heads)};
-  check_cpu(op, "key_start", start);
-  check_cpu(op, "key_end", end);
-  check_dtype(op, "key_start", start, ScalarType::Int);
-  check_dtype(op, "key_end", end, ScalarType::Int);
-  check_shape(op, "key_start", start, {shape.batch, shape.tokens});
-  check_shape(op, "key_end", end, {shape.batch, shape.tokens});
-  return shape;
-}
+typedef AttentionShape Shape;
 
 void check_bounds(const char* op, const int32_t* start, const int32_t* end, const Shape& shape) {
   for (int64_t i = 0; i < shape.batch * shape.tokens; ++i) {
@@ -68,7 +50,8 @@ Attention<T> arguments(const Tensor& qkv, const Tensor& start, const Tensor& end
 std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start, const Tensor& key_end,
                                      const Tensor& seed, int64_t stream, int64_t heads, double p) {
   constexpr const char* op = "attention";
-  const Shape shape = check(op, qkv, key_start, key_end, heads);
+  check_cpu(op, "qkv", qkv);
+  const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
   const Dropout dropout = make_dropout(op, seed, stream, p);
   const Tensor qc = dense(qkv), start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
@@ -90,15 +73,9 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
                           const Tensor& key_start, const Tensor& key_end, const Tensor& seed, int64_t stream,
                           int64_t heads, double p) {
   constexpr const char* op = "attention_backward";
-  const Shape shape = check(op, qkv, key_start, key_end, heads);
-  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"grad", grad}, {"context", context}}) {
-    check_cpu(op, name, t);
-    check_dtype(op, name, t, qkv.scalar_type());
-    check_shape(op, name, t, {shape.batch, shape.tokens, shape.heads * shape.size});
-  }
-  check_cpu(op, "lse", lse);
-  check_dtype(op, "lse", lse, ScalarType::Float);
-  check_shape(op, "lse", lse, {shape.batch, shape.heads, shape.tokens});
+  check_cpu(op, "qkv", qkv);
+  const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
+  check_attention_backward(op, shape, grad, qkv, context, lse);
   const Dropout dropout = make_dropout(op, seed, stream, p);
   const Tensor gc = dense(grad), qc = dense(qkv), cc = dense(context), lc = dense(lse),
                start = dense(key_start), end = dense(key_end);

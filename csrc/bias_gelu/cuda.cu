@@ -3,6 +3,7 @@
 #include "bias_gelu/arguments.h"
 #include "bias_gelu/kernel.cuh"
 #include "common/cuda.h"
+#include "common/rows.h"
 
 namespace megabert {
 namespace {
@@ -20,10 +21,11 @@ Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
     using T = decltype(type);
     const T *px = data<T>(xc), *pb = data<T>(bc);
     T* py = out<T>(y);
-    const bool whole = whole_groups(width, px, pb, py);
-    bias_gelu_forward<T><<<column_grid(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(
-        px, pb, py, rows, width, whole);
-    check_launch(op);
+    with_bool(whole_groups(width, px, pb, py), [&](auto whole) {
+      const auto kernel = bias_gelu_forward<T, decltype(whole)::value>;
+      kernel<<<resident_column_grid(kernel, rows, width), kColumnThreads, 0, device.stream>>>(px, pb, py, rows, width);
+      check_launch(op);
+    });
   });
   return y;
 }
@@ -40,17 +42,18 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
     torch::stable::zero_(dbias);
     return {dx, dbias};
   }
-  const int64_t lines = blocks_for(rows, 8);
-  const Tensor partial = torch::stable::new_empty(xc, {lines, width}, ScalarType::Float);
   with_type(xc.scalar_type(), [&](auto type) {
     using T = decltype(type);
     const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
     T* pd = out<T>(dx);
-    const bool whole = whole_groups(width, pg, px, pb, pd);
-    bias_gelu_gradient<T><<<column_grid(lines, width), kColumnThreads, 0, device.stream>>>(
-        pg, px, pb, pd, out<float>(partial), rows, width, whole);
-    check_launch(op);
-    reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), lines, width, width, op);
+    with_bool(whole_groups(width, pg, px, pb, pd), [&](auto whole) {
+      const auto kernel = bias_gelu_gradient<T, decltype(whole)::value>;
+      const dim3 grid = resident_column_grid(kernel, rows, width);
+      const Tensor partial = torch::stable::new_empty(xc, {grid.x, width}, ScalarType::Float);
+      kernel<<<grid, kColumnThreads, 0, device.stream>>>(pg, px, pb, pd, out<float>(partial), rows, width);
+      check_launch(op);
+      reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), grid.x, width, width, op);
+    });
   });
   return {dx, dbias};
 }

@@ -20,7 +20,7 @@ struct OnDevice {
   explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
     void* current = nullptr;
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream, "this torch has no CUDA");
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &current));
     stream = static_cast<cudaStream_t>(current);
   }
 };
@@ -51,23 +51,39 @@ inline dim3 column_grid(int64_t blocks, int64_t width) {
   return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(width, kColumnThreads * kGroup)));
 }
 
+// Blocks of a kernel that run at once on all processors of the current device, as the runtime counts them from the kernel's
+// registers and shared memory: one more and the last of them would run alone.
+template <class Kernel>
+int64_t resident_blocks(Kernel kernel, int threads) {
+  int device = 0, processors = 0, on_each = 0;
+  STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess &&
+                      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+                      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, threads, 0) == cudaSuccess,
+                  "CUDA does not tell how many blocks of a kernel run at once");
+  STD_TORCH_CHECK(on_each > 0, "a block of ", threads, " threads of this kernel does not fit on the device");
+  return static_cast<int64_t>(processors) * on_each;
+}
+
+// The grid of a kernel with kColumnThreads whose blocks share the rows: all that run at once, no more than there are rows.
+template <class Kernel>
+dim3 resident_column_grid(Kernel kernel, int64_t rows, int64_t width) {
+  const int64_t across = ceil_div(width, kColumnThreads * kGroup), down = resident_blocks(kernel, kColumnThreads) / across;
+  return column_grid(down < 1 ? 1 : down < rows ? down : rows, width);
+}
+
+template <class T, int Vectors>
+void reduce_lines_on(cudaStream_t stream, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines,
+                     int64_t stride, int64_t width, const char* op) {
+  if (!width) return;
+  const dim3 threads(kWarp, kLineThreads);
+  reduce_lines<T, Vectors><<<static_cast<unsigned>(ceil_div(Vectors * width, kWarp)), threads, 0, stream>>>(
+      partial, sums, lines, stride, width);
+  check_launch(op);
+}
 template <class T>
 void reduce_lines_on(cudaStream_t stream, const float* partial, T* result, int64_t lines, int64_t stride, int64_t width,
                      const char* op) {
-  if (!width) return;
-  const dim3 threads(kWarp, kLineThreads);
-  reduce_lines<T><<<static_cast<unsigned>(ceil_div(width, kWarp)), threads, 0, stream>>>(
-      partial, result, lines, stride, width);
-  check_launch(op);
-}
-
-// Blocks that keep every processor of the current device busy, no more than there is work.
-inline int64_t blocks_for(int64_t work, int64_t on_each) {
-  int device = 0, processors = 1;
-  STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess &&
-                      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess,
-                  "CUDA does not tell its number of processors");
-  return work < processors * on_each ? work : processors * on_each;
+  reduce_lines_on(stream, partial, LineSums<T, 1>{{result}}, lines, stride, width, op);
 }
 
 }  // namespace megabert

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/philox.h"
 
@@ -37,44 +38,127 @@ __device__ inline float rounded(float x) {
   return to_float(t);
 }
 
+#if defined(__CUDACC__)
+// One instruction of the special function unit each. ex2: relative error at most 2^-22, results below 2^-126 are 0; rcp: at
+// most one unit in the last place (PTX ISA).
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// By name, because the compiler splits an assignment into stores of 2 or 4 bytes where it loses sight of the alignment.
+__device__ inline void store_16_bytes(void* to, const uint32_t* word) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(to)), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+#endif
+
+template <class To, class From>
+__device__ inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a copy of all bits");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Two neighbours in one 32-bit register: conversions and stores are of pairs, else the compiler stores 2 bytes at a time.
+__device__ inline void unpack_pair(uint32_t word, __nv_bfloat16, float* x) {
+  const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
+  x[0] = pair.x, x[1] = pair.y;
+}
+__device__ inline void unpack_pair(uint32_t word, __half, float* x) {
+  const float2 pair = __half22float2(bits_as<__half2>(word));
+  x[0] = pair.x, x[1] = pair.y;
+}
+__device__ inline uint32_t pack_pair(const float* x, __nv_bfloat16) {
+  return bits_as<uint32_t>(__floats2bfloat162_rn(x[0], x[1]));
+}
+__device__ inline uint32_t pack_pair(const float* x, __half) { return bits_as<uint32_t>(__floats2half2_rn(x[0], x[1])); }
+
+// 8 columns of a row as they lie in memory. Columns past the row's end are zero.
 template <class T>
-struct alignas(16) Packed {
-  static constexpr int size = 16 / sizeof(T);
-  T value[size];
+struct Group {
+  static constexpr int words = kGroup * sizeof(T) / 4;
+  uint32_t word[words] = {};
 };
 
-// Columns [column, column + 8) of a row of `width` columns; those past its end are zero. `whole`: every group of every row
-// is complete and 16-byte aligned.
-template <class T>
-__device__ inline void load_group(const T* row, int64_t column, int64_t width, bool whole, float (&x)[kGroup]) {
-  if (whole) {
+// Columns [column, column + 8) of a row of `width` columns. Whole: every group of every row is complete and 16-byte aligned.
+template <bool Whole, class T>
+__device__ inline Group<T> fetch(const T* row, int64_t column, int64_t width) {
+  Group<T> group;
+  if constexpr (Whole) {
+    if (column < width) {
 #pragma unroll
-    for (int part = 0; part < kGroup / Packed<T>::size; ++part) {
-      const Packed<T> packed = *reinterpret_cast<const Packed<T>*>(row + column + part * Packed<T>::size);
-#pragma unroll
-      for (int i = 0; i < Packed<T>::size; ++i) x[part * Packed<T>::size + i] = to_float(packed.value[i]);
+      for (int part = 0; part < Group<T>::words; part += 4) {
+        const uint4 four = reinterpret_cast<const uint4*>(row + column)[part / 4];
+        group.word[part] = four.x, group.word[part + 1] = four.y, group.word[part + 2] = four.z, group.word[part + 3] = four.w;
+      }
     }
   } else {
+    T value[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) x[i] = column + i < width ? to_float(row[column + i]) : 0.0f;
+    for (int i = 0; i < kGroup; ++i) {
+      from_float(0.0f, value + i);
+      if (column + i < width) value[i] = row[column + i];
+    }
+    memcpy(group.word, value, sizeof group.word);
   }
+  return group;
 }
 
 template <class T>
-__device__ inline void store_group(T* row, int64_t column, int64_t width, bool whole, const float (&x)[kGroup]) {
-  if (whole) {
+__device__ inline void unpack(const Group<T>& group, float (&x)[kGroup]) {
+  if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int part = 0; part < kGroup / Packed<T>::size; ++part) {
-      Packed<T> packed;
+    for (int i = 0; i < kGroup; ++i) x[i] = bits_as<float>(group.word[i]);
+  } else {
 #pragma unroll
-      for (int i = 0; i < Packed<T>::size; ++i) from_float(x[part * Packed<T>::size + i], &packed.value[i]);
-      *reinterpret_cast<Packed<T>*>(row + column + part * Packed<T>::size) = packed;
+    for (int i = 0; i < kGroup; i += 2) unpack_pair(group.word[i / 2], T{}, x + i);
+  }
+}
+
+template <bool Whole, class T>
+__device__ inline void load(const T* row, int64_t column, int64_t width, float (&x)[kGroup]) {
+  unpack(fetch<Whole>(row, column, width), x);
+}
+
+template <bool Whole, class T>
+__device__ inline void store(T* row, int64_t column, int64_t width, const float (&x)[kGroup]) {
+  if constexpr (Whole) {
+    if (column >= width) return;
+    uint32_t word[Group<T>::words];
+#pragma unroll
+    for (int i = 0; i < Group<T>::words; ++i) {
+      if constexpr (sizeof(T) == 4) word[i] = bits_as<uint32_t>(x[i]);
+      else word[i] = pack_pair(x + 2 * i, T{});
     }
+#pragma unroll
+    for (int part = 0; part < Group<T>::words; part += 4)
+      store_16_bytes(row + column + part * 4 / sizeof(T), word + part);
   } else {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
       if (column + i < width) from_float(x[i], row + column + i);
   }
+}
+
+// The same where `whole` is known at run time only.
+template <class T>
+__device__ inline void load_group(const T* row, int64_t column, int64_t width, bool whole, float (&x)[kGroup]) {
+  if (whole) load<true>(row, column, width, x);
+  else load<false>(row, column, width, x);
+}
+template <class T>
+__device__ inline void store_group(T* row, int64_t column, int64_t width, bool whole, const float (&x)[kGroup]) {
+  if (whole) store<true>(row, column, width, x);
+  else store<false>(row, column, width, x);
 }
 
 struct Sum {
@@ -101,11 +185,27 @@ __device__ inline float reduce_row(float x, float* shared) {
   return x;
 }
 
+// Whether column i of the 8 that a call of Philox decides is kept: Dropout::keep8.
+__device__ inline bool kept(const Philox& random, int i, uint32_t threshold) {
+  return ((random.word[i / 2] >> (16 * (i % 2))) & 0xFFFFu) >= threshold;
+}
+__device__ inline Philox philox_of(const Dropout& dropout, uint64_t row, int64_t group) {
+  return philox(dropout.seed, static_cast<uint32_t>(group), static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
+                dropout.stream);
+}
+
 // The factors of 8 columns: 0 where dropped, else the inverse of the share kept.
 __device__ inline void dropout_factors(const Dropout& dropout, uint64_t row, int64_t group, float (&factor)[kGroup]) {
-  const uint32_t bits = dropout.keep8(row, static_cast<uint32_t>(group));
+  const Philox random = philox_of(dropout, row, group);
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) factor[i] = (bits >> i) & 1u ? dropout.scale : 0.0f;
+  for (int i = 0; i < kGroup; ++i) factor[i] = kept(random, i, dropout.threshold) ? dropout.scale : 0.0f;
+}
+
+// Dropout of 8 columns in place; what is dropped is zero, whatever it was.
+__device__ inline void drop(const Dropout& dropout, uint64_t row, int64_t group, float (&x)[kGroup]) {
+  const Philox random = philox_of(dropout, row, group);
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) x[i] = kept(random, i, dropout.threshold) ? x[i] * dropout.scale : 0.0f;
 }
 
 __device__ inline Dropout with_seed(Dropout dropout, const int64_t* seed) {
@@ -114,22 +214,33 @@ __device__ inline Dropout with_seed(Dropout dropout, const int64_t* seed) {
 }
 
 // Column sums are taken in two steps: each block sums its rows into a line of its own, then the lines are summed, in an
-// order that does not depend on timing. blockDim = (32 columns, kLineThreads).
-constexpr int kLineThreads = 16;
+// order that does not depend on timing. A line may hold several vectors of `width` sums, each with a result of its own.
+// blockDim = (32 columns of the line, kLineThreads).
+constexpr int kLineThreads = 32;
 
-template <class T>
-__global__ void reduce_lines(const float* partial, T* out, int64_t lines, int64_t stride, int64_t width) {
+template <class T, int Vectors>
+struct LineSums {
+  T* out[Vectors];  // [width] each
+};
+
+template <class T, int Vectors>
+__global__ void __launch_bounds__(kWarp* kLineThreads)
+    reduce_lines(const float* partial, LineSums<T, Vectors> sums, int64_t lines, int64_t stride, int64_t width) {
   __shared__ float shared[kLineThreads][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0;
-  if (column < width)
+  if (column < Vectors * width) {
+#pragma unroll 8
     for (int64_t line = threadIdx.y; line < lines; line += kLineThreads) sum += partial[line * stride + column];
+  }
   shared[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y || column >= width) return;
+  if (threadIdx.y || column >= Vectors * width) return;
 #pragma unroll
   for (int i = 1; i < kLineThreads; ++i) sum += shared[i][threadIdx.x];
-  from_float(sum, out + column);
+#pragma unroll
+  for (int v = 0; v < Vectors; ++v)
+    if (column >= v * width && column < (v + 1) * width) from_float(sum, sums.out[v] + column - v * width);
 }
 
 }  // namespace megabert

@@ -24,10 +24,20 @@ struct Philox {
   uint32_t word[4];
 };
 
+MEGABERT_HOST_DEVICE inline uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;  // one instruction; of a product of two 64-bit numbers the compiler keeps an addition of zero
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
 MEGABERT_HOST_DEVICE inline Philox philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(kPhiloxM0) * c0, p1 = static_cast<uint64_t>(kPhiloxM1) * c2;
+    const uint64_t p0 = wide_product(kPhiloxM0, c0), p1 = wide_product(kPhiloxM1, c2);
     const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0, n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
     c0 = n0, c1 = static_cast<uint32_t>(p1), c2 = n2, c3 = static_cast<uint32_t>(p0);
     k0 += kPhiloxW0, k1 += kPhiloxW1;

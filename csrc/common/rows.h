@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace megabert {
 
@@ -12,6 +13,7 @@ template <int Threads, int Groups>
 struct RowShape {
   static constexpr int threads = Threads, groups = Groups;  // of 8 columns, in each thread
   static constexpr int rows = Threads == 32 ? 4 : 1;        // in a block
+  static constexpr int block = threads * rows;
 };
 
 // Calls f with the smallest shape that holds `columns` columns.
@@ -25,13 +27,21 @@ void with_row_shape(int64_t columns, F f) {
   else f(RowShape<256, 4>{});
 }
 
-// The same for a kernel whose block holds one row after another and sums columns: fewer columns in each thread.
+// The same for a kernel whose block holds one row after another and sums columns: fewer columns in each thread. At most 512
+// threads, so that a thread may have 128 of the 65,536 registers.
 template <class F>
 void with_block_shape(int64_t columns, F f) {
   if (columns <= 1024) f(RowShape<128, 1>{});
   else if (columns <= 2048) f(RowShape<256, 1>{});
   else if (columns <= 4096) f(RowShape<512, 1>{});
-  else f(RowShape<1024, 1>{});
+  else f(RowShape<512, 2>{});
+}
+
+// Calls f with std::true_type or std::false_type: what is one kernel each.
+template <class F>
+void with_bool(bool value, F f) {
+  if (value) f(std::true_type{});
+  else f(std::false_type{});
 }
 
 }  // namespace megabert

@@ -30,7 +30,8 @@ struct RowBlocks {
 
 template <class T>
 struct LayerNormBackward {
-  const T *grad, *grad_z, *z, *weight;  // grad_z may be null
+  const T *grad, *second, *z, *weight;  // second may be null: another gradient of y, or (of_z) the gradient of z
+  bool of_z;
   const float *mean, *rstd;
   T *dx, *dresidual;  // dx may be null: without dropout it is dresidual
   int64_t width;

@@ -1,6 +1,7 @@
 // Dropout over the last dimension's rows on the GPU.
 
 #include "common/cuda.h"
+#include "common/rows.h"
 #include "dropout/kernel.cuh"
 
 namespace megabert {
@@ -21,9 +22,12 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
     using T = decltype(type);
     const T* px = data<T>(xc);
     T* py = out<T>(y);
-    dropout_forward<T><<<column_grid(blocks_for(rows, 32), width), kColumnThreads, 0, device.stream>>>(
-        px, py, mask, seed.const_data_ptr<int64_t>(), rows, width, whole_groups(width, px, py));
-    check_launch(op);
+    with_bool(whole_groups(width, px, py), [&](auto whole) {
+      const auto kernel = dropout_forward<T, decltype(whole)::value>;
+      kernel<<<resident_column_grid(kernel, rows, width), kColumnThreads, 0, device.stream>>>(
+          px, py, mask, seed.const_data_ptr<int64_t>(), rows, width);
+      check_launch(op);
+    });
   });
   return y;
 }

@@ -17,12 +17,12 @@ inline void check_layer_norm(const char* op, const Tensor& x, const Tensor& bias
   check_columns(op, "shift", shift, x);
 }
 
-inline void check_layer_norm_backward(const char* op, const Tensor& grad, const std::optional<Tensor>& grad_z,
+inline void check_layer_norm_backward(const char* op, const Tensor& grad, const std::optional<Tensor>& second,
                                       const Tensor& z, const Tensor& mean, const Tensor& rstd, const Tensor& weight) {
   check_compute_dtype(op, "z", z);
   STD_TORCH_CHECK(z.dim() >= 1 && z.size(z.dim() - 1) > 0, op, ": z has no columns");
   check_like(op, "grad", grad, "z", z);
-  if (grad_z) check_like(op, "grad_z", *grad_z, "z", z);
+  if (second) check_like(op, "second", *second, "z", z);
   check_columns(op, "weight", weight, z);
   for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"mean", mean}, {"rstd", rstd}}) {
     check_device(op, name, t, z);

@@ -35,16 +35,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   return {y, z, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_z,
-                                                            const Tensor& z, const Tensor& mean, const Tensor& rstd,
-                                                            const Tensor& weight, const Tensor& seed, int64_t stream,
-                                                            double p) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& second,
+                                                            bool of_z, const Tensor& z, const Tensor& mean,
+                                                            const Tensor& rstd, const Tensor& weight,
+                                                            const Tensor& seed, int64_t stream, double p) {
   check_cpu(kBackward, "z", z);
-  check_layer_norm_backward(kBackward, grad, grad_z, z, mean, rstd, weight);
+  check_layer_norm_backward(kBackward, grad, second, z, mean, rstd, weight);
   const int64_t width = weight.numel();
   const RowBlocks blocks(z.numel() / width);
   const Dropout dropout = make_dropout(kBackward, seed, stream, p);
-  const Tensor gc = dense(grad), gzc = grad_z ? dense(*grad_z) : gc, zc = dense(z),
+  const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z),
                wc = dense(weight), mc = dense(mean), rc = dense(rstd);
   // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.
   Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
@@ -55,10 +55,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   const auto run = [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
-    const LayerNormBackward<T> args{data<T>(gc),      grad_z ? data<T>(gzc) : nullptr,
-                                    data<T>(zc),      data<T>(wc),
-                                    data<float>(mc),  data<float>(rc),
-                                    dropout.threshold ? out<T>(dx) : nullptr,
+    const LayerNormBackward<T> args{data<T>(gc), second ? data<T>(nc) : nullptr,
+                                    data<T>(zc), data<T>(wc),
+                                    of_z,        data<float>(mc),
+                                    data<float>(rc), dropout.threshold ? out<T>(dx) : nullptr,
                                     out<T>(dresidual), width, dropout};
     float* sums = out<float>(partial);
     torch::stable::parallel_for(0, blocks.count, 1, [&](int64_t begin, int64_t end) {

@@ -31,31 +31,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   if (!rows) return {y, z, mean, rstd};
   with_type(xc.scalar_type(), [&](auto type) {
     using T = decltype(type);
-    LayerNormRows<T> a{data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y), out<T>(z),
-                       out<float>(mean), out<float>(rstd), rows, width, static_cast<float>(eps), false};
-    a.whole = whole_groups(width, a.x, a.bias, a.residual, a.weight, a.shift, a.y, a.z);
-    with_row_shape(width, [&](auto shape) {
-      constexpr int threads = decltype(shape)::threads, groups = decltype(shape)::groups, together = decltype(shape)::rows;
-      layer_norm_forward<T, threads, groups>
-          <<<static_cast<unsigned>(ceil_div(rows, together)), dim3(threads, together), 0, device.stream>>>(
-              a, dropout, seed.const_data_ptr<int64_t>());
-      check_launch(kForward);
+    const LayerNormRows<T> a{data<T>(xc), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y), out<T>(z),
+                             out<float>(mean), out<float>(rstd), rows, width, static_cast<float>(eps)};
+    with_bool(whole_groups(width, a.x, a.bias, a.residual, a.weight, a.shift, a.y, a.z), [&](auto whole) {
+      with_row_shape(width, [&](auto shape) {
+        using S = decltype(shape);
+        layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>
+            <<<static_cast<unsigned>(ceil_div(rows, S::rows)), dim3(S::threads, S::rows), 0, device.stream>>>(
+                a, dropout, seed.const_data_ptr<int64_t>());
+        check_launch(kForward);
+      });
     });
   });
   return {y, z, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_z,
-                                                            const Tensor& z, const Tensor& mean, const Tensor& rstd,
-                                                            const Tensor& weight, const Tensor& seed, int64_t stream,
-                                                            double p) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& second,
+                                                            bool of_z, const Tensor& z, const Tensor& mean,
+                                                            const Tensor& rstd, const Tensor& weight,
+                                                            const Tensor& seed, int64_t stream, double p) {
   check_cuda(kBackward, "z", z);
-  check_layer_norm_backward(kBackward, grad, grad_z, z, mean, rstd, weight);
+  check_layer_norm_backward(kBackward, grad, second, z, mean, rstd, weight);
   const int64_t width = weight.numel(), rows = z.numel() / width;
   check_width(kBackward, width);
   const Dropout dropout = check_dropout(kBackward, seed, stream, p, z);
   const OnDevice device(z);
-  const Tensor gc = dense(grad), gzc = grad_z ? dense(*grad_z) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
+  const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
                rc = dense(rstd);
   // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.
   Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
@@ -66,23 +67,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
     for (Tensor* t : {&dbias, &dweight, &dshift}) torch::stable::zero_(*t);
     return {dx, dresidual, dbias, dweight, dshift};
   }
-  const int64_t lines = blocks_for(rows, 6);
-  const Tensor partial = torch::stable::new_empty(zc, {lines, 3, width}, ScalarType::Float);
   with_type(zc.scalar_type(), [&](auto type) {
     using T = decltype(type);
-    LayerNormGradientRows<T> a{data<T>(gc), grad_z ? data<T>(gzc) : nullptr, data<T>(zc), data<T>(wc), data<float>(mc),
-                               data<float>(rc), dropout.threshold ? out<T>(dx) : nullptr, out<T>(dresidual),
-                               out<float>(partial), rows, width, false};
-    a.whole = whole_groups(width, a.grad, a.grad_z, a.z, a.weight, a.dx, a.dresidual);
-    with_block_shape(width, [&](auto shape) {
-      constexpr int threads = decltype(shape)::threads, groups = decltype(shape)::groups;
-      layer_norm_gradient<T, threads, groups><<<static_cast<unsigned>(lines), threads, 0, device.stream>>>(
-          a, dropout, seed.const_data_ptr<int64_t>());
-      check_launch(kBackward);
+    LayerNormGradientRows<T> a{data<T>(gc), second ? data<T>(nc) : nullptr, data<T>(zc), data<T>(wc), of_z,
+                               data<float>(mc), data<float>(rc), dropout.threshold ? out<T>(dx) : nullptr,
+                               out<T>(dresidual), nullptr, rows, width};
+    with_bool(whole_groups(width, a.grad, a.second, a.z, a.weight, a.dx, a.dresidual), [&](auto whole) {
+      with_block_shape(width, [&](auto shape) {
+        constexpr int threads = decltype(shape)::threads;
+        const auto kernel = layer_norm_gradient<T, threads, decltype(shape)::groups, decltype(whole)::value>;
+        const int64_t resident = resident_blocks(kernel, threads), lines = rows < resident ? rows : resident;
+        const Tensor partial = torch::stable::new_empty(zc, {lines, 3, width}, ScalarType::Float);
+        a.partial = out<float>(partial);
+        kernel<<<static_cast<unsigned>(lines), threads, 0, device.stream>>>(a, dropout, seed.const_data_ptr<int64_t>());
+        check_launch(kBackward);
+        const LineSums<T, 3> sums{{out<T>(dbias), out<T>(dweight), out<T>(dshift)}};
+        reduce_lines_on(device.stream, a.partial, sums, lines, 3 * width, width, kBackward);
+      });
     });
-    T* results[3] = {out<T>(dbias), out<T>(dweight), out<T>(dshift)};
-    for (int i = 0; i < 3; ++i)
-      reduce_lines_on(device.stream, data<float>(partial) + i * width, results[i], lines, 3 * width, width, kBackward);
   });
   return {dx, dresidual, dbias, dweight, dshift};
 }

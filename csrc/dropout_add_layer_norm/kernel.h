@@ -39,7 +39,7 @@ static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual,
 }
 
 // With xhat = (z - mean) * rstd and g = grad * weight:
-//   dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_z; dresidual = dz; dx = dropout'(dz).
+//   dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) + gradient of z; dresidual = dz; dx = dropout'(dz).
 template <class T>
 static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float* sums, int64_t begin, int64_t end) {
   static thread_local Scratch scratch;
@@ -49,12 +49,15 @@ static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float
   float *dbias = sums, *dweight = sums + width, *dshift = sums + 2 * width;
   memset(sums, 0, sizeof(float) * 3 * width);
   const float inverse = 1.0f / static_cast<float>(width);
+  const T *of_y = a.of_z ? nullptr : a.second, *of_z = a.of_z ? a.second : nullptr;
   for (int64_t r = begin; r < end; ++r) {
     const float mu = a.mean[r], scale = a.rstd[r];
     vf sum_g{}, sum_gx{};
     for (int64_t j = 0; j < width; j += W) {
       const int64_t n = width - j, at = r * width + j;
-      const vf dy = load(a.grad + at, n), xhat = (load(a.z + at, n) - mu) * scale;
+      const vf xhat = (load(a.z + at, n) - mu) * scale;
+      vf dy = load(a.grad + at, n);
+      if (of_y) dy += load(of_y + at, n);
       const vf g = dy * load(a.weight + j, n);
       sum_g += g, sum_gx += g * xhat;  // lanes past the end have g = 0
       store(dweight + j, load(dweight + j, n) + dy * xhat, n);
@@ -64,9 +67,11 @@ static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float
     if (a.dropout.threshold) keep_bits(a.dropout, r, 0, groups, bits);
     for (int64_t j = 0; j < width; j += W) {
       const int64_t n = width - j, at = r * width + j;
-      const vf xhat = (load(a.z + at, n) - mu) * scale, g = load(a.grad + at, n) * load(a.weight + j, n);
-      vf dz = (g - mean_g - xhat * mean_gx) * scale;
-      if (a.grad_z) dz += load(a.grad_z + at, n);
+      const vf xhat = (load(a.z + at, n) - mu) * scale;
+      vf dy = load(a.grad + at, n);
+      if (of_y) dy += load(of_y + at, n);
+      vf dz = (dy * load(a.weight + j, n) - mean_g - xhat * mean_gx) * scale;
+      if (of_z) dz += load(of_z + at, n);
       store(a.dresidual + at, dz, n);
       const vf dx = a.dropout.threshold ? keep(dz * a.dropout.scale, bits, j) : dz;
       if (a.dx) store(a.dx + at, dx, n);

@@ -1,25 +1,15 @@
-// Decoder and masked-LM loss together: a chunk of logits is made by one product, turned into loss and gradient in place,
-// and used up by the two products of backward, so that one chunk is all the memory it takes. The gradients are those of
-// the loss sum; backward only scales them.
-
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+// Decoder and masked-LM loss together, chunk by chunk. The gradients are those of the loss sum; backward only scales them.
 
 #include <cstring>
 
 #include "cpu/kernels.h"
 #include "mlm_loss/arguments.h"
+#include "mlm_loss/chunks.h"
 
 namespace megabert {
 namespace {
 
-constexpr int64_t kChunk = 512;  // predictions
-
-void product(const Tensor& out, const Tensor& a, const Tensor& b) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-}
-void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-}
+constexpr int64_t kChunk = 512;  // predictions, where that does not make too many chunks
 
 void check_labels(const char* op, const int64_t* label, int64_t count, int64_t vocab) {
   for (int64_t i = 0; i < count; ++i)
@@ -86,41 +76,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     torch::stable::zero_(dbias);
   }
 
-  const int64_t chunk = count < kChunk ? count : kChunk, shares = (chunk + kShare - 1) / kShare;
-  Tensor buffer = torch::stable::new_empty(hidden, {chunk, entries});
+  const int64_t chunk = chunk_rows(count, kChunk), shares = (chunk + kShare - 1) / kShare;
   // Column sums of the gradient: a line of what earlier chunks gave, then one for each share of this chunk.
   Tensor partial = torch::stable::new_empty(hidden, {need_grad ? 1 + shares : 0, entries}, ScalarType::Float);
-  float* sums = static_cast<float*>(partial.mutable_data_ptr());
+  float* sums = out<float>(partial);
   if (need_grad) memset(sums, 0, sizeof(float) * entries);
   RowResults results(hidden, count);
-  Tensor hc = dense(hidden), wc = dense(weight);
-  Tensor decoder = torch::stable::transpose(wc, 0, 1);
 
   const auto run = [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
-    T* logits = static_cast<T*>(buffer.mutable_data_ptr());
-    const T* pb = static_cast<const T*>(bc.const_data_ptr());
-    for (int64_t at = 0; at < count; at += chunk) {
-      const int64_t rows = count - at < chunk ? count - at : chunk;
-      Tensor block = torch::stable::narrow(buffer, 0, 0, rows), input = torch::stable::narrow(hc, 0, at, rows);
-      product(block, input, decoder);
+    for_each_chunk(dense(hidden), dense(weight), chunk, dhidden, dweight, need_grad, [&](const Tensor& logits, int64_t at) {
+      const int64_t rows = logits.size(0);
       for_each_share(rows, [&](int64_t s, int64_t first, int64_t last) {
-        kernel.mlm_loss(logits, pb, label + at, results.losses() + at, results.log_sums() + at, results.corrects() + at,
-                        need_grad ? sums + (1 + s) * entries : nullptr, options, need_grad, vocab, entries, first, last);
+        kernel.mlm_loss(out<T>(logits), data<T>(bc), label + at, results.losses() + at, results.log_sums() + at,
+                        results.corrects() + at, need_grad ? sums + (1 + s) * entries : nullptr, options, need_grad, vocab,
+                        entries, first, last);
       });
-      if (!need_grad) continue;
+      if (!need_grad) return;
       const int64_t lines = 1 + (rows + kShare - 1) / kShare;
       torch::stable::parallel_for(0, (entries + 63) / 64, 16, [&](int64_t begin, int64_t end) {
         const int64_t last = end * 64 < entries ? end * 64 : entries;
         kernels<float>().reduce_blocks(sums, sums, lines, entries, begin * 64, last);
       });
-      product(torch::stable::narrow(dhidden, 0, at, rows), block, wc);
-      Tensor transposed = torch::stable::transpose(block, 0, 1);
-      if (at == 0) product(dweight, transposed, input);
-      else add_product(dweight, transposed, input);
-    }
-    if (need_grad && count) kernel.reduce_blocks(sums, static_cast<T*>(dbias.mutable_data_ptr()), 1, entries, 0, entries);
+    });
+    if (need_grad && count) kernel.reduce_blocks(sums, out<T>(dbias), 1, entries, 0, entries);
   };
   if (hidden.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
@@ -136,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tens
   const LossOptions options = check_options(op, smoothing, z_loss);
   const Tensor lc = dense(labels);
   const int64_t* label = lc.const_data_ptr<int64_t>();
-  Tensor work = need_grad ? torch::stable::clone(dense(logits)) : dense(logits);
+  Tensor work = need_grad ? copy_of(logits) : dense(logits);
   const int64_t rows = work.size(0), vocab = work.size(1);
   check_labels(op, label, rows, vocab);
   const Tensor bias = torch::stable::new_zeros(work, {vocab});

@@ -35,7 +35,7 @@ __device__ inline void load_logits(const LossRows<T>& a, const T* logits, int64_
 }
 
 template <class T, int Threads>
-__global__ void mlm_loss_rows(LossRows<T> a) {
+__global__ void __launch_bounds__(Threads) mlm_loss_rows(LossRows<T> a) {
   __shared__ float shared[Threads / kWarp];
   const int64_t row = blockIdx.x, label = a.labels[row];
   T* logits = a.logits + row * a.stride;
@@ -94,7 +94,8 @@ __global__ void mlm_loss_rows(LossRows<T> a) {
 // Sums over each column: blockIdx.y has kColumnThreads x 8 columns, a block takes every gridDim.x-th row into its own line of
 // partial [gridDim.x, width].
 template <class T>
-__global__ void column_sums(const T* x, float* partial, int64_t rows, int64_t width, bool whole) {
+__global__ void __launch_bounds__(kColumnThreads)
+    column_sums(const T* x, float* partial, int64_t rows, int64_t width, bool whole) {
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kGroup;
   if (column >= width) return;
   float sum[kGroup] = {};
@@ -112,8 +113,9 @@ __global__ void column_sums(const T* x, float* partial, int64_t rows, int64_t wi
 // One block of kTotalThreads: the sum of the losses (in fp64), of the correct ones, and the number of labels.
 constexpr int kTotalThreads = 256;
 
-static __global__ void loss_totals(const float* loss, const int32_t* correct, const int64_t* labels, int64_t rows,
-                                   float* total, int64_t* right, int64_t* predictions) {
+static __global__ void __launch_bounds__(kTotalThreads)
+    loss_totals(const float* loss, const int32_t* correct, const int64_t* labels, int64_t rows, float* total,
+                int64_t* right, int64_t* predictions) {
   __shared__ double losses[kTotalThreads];
   __shared__ int64_t rights[kTotalThreads], counts[kTotalThreads];
   double sum = 0;

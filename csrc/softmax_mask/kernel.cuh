@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/device.cuh"
+#include "common/rows.h"
 #include "softmax_mask/mask.h"
 
 namespace megabert {
@@ -19,8 +20,9 @@ __device__ inline float mask_value(const SoftmaxMask& a, int64_t at, int64_t key
 
 // Threads x 8 * Groups >= keys. blockDim = (Threads, rows of a block); more than a warp: one row.
 template <class T, int Threads, int Groups>
-__global__ void softmax_mask_forward(SoftmaxMask a, const T* scores, T* out, T* probs, Dropout dropout,
-                                     const int64_t* seed, int64_t rows, bool whole) {
+__global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 512 / RowShape<Threads, Groups>::block)
+    softmax_mask_forward(SoftmaxMask a, const T* scores, T* out, T* probs, Dropout dropout, const int64_t* seed,
+                         int64_t rows, bool whole) {
   __shared__ float shared[Threads / kWarp];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;
@@ -81,8 +83,9 @@ __global__ void softmax_mask_forward(SoftmaxMask a, const T* scores, T* out, T* 
 
 // With P the probabilities and M the dropout factors: dP = grad M, dscores = scale P (dP - rowsum(dP P)).
 template <class T, int Threads, int Groups>
-__global__ void softmax_mask_gradient(const T* grad, const T* probs, T* dscores, int64_t keys, float scale,
-                                      Dropout dropout, const int64_t* seed, int64_t rows, bool whole) {
+__global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 512 / RowShape<Threads, Groups>::block)
+    softmax_mask_gradient(const T* grad, const T* probs, T* dscores, int64_t keys, float scale, Dropout dropout,
+                          const int64_t* seed, int64_t rows, bool whole) {
   __shared__ float shared[Threads / kWarp];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;

@@ -41,6 +41,7 @@ class _Counters(BaseModel):
     optimizer_steps: int = Field(ge=0)
     deepspeed: dict[str, int] = {}
     loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
+    amax_history: list[list[float]] = []  # of FP8 linears, an update a row
 
 
 _FILES = TypeAdapter(dict[str, _File])

@@ -10,7 +10,8 @@ from megabert.config.schema import Config, accumulation
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this run; pure.
 
-    The learning rate is ours (no `scheduler`, no `optimizer` entry); clipping and accumulation are DeepSpeed's.
+    The learning rate is ours (no `scheduler`, no `optimizer` entry); accumulation is DeepSpeed's, and so is clipping where
+    `megabert.engine` does not do it on the device.
     """
     zero: dict[str, Any] = {"stage": config.zero.stage}
     if config.zero.stage in (1, 2):
@@ -36,9 +37,10 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
             "throughput": {"enabled": False}
         },  # it waits for the device twice a micro-step, and we measure ourselves
     }
-    if config.precision == "bf16":
+    if config.precision in ("bf16", "fp8"):
         result["bf16"] = {"enabled": True}
         result["data_types"] = {"grad_accum_dtype": "fp32"}
+        result["communication_data_type"] = "fp32"  # else gradients are averaged over the ranks in bf16
     elif config.precision == "fp16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1000}
     return result

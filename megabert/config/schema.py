@@ -18,6 +18,7 @@ from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
 VOCAB_MULTIPLE = 128  # the embedding is padded to this, so that matrix products have aligned shapes
+FP8_MULTIPLE = 16  # of both sizes of a weight that is multiplied in FP8
 
 
 class Section(BaseModel):
@@ -144,12 +145,19 @@ class ZeroConfig(Section):
 class OpsConfig(Section):
     """Which implementation each operation uses; `megabert.doctor` shows what `auto` picks and why."""
 
-    attention: Literal["auto", "sdpa", "varlen", "native", "fused_softmax"] = Field(
-        "auto", description="attention backend"
+    attention: Literal["auto", "sdpa", "varlen", "cudnn", "native", "fused_softmax"] = Field(
+        "auto",
+        description="attention backend; auto: on CUDA the fastest right one, measured at the run's start",
     )
-    mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend")
-    layer: Literal["auto", "torch", "native"] = Field(
-        "auto", description="bias+GELU and dropout+add+LayerNorm"
+    mlm_loss: Literal["auto", "torch", "native"] = Field(
+        "auto", description="masked-LM loss backend; auto as above"
+    )
+    layer: Literal["auto", "torch", "native", "compiled", "apex"] = Field(
+        "auto",
+        description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm",
+    )
+    optimizer: Literal["auto", "torch", "apex"] = Field(
+        "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only"
     )
 
 
@@ -191,7 +199,9 @@ class SpikesConfig(Section):
     newest checkpoint before the spike and pass over the data from there through the spike."""
 
     policy: Literal["off", "warn", "skip", "rollback"] = Field(
-        "warn", description="say so, do not apply the update (waits for each loss), or go back and pass over"
+        "warn",
+        description="say so (with the next log line), do not apply the update, or go back and pass over; the last two wait "
+        "for each loss",
     )
     threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
     window: int = Field(
@@ -210,7 +220,7 @@ class WatchdogConfig(Section):
 
 class LogConfig(Section):
     interval: int = Field(
-        10, gt=0, description="updates between log lines; meters stay on the device in between"
+        10, gt=0, description="updates between log lines; nothing is read from the device in between"
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
 
@@ -219,13 +229,21 @@ class Config(Section):
     """Everything that decides a run. Its canonical JSON is hashed into each checkpoint."""
 
     seed: int = Field(42, ge=0, description="seed of initialisation, order, masking and dropout")
-    precision: Literal["bf16", "fp16", "fp32"] = Field(
-        "bf16", description="compute type; master weights are fp32"
+    deterministic: bool = Field(
+        False, description="updates repeat bit for bit on CUDA too, more slowly; on the CPU they always do"
+    )
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
+        "bf16",
+        description="compute type; master weights are fp32; fp8: bf16, and the products of the inner layers' linears in FP8",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(
         0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it"
+    )
+    cuda_graphs: bool = Field(
+        False,
+        description="record a micro-step once and replay it; zero.stage 1 in bf16; not yet seen to run on a GPU",
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -317,9 +335,23 @@ def _check(config: Config) -> None:
     if masking.causal and config.ops.attention == "varlen":
         raise ValueError(
             "ops.attention=varlen attends to whole sequences, which data.masking.strategy=causal must not; "
-            "set ops.attention to auto, sdpa, native or fused_softmax"
+            "set ops.attention to auto, sdpa, cudnn, native or fused_softmax"
         )
+    if config.precision == "fp8":
+        if model.layers < 3:
+            raise ValueError(
+                f"precision=fp8 keeps the first and the last layer in bf16: model.layers={model.layers} leaves none; use bf16"
+            )
+        for name, width in (("hidden", model.hidden), ("intermediate", model.ffn)):
+            if width % FP8_MULTIPLE:
+                raise ValueError(
+                    f"precision=fp8 needs multiples of {FP8_MULTIPLE}: model.{name} is {width}; change it or use bf16"
+                )
     if config.schedule.name == "budget" and not config.schedule.budget_minutes:
         raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
+    if config.schedule.name == "budget" and config.deterministic:
+        raise ValueError(
+            "deterministic=true: schedule.name=budget reads the clock, so that no two runs are the same; choose another"
+        )
     if config.schedule.warmup_steps > config.schedule.total_steps:
         raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")

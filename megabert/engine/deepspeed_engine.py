@@ -3,8 +3,9 @@
 Losses are sums divided by the global counts of the update, so ranks x micro-steps may change without changing the
 update. A module that trains here names its k losses in `terms`, says in `weights` what each counts in their sum and in
 `counts(batch)` over how many items a batch sums each, and returns the k sums followed by k counts of right answers. A
-non-finite loss or gradient on any rank skips the update on all ranks. Nothing is read back from the device inside an
-update except what DeepSpeed itself reads (the gradient norm, once).
+non-finite loss or gradient on any rank skips the update on all ranks. An update reads nothing back from the device and
+copies nothing to it from memory that is not pinned, so that the host runs ahead. Exceptions: a veto reads the loss; fp16's
+loss scale and offloaded states are the host's, so there DeepSpeed reads the norm; stage 3 waits for its own side streams.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from torch import Tensor, nn
 from megabert.common import rng
 from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed.process_group import World
-from megabert.engine import optimizers
-from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table
-from megabert.engine.zero_layout import Piece, find_layout
+from megabert.engine import apex_kernels, device_step, optimizers
+from megabert.engine.determinism import repeat_bit_for_bit
+from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
+from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
+from megabert.engine.zero_layout import Piece, check_shapes, find_layout
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
 
@@ -59,28 +62,38 @@ class Engine:
 
         Raises ValueError naming a key of `deepspeed_extra` that contradicts the config.
         """
+        if config.deterministic:
+            repeat_bit_for_bit()
         deepspeed = _import_deepspeed(world)
         self.config, self.world = config, world
         self.dtype = DTYPES[config.precision]
         self.accumulation = accumulation(config, world.size)
         if config.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
             raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
+        if config.cuda_graphs:
+            check_graphs(config, world.size)
         settings = to_deepspeed(config, world.size)
         settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
         module: Any = model if isinstance(model, nn.Module) else model()
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
-        # What DeepSpeed 0.19.8 leaves undone at stage 0 is done here and in `train_update`; ZeRO 1 to 3 need none of it:
-        # fp32     `engine._take_model_step` drops the norm it clips by and steps on NaN, so our optimizer clips and skips
-        # 16 bits  `engine._do_optimizer_sanity_check` refuses data_types, so torch itself accumulates in fp32 (grad_dtype)
-        # fp16     `engine.backward` scales the loss for ZeRO alone, so we scale it
-        stage_0, clip = config.zero.stage == 0, None
-        if stage_0 and config.precision == "fp32":
-            clip, settings["gradient_clipping"] = config.optimizer.clip, 0.0
-        elif stage_0:
+        # fp16's loss scale and offloaded gradients are on the host: there the norm, the clip and the skip are DeepSpeed's.
+        self._guarded = config.precision != "fp16" and config.zero.offload == "none"
+        if self._guarded:
+            for key, value in device_step.settings(config.zero.stage, config.precision).items():
+                settings[key] = settings[key] | value if isinstance(value, dict) else value
+        # What DeepSpeed 0.19.8 leaves undone at stage 0 in 16 bits is done here and in `train_update`:
+        # bf16, fp16  `engine._do_optimizer_sanity_check` refuses data_types, so torch itself accumulates in fp32 (grad_dtype)
+        # fp16        `engine.backward` scales the loss for ZeRO alone, so we scale it
+        stage_0 = config.zero.stage == 0
+        if stage_0:
             settings.pop("data_types", None)
-        self.optimizer = optimizers.build(config.optimizer, module)
+        apex = config.ops.optimizer == "apex"
+        if apex and (reason := apex_kernels.obstacle(config, world.device)):
+            raise ValueError(f"ops.optimizer=apex cannot run here: {reason}")
+        self.optimizer_kernels = "apex" if apex else "torch"
+        self.optimizer = optimizers.build(config.optimizer, module, apex)
         with _quiet():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
@@ -97,14 +110,33 @@ class Engine:
         self.optimizer.attach(
             {master.tensor: master.segments for master in self.layout.masters},
             world.device if self.layout.partitioned else None,
-            clip,
         )
+        if self._guarded:
+            self._gradients = device_step.install(wrapper, module, self.layout)
+        self._summed = (
+            device_step.take_gradients(self._deepspeed, module, world.size) if self._guarded else None
+        )
+        # Updates the guard skipped that are not in DeepSpeed's counter yet.
+        self._unapplied = torch.zeros((), device=world.device)
+        self._recorded: RecordedMicroSteps | None = None
+        if config.cuda_graphs:
+            assert self._summed is not None
+            self._recorded = RecordedMicroSteps(
+                module,
+                self._summed,
+                len(self.terms),
+                accumulation=self.accumulation,
+                device=world.device,
+            )
         self._scale_loss = stage_0 and config.precision == "fp16"
         if config.precision == "fp16":
             # At every stage DeepSpeed lets the loss scale grow before it divides the gradients by it, which halves those of
             # one update in 1,000 (where clipping does not hide it). So it grows after the step.
             self._update_scale = wrapper._update_scale
             wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
+        self._fp8: Any = None
+        if config.precision == "fp8":  # its gradients are averaged over the ranks only after the products
+            self._fp8 = module.use_fp8(world.device, 1 if self._summed else world.size)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -113,9 +145,13 @@ class Engine:
     ) -> UpdateResult:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
 
-        Where `veto(loss)` is true, on every rank, the step is not taken: gradients are made non-finite, which skips the
-        update as a bad one. It costs a wait for the last forward pass, and fp16 halves its loss scale.
+        Where `veto(loss)` is true, on every rank, the step is not taken, as if gradients were not finite. It costs a wait
+        for the last forward pass, and fp16 halves its loss scale.
         """
+        with self._recorded.stream() if self._recorded else contextlib.nullcontext():
+            return self._train_update(update, lr, veto)
+
+    def _train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None) -> UpdateResult:
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
         rng.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
         engine, vetoed = self._deepspeed, False
@@ -123,41 +159,81 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
-        totals = torch.tensor(counts, dtype=torch.float64, device=self.world.device)
+        totals = to_device(counts, self.world.device, torch.float64)
         if self.world.size > 1:
             dist.all_reduce(totals)
-        # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
-        scale = self.world.size * self.accumulation / totals.clamp(min=1).float() * self._weights.float()
+        # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both. We sum.
+        averaged = self.accumulation * (1 if self._summed else self.world.size)
+        scale = averaged / totals.clamp(min=1).float() * self._weights.float()
         terms = len(counts)
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
         loss_scale, loss_scale_floor = self._loss_scale()
+        if self._summed:
+            self._summed.begin()
         for number, batch in enumerate(update.batches, 1):
-            output = engine(**batch.to(self.world.device).inputs())
-            sums += doubles(output).detach()
-            if number == self.accumulation:
+            last = number == self.accumulation
+            # Sums over the ranks overlap the last backward pass, and are no part of a recording.
+            recorded = None if last and self.world.size > 1 else self._recorded
+            if recorded:
+                sums += recorded(number == 1, batch.inputs(), scale)
+            else:
+                output = engine(**batch.to(self.world.device).inputs())
+                sums += doubles(output).detach()
+            if last:
                 if self.world.size > 1:
                     dist.all_reduce(sums)
                 means = sums[:terms] / totals.clamp(min=1)
                 weighted = (means * self._weights).sum()
                 host_loss = HostCopy(weighted)
                 vetoed = veto is not None and veto(float(host_loss))
-            loss = (torch.stack(output[:terms]) * scale).sum()
-            # 0 for a finite loss, NaN otherwise: a non-finite loss makes every gradient non-finite, on every rank.
-            loss = loss * (1 + (loss.detach() - loss.detach()))
-            if vetoed:
-                loss = loss * math.nan
-            engine.backward(loss * loss_scale if self._scale_loss else loss)
+            if not recorded:
+                loss = scaled_loss(output[:terms], scale)
+                if vetoed and not self._guarded:
+                    loss = loss * math.nan  # DeepSpeed skips it as a bad one
+                if self._summed and last:
+                    self._summed.last()
+                engine.backward(loss * loss_scale if self._scale_loss else loss)
+            if self._guarded and last:
+                if self._summed:
+                    self._summed.finish()
+                norm = self.optimizer.guard(self._gradients(), self.config.optimizer.clip, skip=vetoed)
             engine.step()
-        skipped = bool(engine.optimizer.overflow)
+        if self._fp8 is not None:
+            self._fp8.end_update()
         overflow = False
-        if skipped and not vetoed and self.config.precision == "fp16":
-            overflow = loss_scale > loss_scale_floor and bool(torch.isfinite(sums).all())
-        norm = engine.get_global_grad_norm()
+        if self._guarded:
+            assert self.optimizer.found_inf is not None
+            self._unapplied += self.optimizer.found_inf
+            applied = 1 - self.optimizer.found_inf
+        else:
+            norm, skipped, overflow = self._step_by_deepspeed(sums, loss_scale, loss_scale_floor, vetoed)
+            applied = sums.new_full((), not skipped, dtype=torch.float32)
+        return UpdateResult(
+            loss=weighted,
+            losses=means,
+            correct=sums[terms:],
+            counts=totals,
+            grad_norm=norm,
+            applied=applied,
+            overflow=overflow,
+            vetoed=vetoed,
+            host_loss=host_loss,
+            host_applied=HostCopy(applied),
+        )
+
+    def _step_by_deepspeed(
+        self, sums: Tensor, loss_scale: float, floor: float, vetoed: bool
+    ) -> tuple[Tensor, bool, bool]:
+        """What came of a step that DeepSpeed decided about: the gradients' norm, whether it was skipped, and whether that
+        is fp16's search for a loss scale alone."""
+        fp16 = self.config.precision == "fp16"
+        skipped, norm = bool(self._deepspeed.optimizer.overflow), self._deepspeed.get_global_grad_norm()
+        overflow = fp16 and skipped and not vetoed and loss_scale > floor and bool(torch.isfinite(sums).all())
         if self._scale_loss and not skipped:
             norm = norm / loss_scale
-        if self.config.precision == "fp16" and not skipped:
+        if fp16 and not skipped:
             self._update_scale(False)
-        return UpdateResult(weighted, means, sums[terms:], totals, norm, skipped, overflow, vetoed, host_loss)
+        return sums.new_full((), float(norm), dtype=torch.float32), skipped, overflow
 
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any]) -> Tensor:
@@ -224,9 +300,12 @@ class Engine:
         scaler = self._loss_scaler() if self.config.precision == "fp16" else None
         counters = {
             "optimizer_steps": self.optimizer.updates_of(m.tensor for m in self.layout.masters if m.segments),
-            "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS},
+            "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
+            | {"skipped_steps": self.skipped_steps},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
         }
+        if self._fp8 is not None:
+            counters["amax_history"] = self._fp8.state()
         return Snapshot(self.consolidated_weights(), pieces, counters)
 
     @torch.no_grad()
@@ -248,7 +327,10 @@ class Engine:
                 read_moment(kind, piece.name, piece.offset, view)
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
+        self._unapplied.zero_()
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
+        if self._fp8 is not None:
+            self._fp8.load(counters.get("amax_history", []))
         scaler = self._loss_scaler()
         for name, value in counters["loss_scale"].items():
             if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
@@ -280,16 +362,19 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Updates skipped since the start of the run, kept across resumes."""
+        """Updates skipped since the start of the run, kept across resumes. Waits for the device."""
+        self._deepspeed.skipped_steps += int(self._unapplied)
+        self._unapplied.zero_()
         return int(self._deepspeed.skipped_steps)
 
     def describe(self) -> str:
         """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
         c = self.config
         parameters = sum(shape.numel() for shape in self.layout.shapes)
+        precision = f"fp8 ({self._fp8.how})" if self._fp8 is not None else c.precision
         offload = " with CPU offload" if c.zero.offload == "cpu" else ""
         return (
-            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
+            f"{parameters / 1e6:.1f} M parameters, {precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {c.batch.micro_size} x {self.world.size} x {self.accumulation} micro-steps"
         )
@@ -311,21 +396,3 @@ def _import_deepspeed(world: World) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     setattr(communication, "build_shm_op", lambda: None)  # noqa: B010
     return deepspeed
-
-
-def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError naming the first parameter that is missing, unknown or of another shape."""
-    for name, shape in shapes.items():
-        if name not in weights:
-            raise ValueError(f"the weights have no {name}; they come from another kind of model")
-        found = tuple(weights[name].shape)
-        if found != tuple(shape):
-            raise ValueError(
-                f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "
-                "config equal to that of the weights (vocab_size, max_positions, hidden, layers)"
-            )
-    for name in weights:
-        if name not in shapes:
-            raise ValueError(
-                f"the weights hold {name}, which this model does not have; compare the model section"
-            )

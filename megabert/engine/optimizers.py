@@ -1,12 +1,14 @@
 """Optimizers: AdamW, and LAMB with one trust ratio a parameter whatever flat partitions ZeRO hands it.
 
 Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. LAMB
-has one trust ratio a parameter at every ZeRO stage: norms are sums over the parameter's pieces on all ranks. A step
-whose gradients are not finite changes nothing and is counted.
+has one trust ratio a parameter at every ZeRO stage: norms are sums over the parameter's pieces on all ranks. What the
+gradients' norm decides (by what they are divided, whether the step is taken at all) stays on the device and is applied
+inside the update rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
+from megabert.engine.result import to_device
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what both update rules keep of every element, in fp32
 CACHED = 1 << 17  # elements of a piece on the CPU: five fp32 arrays of it fit a core's cache
@@ -43,48 +46,69 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build(config: OptimizerConfig, model: nn.Module) -> AdamW | Lamb:
-    """The configured optimizer over `model`'s parameters; it does nothing until `attach` is called."""
-    kind = Lamb if config.name == "lamb" else AdamW
+def build(config: OptimizerConfig, model: nn.Module, apex: bool = False) -> Any:
+    """The configured optimizer over `model`'s parameters, by our and torch's kernels or by apex's; it does nothing until
+    `attach` is called."""
+    kind: Any = Lamb if config.name == "lamb" else AdamW
+    if apex:
+        from megabert.engine.apex_kernels import ApexAdamW, ApexLamb
+
+        kind = ApexLamb if config.name == "lamb" else ApexAdamW
     groups = parameter_groups(model, config.weight_decay)
     return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 class _Guarded(torch.optim.Optimizer):
-    """What both update rules share: idle until attached, and the guard of whole-parameter training.
+    """What both update rules share: idle until attached, and a guard that never waits for the device.
 
-    With partitions DeepSpeed computes the norm, clips, and skips the step on every rank when it is not finite. At stage
-    0 in fp32 it hands NaN to the optimizer and loses the norm, so there `attach(clip=...)` turns our guard on.
+    `guard` leaves two numbers on the device that the update rules read as they go: `grad_scale`, by which gradients are
+    divided, and `found_inf`, 1 where the step changes nothing. Names and meaning are torch's (`torch.amp.GradScaler`), whose
+    fused AdamW knows them. Both are None where DeepSpeed computes the norm, clips and skips.
     """
 
-    overflow = False  # DeepSpeed reads this after each step, and the norm below
-    _global_grad_norm: Tensor | float = 0.0
-    skipped = 0
-    counts_on_device = True  # where the update rule keeps a tensor's step counter
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def attach(
         self,
         segments: Mapping[Tensor, tuple[Segment, ...]] | None = None,
         reduce_on: torch.device | None = None,
-        clip: float | None = None,
     ) -> None:
         """Start work.
 
         `segments` describes each tensor this optimizer will see (None: tensors are whole parameters). `reduce_on` is
-        the device of the norms' all-reduce when parameters are spread over ranks (None: they are not). `clip` turns
-        on the guard of stage 0 with that gradient-norm limit (0: no limit).
+        the device of the norms' all-reduce when parameters are spread over ranks (None: they are not).
         """
         self._segments = dict(segments or {})
-        self._reduce_on, self._clip, self._attached = reduce_on, clip, True
+        self._reduce_on, self._attached = reduce_on, True
+
+    @torch.no_grad()
+    def guard(self, gradients: list[Tensor], limit: float, skip: bool = False) -> Tensor:
+        """Decides from `gradients` what the next steps do: clip to the norm `limit` (0: never), or nothing where it is not
+        finite or `skip` says so. Their global norm, fp32 on the device; inf where nothing is done.
+
+        `gradients` are all that this rank holds; where parameters are spread over ranks, each element is on one rank,
+        and the call is a collective.
+        """
+        home = gradients[0].device if gradients else self._reduce_on
+        squares = torch.zeros((), dtype=torch.float64, device=home)
+        if gradients:  # a rank can be left without any by a model of fewer elements than ranks
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        if self._reduce_on is not None:
+            dist.all_reduce(squares)
+        norm = squares.sqrt().float()
+        finite = torch.zeros_like(norm, dtype=torch.bool) if skip else torch.isfinite(norm)
+        self.found_inf = (~finite).float()
+        divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) if limit > 0 else None
+        self.grad_scale = None if divisor is None else divisor.where(finite, 1.0)
+        return norm.where(finite, math.inf)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every tensor that has a gradient; none at all when the guard finds one not finite."""
+        """One update of every tensor that has a gradient; none changes where the guard found one not finite."""
         assert closure is None
         if not getattr(self, "_attached", False):
             return  # DeepSpeed's wrappers take a trial step with zero gradients, which would count and decay
-        if self._clip is not None and not self._guard(self._clip):
-            return
         self._update()
 
     def _update(self) -> None:
@@ -99,7 +123,7 @@ class _Guarded(torch.optim.Optimizer):
     def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
         """Flat views of a tensor's moments; {} before its first update."""
         state = self.state.get(tensor)
-        return {kind: state[kind].view(-1) for kind in MOMENTS} if state else {}
+        return {kind: state[kind].view(-1) for kind in MOMENTS} if state and int(state["step"]) else {}
 
     def resume(self, tensors: Iterable[Tensor], updates: int) -> None:
         """Make `tensors` such as have taken `updates` updates; moments that did not exist are zero and wait to be filled."""
@@ -112,25 +136,10 @@ class _Guarded(torch.optim.Optimizer):
             self.state[tensor]["step"].fill_(updates)
 
     def _begin(self, tensor: Tensor) -> None:
-        home = tensor.device if self.counts_on_device else None
         state = self.state[tensor]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-
-    def _guard(self, limit: float) -> bool:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        finite = torch.isfinite(norm).to(torch.int32)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        self._global_grad_norm, self.overflow = norm, not bool(finite)
-        if self.overflow:
-            self.skipped += 1
-            return False
-        if limit > 0:
-            torch._foreach_div_(gradients, torch.clamp((norm + 1e-6) / limit, min=1.0))
-        return True
 
 
 class AdamW(_Guarded, torch.optim.AdamW):
@@ -154,11 +163,10 @@ class Lamb(_Guarded):
     parameters without weight decay take the plain Adam step.
     """
 
-    counts_on_device = False
-
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._parameters = sum(len(group["params"]) for group in self.param_groups)
+        self._owners: dict[tuple[int, ...], Tensor] = {}  # parameters' indices, copied to the device once
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -168,27 +176,46 @@ class Lamb(_Guarded):
                 self._update_group(group, tensors)
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Gradients are consumed: each becomes the update u = m^ / (sqrt(v^) + eps) + decay * w."""
+        """Gradients are consumed: each becomes the update u = m^ / (sqrt(v^) + eps) + decay * w.
+
+        A step that is not taken runs with g = 0, moments multiplied by 1 and an update of 0.
+        """
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         for tensor in tensors:
             if not self.state.get(tensor):
                 self._begin(tensor)
-            self.state[tensor]["step"] += 1
-        step = float(self.state[tensors[0]]["step"])
+        home = tensors[0].device
+        one = torch.ones((), dtype=torch.float64, device=home)
+        taken = one if self.found_inf is None else 1 - self.found_inf.to(home).double()
+        skip = taken == 0
+        steps = [self.state[t]["step"] for t in tensors]
+        torch._foreach_add_(steps, [taken.float()] * len(steps))
+        step = steps[0].double()
+        divisor = one if self.grad_scale is None else self.grad_scale.to(home).double()
+        share = ((1 - beta1) / divisor).float()  # of a gradient in the first moment
+        keep1, keep2 = (torch.where(skip, 1.0, beta * one).float() for beta in (beta1, beta2))
+        # What corrects the moments for their zero start; inf makes an update of 0.
+        correction1 = torch.where(skip, math.inf, 1 - beta1**step).float()
+        correction2 = torch.where(skip, 1.0, 1 - beta2**step).float()
         weights = [t.detach().view(-1) for t in tensors]
         updates = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
         first = [self.state[t]["exp_avg"].view(-1) for t in tensors]
         second = [self.state[t]["exp_avg_sq"].view(-1) for t in tensors]
         for block in _blocks(weights, updates, first, second):
             w, u, m, v = block
-            torch._foreach_lerp_(m, u, 1 - beta1)
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, u, u, 1 - beta2)
-            denominators = torch._foreach_div(v, 1 - beta2**step)  # m^, v^: corrected for their zero start
+            torch._foreach_mul_(u, share)  # (1 - beta1) g
+            if self.found_inf is not None:
+                for piece in u:
+                    piece.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+            torch._foreach_mul_(m, keep1)
+            torch._foreach_add_(m, u)
+            torch._foreach_mul_(v, keep2)
+            torch._foreach_addcmul_(v, u, u, value=(1 - beta2) / (1 - beta1) ** 2)
+            denominators = torch._foreach_div(v, correction2)
             torch._foreach_sqrt_(denominators)
             torch._foreach_add_(denominators, group["eps"])
             torch._foreach_copy_(u, m)
-            torch._foreach_div_(u, 1 - beta1**step)
+            torch._foreach_div_(u, correction1)
             torch._foreach_div_(u, denominators)
             if decay:
                 torch._foreach_add_(u, w, alpha=decay)
@@ -200,24 +227,26 @@ class Lamb(_Guarded):
             for number, (tensor, w, u) in enumerate(zip(tensors, weights, updates, strict=True))
             for segment in self._segments.get(tensor, (Segment(number, 0, w.numel(), 0),))
         ]
-        ratios = self._trust_ratios(pieces, tensors[0].device)
+        rates = (-group["lr"] * taken * self._trust_ratios(pieces, home)).float().unbind()
         for owner, weight, update in pieces:
-            weight.add_(update, alpha=-group["lr"] * ratios[owner])
+            weight.addcmul_(update, rates[owner])
 
-    def _trust_ratios(self, pieces: list[tuple[int, Tensor, Tensor]], home: torch.device) -> list[float]:
-        """|w| / |u| of every parameter, from its (index, weight, update) pieces on all ranks; 1 where either is 0."""
+    def _trust_ratios(self, pieces: list[tuple[int, Tensor, Tensor]], home: torch.device) -> Tensor:
+        """|w| / |u| of every parameter, from its (index, weight, update) pieces on all ranks; 1 where either is 0. fp64."""
         squares = torch.zeros(2, self._parameters, dtype=torch.float64, device=home)
         if pieces:
             owners, *both = zip(*pieces, strict=True)
-            index = torch.tensor(owners, device=home)
+            if owners not in self._owners:
+                self._owners[owners] = to_device(owners, home, torch.int64)
             for row, views in zip(squares, both, strict=True):
-                row.index_add_(0, index, torch.stack(torch._foreach_norm(views)).double().square())
+                norms = torch.stack(torch._foreach_norm(views)).double()
+                row.index_add_(0, self._owners[owners], norms.square())
         if self._reduce_on is not None:
             squares = squares.to(self._reduce_on)
             dist.all_reduce(squares)
-        weight_norms, update_norms = squares.sqrt()
+        weight_norms, update_norms = squares.sqrt().to(home)
         valid = (weight_norms > 0) & (update_norms > 0)
-        return torch.where(valid, weight_norms / update_norms, 1.0).tolist()
+        return torch.where(valid, weight_norms / update_norms, 1.0)
 
 
 def _blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:

@@ -27,24 +27,40 @@ class HostCopy:
         return float(self._value)
 
 
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of host numbers on `device`. On CUDA from pinned memory: a copy from any other waits for the device."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
 
     `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
     scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
-    without either is a bad update. `host_loss` is `loss`, read without waiting for the optimizer.
+    without either is a bad update. `host_loss` is `loss`, read without waiting for the optimizer. Nothing is read before
+    the caller asks: `skipped` waits for the end of the update, `float(host_loss)` for its last forward pass.
     """
 
     loss: Tensor  # weighted sum of the losses
     losses: Tensor  # [k], means over the update's items
     correct: Tensor  # [k]
     counts: Tensor  # [k]
-    grad_norm: Tensor | float  # before clipping; inf when skipped
-    skipped: bool
+    grad_norm: Tensor  # fp32, before clipping; inf when skipped
+    applied: Tensor  # fp32, 1 or 0
     overflow: bool
     vetoed: bool
     host_loss: HostCopy
+    host_applied: HostCopy
+
+    @property
+    def skipped(self) -> bool:
+        return not float(self.host_applied)
+
+    def wait(self) -> None:
+        """Returns when the device has done the update."""
+        float(self.host_applied)
 
     @property
     def accuracies(self) -> Tensor:
@@ -56,7 +72,13 @@ def doubles(output: Sequence[Tensor]) -> Tensor:
     return torch.stack([value.double() for value in output])
 
 
+def scaled_loss(losses: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Sum of losses, each by its factor. A non-finite one makes every gradient non-finite, on every rank."""
+    loss = (torch.stack(list(losses)) * scale).sum()
+    return loss * (1 + (loss.detach() - loss.detach()))  # 1 for a finite loss, NaN otherwise
+
+
 def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """fp64 [k, 3]: loss sum, right answers and items of each term, of a module's output for one batch."""
     values = doubles(output)
-    return torch.stack([*values.view(2, -1), values.new_tensor(counts)], 1)
+    return torch.stack([*values.view(2, -1), to_device(counts, values.device, values.dtype)], 1)

@@ -186,3 +186,21 @@ def _check_cover(layout: ZeroLayout, world: World) -> None:
                 f"DeepSpeed's partitions hold {count} of the {shape.numel()} elements of {name} over {world.size} ranks; "
                 "this DeepSpeed version lays parameters out in a way that is not known here"
             )
+
+
+def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError naming the first parameter that is missing, unknown or of another shape."""
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"the weights have no {name}; they come from another kind of model")
+        found = tuple(weights[name].shape)
+        if found != tuple(shape):
+            raise ValueError(
+                f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "
+                "config equal to that of the weights (vocab_size, max_positions, hidden, layers)"
+            )
+    for name in weights:
+        if name not in shapes:
+            raise ValueError(
+                f"the weights hold {name}, which this model does not have; compare the model section"
+            )

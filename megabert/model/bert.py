@@ -41,11 +41,15 @@ class Affine(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
         self.bias = nn.Parameter(torch.zeros(outputs))
+        self.fp8: native.Linear8 | None = None  # of training alone; evaluation runs in the compute type
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
+        return native.linear(x, self.weight, bias, self.fp8 if self.training else None)
 
 
 class Linear(Affine):
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class LinearGelu(Affine):
@@ -56,7 +60,7 @@ class LinearGelu(Affine):
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        return native.bias_gelu(F.linear(x, self.weight), self.bias, self.backend)
+        return native.bias_gelu(self.product(x), self.bias, self.backend)
 
 
 class LinearNorm(Affine):
@@ -73,11 +77,10 @@ class LinearNorm(Affine):
 
     def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
         p = self.cfg.dropout if self.training else 0.0
-        normed, total = native.dropout_add_layer_norm(
-            F.linear(x, self.weight), self.bias, residual, self.norm_weight, self.norm_bias,
-            p, self.cfg.layer_norm_eps, seed, stream, self.backend,
+        return native.dropout_add_layer_norm(
+            self.product(x), self.bias, residual, self.norm_weight, self.norm_bias,
+            p, self.cfg.layer_norm_eps, seed, stream, self.backend, post=self.cfg.norm == "post",
         )  # fmt: skip
-        return normed, (normed if self.cfg.norm == "post" else total)
 
 
 class Vocabulary(nn.Module):
@@ -102,7 +105,7 @@ class Vocabulary(nn.Module):
             return F.embedding(ids, self.weight)
         assert hidden is not None
         if labels is None:
-            return F.linear(hidden, self.weight[: self.size], self.bias[: self.size])
+            return native.mlm_logits(hidden, self.weight, self.bias, self.size)
         return native.mlm_loss(hidden, self.weight, self.bias, labels, self.size, self.backend)
 
 
@@ -207,7 +210,10 @@ class BertForPreTraining(nn.Module):
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
         self.weights: tuple[float, ...] = (1.0, 1.0)
         self.backends = native.Backends(
-            *(native.choose(op, getattr(ops, op), device, dtype, causal) for op in native.BACKENDS)
+            *(
+                native.choose(op, getattr(ops, op), device, dtype, causal, cfg.hidden // cfg.heads)
+                for op in native.BACKENDS
+            )
         )
         self.embeddings = Embeddings(cfg, self.backends)
         self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))
@@ -215,6 +221,17 @@ class BertForPreTraining(nn.Module):
         if cfg.nsp:
             self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std)
             self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
+
+    def use_fp8(self, device: torch.device, gradient_unit: int) -> native.Scaling:
+        """Train the four linears of each layer but the first and the last in FP8; their scales (arguments as there).
+
+        Raises ValueError on a device that cannot.
+        """
+        linears = [m for layer in self.layers[1:-1] for m in layer.modules() if isinstance(m, Affine)]
+        scaling = native.Scaling(len(linears), device, gradient_unit)
+        for module, scales in zip(linears, scaling.linears, strict=True):
+            module.fp8 = scales
+        return scaling
 
     def encode(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,

@@ -2,7 +2,8 @@
 
 Everything but `fake_step` is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
 GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
-not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB.
+not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is
+proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert.config import Config, accumulation, fit_micro_size, from_dict, merge_deepspeed, to_deepspeed
+from megabert.config import (
+    Config,
+    ModelConfig,
+    accumulation,
+    fit_micro_size,
+    from_dict,
+    merge_deepspeed,
+    to_deepspeed,
+)
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.shards import Manifest, Rows
@@ -33,6 +42,7 @@ from megabert.training import distillation
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
 GIB = 2**30
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+SPARE = 0.1  # of a GPU's memory, for what is not counted
 
 
 @dataclass(frozen=True)
@@ -82,14 +92,14 @@ def states(parameters: int, precision: str, stage: int, world: int) -> dict[str,
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
     of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
-    configured here keeps gradients in fp32: beside the 16-bit ones at stage 1, twice for a moment from stage 2 on (sums and
-    their flat copy). Stage 0 in fp32 has no masters beside its weights. fp16 is taken as bf16.
+    configured here keeps gradients in fp32: at stage 1 alone in bf16 and beside the 16-bit ones in fp16, twice for a moment
+    from stage 2 on (sums and their flat copy). Stage 0 in fp32 has no masters beside its weights.
     """
     mixed = precision != "fp32"
     share = parameters / world
     gradients = {
         0: 4 * parameters,
-        1: (6 if mixed else 4) * parameters,
+        1: (6 if precision == "fp16" else 4) * parameters,
         2: 8 * share,
         3: 8 * share,
     }
@@ -126,12 +136,14 @@ def report(
     tokens_per_sec: float | None = None,
     mfu: float | None = None,
     deepspeed_extra: Mapping[str, Any] | None = None,
+    memory_gib: float | None = None,
 ) -> str:
-    """The plan as text. Raises ValueError naming the value that contradicts another or is missing."""
+    """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another or is missing."""
     for name, value, most in (
         ("--world-size", world_size, math.inf),
         ("--tokens-per-sec", tokens_per_sec, math.inf),
         ("--mfu", mfu, 1.0),
+        ("--memory-gib", memory_gib, math.inf),
     ):
         if value is not None and not 0 < value <= most:
             raise ValueError(f"{name} {value:g} is outside what it can be; give a number above 0")
@@ -150,7 +162,7 @@ def report(
         f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
         *_time(config, update, world_size, tokens_per_sec, mfu),
         "",
-        *_memory(config, update.seq_len, world_size),
+        *_memory(config, update.seq_len, world_size, memory_gib),
         "",
         "DeepSpeed's configuration",
         json.dumps(
@@ -187,10 +199,65 @@ def _time(
     return lines or ["time     unknown: give --tokens-per-sec (of all ranks), or --mfu with peak_tflops"]
 
 
-def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
-    parameters = parameter_count(config.model) + (config.model.padded_vocab - config.model.vocab_size) * (
-        config.model.hidden + 1
+def padded_parameters(model: ModelConfig) -> int:
+    """Parameters with the rows that the vocabulary is padded by, and their biases."""
+    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden + 1)
+
+
+def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
+    """`states` of this run at a ZeRO stage, as far as they are on the GPU."""
+    parts = states(padded_parameters(config.model), config.precision, stage, world_size)
+    if config.zero.offload == "cpu" and stage:
+        parts |= {"masters": 0.0, "moments": 0.0}
+    return parts
+
+
+def bucket_bytes(config: Config) -> float:
+    """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
+    if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision not in ("fp16", "fp32")):
+        return 0.0
+    return BUCKET * DTYPES[config.precision].itemsize
+
+
+def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
+    """The largest `batch.micro_size` that divides a rank's share of the global batch and fits a GPU; 0 where none does.
+
+    Raises ValueError when the ranks cannot share the global batch.
+    """
+    share, rest = divmod(config.batch.global_size, world_size)
+    if rest:
+        raise ValueError(
+            f"batch.global_size={config.batch.global_size} is not a multiple of {world_size} ranks; change one of them"
+        )
+    room = (1 - SPARE) * memory_gib * GIB - bucket_bytes(config)
+    room -= sum(resident(config, config.zero.stage, world_size).values())
+    for micro in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
+        if activations(with_micro_size(config, micro), seq_len) <= room:
+            return micro
+    return 0
+
+
+def with_micro_size(config: Config, micro: int) -> Config:
+    """The config with another `batch.micro_size`."""
+    batch = config.batch.model_copy(update={"micro_size": micro})
+    return config.model_copy(update={"batch": batch})
+
+
+def _largest(config: Config, seq_len: int, world_size: int, memory_gib: float) -> str:
+    micro = largest_micro_size(config, seq_len, world_size, memory_gib)
+    if not micro:
+        return f"no micro-batch fits {memory_gib:g} GiB; take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+    best = with_micro_size(config, micro)
+    total = activations(best, seq_len) + bucket_bytes(best)
+    total += sum(resident(best, best.zero.stage, world_size).values())
+    return (
+        f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}, {total / GIB:.1f} GiB,"
+        f" {accumulation(best, world_size)} micro-steps an update"
     )
+
+
+def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:
+    parameters = padded_parameters(config.model)
     kept = activations(config, seq_len)
     lines = [
         f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {config.precision}, {config.optimizer.name};"
@@ -199,9 +266,7 @@ def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
         "ZeRO   weights  gradients  fp32 masters  moments  activations    total",
     ]
     for stage in range(4):
-        parts = states(parameters, config.precision, stage, world_size)
-        if config.zero.offload == "cpu" and stage:
-            parts |= {"masters": 0.0, "moments": 0.0}
+        parts = resident(config, stage, world_size)
         cells = [parts[name] / GIB for name in ("weights", "gradients", "masters", "moments")] + [kept / GIB]
         mark = "  <- this run" if stage == config.zero.stage else ""
         lines.append(
@@ -210,8 +275,11 @@ def _memory(config: Config, seq_len: int, world_size: int) -> list[str]:
         )
     width = DTYPES[config.precision].itemsize
     lines.append(
-        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size)"
+        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
+        " stage 1 in bf16 nothing"
     )
+    if memory_gib is not None:
+        lines.append(_largest(config, seq_len, world_size, memory_gib))
     if config.zero.offload == "cpu":
         lines.append("masters and moments are on the host (zero.offload=cpu)")
     return lines
@@ -272,12 +340,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
     )
     add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
+    add(
+        "--memory-gib",
+        type=float,
+        metavar="X",
+        help="of a GPU, for the largest micro-batch (default: of the one here)",
+    )
 
 
 def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
     """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
-    speeds = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu}
-    dry_run(config, world, args.world_size, **speeds, deepspeed_file=args.deepspeed_config)
+    given = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu, "memory_gib": args.memory_gib}
+    dry_run(config, world, args.world_size, **given, deepspeed_file=args.deepspeed_config)
 
 
 def dry_run(
@@ -287,6 +361,7 @@ def dry_run(
     tokens_per_sec: float | None = None,
     mfu: float | None = None,
     deepspeed_file: str = "",
+    memory_gib: float | None = None,
 ) -> None:
     """Prints the report for `world_size` ranks (None: those that were started), then does the fake update with these.
 
@@ -294,7 +369,9 @@ def dry_run(
     """
     manifest = Manifest.load(config.data.path) if config.data.path else None
     extra = json.loads(Path(deepspeed_file).read_text()) if deepspeed_file else None
-    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra)
+    if memory_gib is None and world.device.type == "cuda":
+        memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
+    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra, memory_gib)
     if world.is_main:
         print(text, flush=True)
     process_group.init(world)

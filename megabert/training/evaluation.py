@@ -15,6 +15,7 @@ from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.engine import DTYPES
 from megabert.engine.result import loss_table
 from megabert.model import BertForPreTraining
 
@@ -81,7 +82,7 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
 
 
 def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, on the device at hand, in the run's precision."""
+    """Figures of the newest whole checkpoint of a run, on the device at hand, in the run's precision (fp8: bf16)."""
     weights, state = checkpoint.load_weights(run)
     tree = state["config"]
     if rows:
@@ -91,7 +92,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[cfg.precision]
+    dtype = DTYPES[cfg.precision]
     model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.data.masking.causal)
     model.load_state_dict(weights)
     sums = batch_sums(model.to(device, dtype), fixed_batches(held_out(data, cfg), tokenizer, cfg), device)

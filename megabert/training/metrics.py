@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megabert.common.text import duration
@@ -49,8 +50,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def measured(result: UpdateResult) -> torch.Tensor:
     """fp32 [2 k + 2] on the device: the loss, the loss and the accuracy of each of k terms, the gradient norm."""
     terms = torch.stack([result.losses, result.accuracies], 1).flatten()
-    norm = torch.as_tensor(result.grad_norm, dtype=torch.float32, device=terms.device)
-    return torch.cat([result.loss.float().view(1), terms.float(), norm.view(1)])
+    return torch.cat([result.loss.float().view(1), terms.float(), result.grad_norm.view(1)])
 
 
 def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
@@ -67,19 +67,20 @@ class Means:
     """Means of `measured` over the updates that were applied; the sums stay on the device until `figures`."""
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-        self._updates = 0
+        self._sums: torch.Tensor | None = None  # of `measured`, and of the updates
 
     def add(self, result: UpdateResult) -> None:
         """One more update; one that was skipped is not averaged in."""
-        if not result.skipped:
-            self._updates += 1
-            row = measured(result)
-            self._sums = row if self._sums is None else self._sums + row
+        row = torch.cat([measured(result), result.applied.view(1)])
+        row = row.where(result.applied > 0, 0.0)
+        self._sums = row if self._sums is None else self._sums + row
 
     def figures(self, terms: Sequence[str]) -> dict[str, float]:
-        """`train/…` figures; {} where no update was applied."""
-        return {} if self._sums is None else figures(self._sums / self._updates, terms)
+        """`train/…` figures; {} where no update was applied. Waits for the device."""
+        if self._sums is None:
+            return {}
+        sums = self._sums.cpu()
+        return figures(sums[:-1] / sums[-1], terms) if sums[-1] else {}
 
 
 class Meter:
@@ -100,7 +101,7 @@ class Meter:
         self._counts[0] += update.tokens
         self._counts[1] += update.sequences
         self._counts[2] += update.predictions
-        self._counts[3] += sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
+        self._counts[3] += sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
         self._means.add(result)
 
     def drain(self) -> dict[str, float]:

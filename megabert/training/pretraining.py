@@ -24,7 +24,7 @@ from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
-from megabert.training import distillation, evaluation
+from megabert.training import distillation, evaluation, measured_choice
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe
@@ -118,10 +118,14 @@ def open_run(
     if writes:
         run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
+    settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
     torch.manual_seed(config.seed)
-    build = lambda: distillation.build(config, tokenizer.sha256, world.device)  # noqa: E731
-    engine = Engine(config, build, world, deepspeed_extra)
-    provenance = describe(config, dataset, tokenizer) | getattr(engine.module, "provenance", {})
+    build = lambda: distillation.build(settled, tokenizer.sha256, world.device)  # noqa: E731
+    engine = Engine(settled, build, world, deepspeed_extra)
+    module: Any = engine.module
+    backends = {role: choice.name for role, choice in module.backends._asdict().items()}
+    backends["optimizer"] = engine.optimizer_kernels
+    provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
     saved = None
     if newest is not None:

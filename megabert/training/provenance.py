@@ -1,7 +1,8 @@
-"""Provenance of a checkpoint: configuration, data, versions, revision, command."""
+"""Provenance of a checkpoint: configuration, data, backends, versions, revision, command."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megabert.common import environment
@@ -10,13 +11,17 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 
 
-def describe(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Config and its hash, data and tokenizer fingerprints, versions, revision, command: the head of each checkpoint."""
+def describe(
+    config: Config, dataset: Dataset, tokenizer: Tokenizer, backends: Mapping[str, str]
+) -> dict[str, Any]:
+    """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
+    of each checkpoint."""
     return {
         "config": config.model_dump(),
         "config_sha256": config.digest(),
         "dataset": dataset.manifest.fingerprint,
         "tokenizer": tokenizer.sha256,
+        "backends": dict(backends),
         "versions": environment.versions(),
         "revision": environment.revision(),
         "command": environment.command(),

@@ -97,6 +97,11 @@ class SpikePolicy:
         """Given to the engine, which does not apply an update whose loss it is true for."""
         return self.spikes.is_spike if self.settings.policy == "skip" else None
 
+    @property
+    def immediate(self) -> bool:
+        """Whether each update has to be judged before the next one: the others lose nothing by a later look."""
+        return self.settings.policy in ("skip", "rollback")
+
     def expect(self, loss: SupportsFloat) -> None:
         """Take over a loss of an update that is repeated and was judged before."""
         if self.settings.policy != "off":

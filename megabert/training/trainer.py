@@ -55,6 +55,18 @@ class TrainState:
         return cls(**{field.name: saved[field.name] for field in fields(cls)})
 
 
+@dataclass(frozen=True)
+class Unjudged:
+    """An update that was done and not looked at: its step, its place and rows in the data (not its batches, whose memory
+    the loader uses again), and what came of it."""
+
+    step: int
+    cursor: int
+    epoch: int
+    row_ids: list[int]
+    result: UpdateResult
+
+
 class Agreed(NamedTuple):
     """What all ranks know after an update: the slowest one's seconds, and what any of them reports."""
 
@@ -95,6 +107,7 @@ class Trainer:
         self.last_eval: dict[str, float] = {}
         self.saving_since = 0.0
         self.state = TrainState()
+        self.unjudged: list[Unjudged] = []
         self.saved_step = -1  # of the newest checkpoint; -1 where there is none
         self.rows = RowDigest(world)
         if saved is not None:
@@ -113,11 +126,13 @@ class Trainer:
         clock = time.perf_counter()  # waiting for data is training time, evaluating and saving are not
         while not self.over:
             update, lr, result = self.train_update()
+            if due := self.reading_due(self.state.step + 1):
+                result.wait()  # here, where it is training time
             agreed = self.agree(time.perf_counter() - clock, update)
             self.account(update, result, agreed.seconds)
             if self.checkpoints.pending and not agreed.writing:
                 self.finish_save()
-            decision = self.judge(update, result)
+            decision = self.judge() if due or agreed.stop or self.over else Decision.OK
             if decision is Decision.ROLLBACK:
                 self.roll_back(update)
             else:
@@ -177,7 +192,8 @@ class Trainer:
         self.state.step += 1
         self.state.cursor = update.step + 1
         self.state.seconds += seconds
-        self.state.skipped += result.skipped
+        place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
+        self.unjudged.append(Unjudged(**place, row_ids=update.row_ids.tolist(), result=result))
         self.workload.meter.add(result, update, seconds)
         for text in self.rows.add(update):
             log.warning(f"left out: {text}")
@@ -223,31 +239,48 @@ class Trainer:
 
     # -- trouble -----------------------------------------------------------------------------------------------------
 
-    def judge(self, update: Update, result: UpdateResult) -> Decision:
-        """Look at an update's loss and act on it; the decision. Raises BadTraining where the run ends."""
+    def reading_due(self, step: int) -> bool:
+        """Whether something is read back from the device after update `step`. Between two such updates the host only gives
+        it work; a policy that acts on the very update reads each."""
+        if self.spike_policy.immediate or step % self.config.log.interval == 0:
+            return True
+        last = step == self.config.schedule.total_steps or step == self.stop_after
+        return last or self.workload.evaluation_due(step) or self.workload.checkpoint_due(step)
+
+    def judge(self) -> Decision:
+        """Look at the updates since the last call and act on them; the decision about the newest. Raises BadTraining where
+        the run ends."""
+        decision = Decision.OK
+        unjudged, self.unjudged = self.unjudged, []
+        for done in unjudged:
+            decision = self.judge_one(done)
+        return decision
+
+    def judge_one(self, done: Unjudged) -> Decision:
+        """Look at one update's loss and whether it was applied, act on it; the decision."""
+        result = done.result
+        self.state.skipped += result.skipped
         if result.overflow:
-            log.info(
-                f"step {self.state.step}: fp16 overflow; the update is skipped and the loss scale halved"
-            )
+            log.info(f"step {done.step}: fp16 overflow; the update is skipped and the loss scale halved")
         judgement = self.spike_policy.judge(
             result.host_loss, skipped=result.skipped, overflow=result.overflow, vetoed=result.vetoed
         )
         self.state.bad = self.spike_policy.bad
         for trouble in judgement.troubles:
             self.state.spiked += trouble.kind == "spike"
-            self.record(update, result, trouble)
-            log.info(f"step {self.state.step}: {trouble.text}")
+            self.record(done, trouble)
+            log.info(f"step {done.step}: {trouble.text}")
         if judgement.decision is Decision.ABORT:
             raise BadTraining(f"{judgement.reason}; the rows are in {self.run_dir / 'trouble.jsonl'}")
         return judgement.decision
 
-    def record(self, update: Update, result: UpdateResult, trouble: Trouble) -> None:
+    def record(self, done: Unjudged, trouble: Trouble) -> None:
         """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
-        row_ids = self.world.gather_ints(update.row_ids.tolist())
+        row_ids = self.world.gather_ints(done.row_ids)
         if self.writes and self.world.is_main:
-            entry: dict[str, Any] = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
+            entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
-            entry |= figures(measured(result), self.engine.terms)
+            entry |= figures(measured(done.result), self.engine.terms)
             entry |= {"score": round(trouble.score, 3), "row_ids": row_ids}
             with open(self.run_dir / "trouble.jsonl", "a") as file:
                 file.write(as_json(entry) + "\n")
@@ -272,6 +305,7 @@ class Trainer:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the engine's own tensors. A collective."""
+        assert not self.unjudged, "its losses belong to the state"
         own = asdict(self.state) | self.rows.totals() | {"losses": self.spike_policy.spikes.state()}
         return dict(self.provenance) | own | self.workload.state()
 
@@ -320,6 +354,7 @@ class Trainer:
             started = time.perf_counter()
             update, lr, result = self.train_update()
             self.account(update, result, self.agree(time.perf_counter() - started, update).seconds)
+            self.unjudged.clear()  # they were judged when the run did them
             self.spike_policy.expect(result.host_loss)
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
         return as_json(place | figures(measured(result), self.engine.terms) | {"skipped": result.skipped})

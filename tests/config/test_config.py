@@ -7,7 +7,8 @@ from megabert import config as c
 
 def test_every_preset_loads_and_divides_on_one_rank():
     names = c.presets()
-    assert names == ["base", "large_24h", "large_phase1", "large_phase2", "mini", "tiny"]
+    large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
+    assert names == ["base", "large_24h", *large, "mini", "tiny"]
     for name in names:
         assert c.accumulation(c.load(name), 1) >= 1
 
@@ -30,6 +31,7 @@ def test_published_shapes():
         ("model.dropout=1.5", "model.dropout: Input should be less than 1"),
         ("model.heads=7", "model.heads=7 does not divide model.hidden=768"),
         ("data.masking.strategy=causal", "data.masking.strategy=causal: [CLS] sees nothing but itself"),
+        ("precision=fp4", "precision: Input should be 'bf16', 'fp16', 'fp32' or 'fp8' (got 'fp4')"),
         ("schedule.name=budget", "needs schedule.budget_minutes"),
         ("model", "write section.key=value"),
         ("seed.x=1", "seed: Input should be a valid integer"),
@@ -47,6 +49,23 @@ def test_left_to_right_does_not_take_attention_over_whole_sequences():
     assert c.load("mini", causal).data.masking.causal and not c.load("mini").data.masking.causal
     with pytest.raises(ValueError, match=r"ops\.attention=varlen attends to whole sequences"):
         c.load("mini", [*causal, "ops.attention=varlen"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.layers=2"],
+            r"precision=fp8 keeps the first and the last layer in bf16: model\.layers=2 leaves none",
+        ),
+        (["model.hidden=776", "model.heads=8"], r"precision=fp8 needs multiples of 16: model\.hidden is 776"),
+        (["model.intermediate=3000"], r"precision=fp8 needs multiples of 16: model\.intermediate is 3000"),
+    ],
+)
+def test_fp8_wants_inner_layers_and_sizes_of_16(overrides, message):
+    assert c.load("base", ["precision=fp8"]).precision == "fp8"
+    with pytest.raises(ValueError, match=message):
+        c.load("base", ["precision=fp8", *overrides])
 
 
 def test_missing_and_malformed_files_are_named(tmp_path):
@@ -116,7 +135,13 @@ def test_deepspeed_snapshot():
         "timers": {"throughput": {"enabled": False}},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
     }
+
+
+def test_fp8_is_bf16_to_deepspeed():
+    bf16, fp8 = (c.to_deepspeed(c.load("", [f"precision={name}"]), 1) for name in ("bf16", "fp8"))
+    assert fp8 == bf16 and fp8["bf16"] == {"enabled": True}
 
 
 def test_a_users_deepspeed_file_may_add_but_not_contradict():

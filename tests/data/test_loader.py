@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megabert.config import from_dict
+from megabert.data.batch import compact_lengths
 from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
+from megabert.model.ops import attention_inputs
 from tests.data.test_tokenizer import train as train_tokenizer
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -163,6 +165,23 @@ def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
     ]
     assert batch.mlm_positions.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8, 0, 0, 0, 0], [*range(12, 23), 12]]
     assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
+
+
+def test_on_a_device_empty_slots_are_gone(tmp_path, dataset):
+    (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1)
+    assert compact_lengths(batch.lengths, 12).tolist() == [6, 4, 2, 12]
+    assert compact_lengths(torch.tensor([[3, 0], [12, 0]]).int(), 12).tolist() == [3, 9, 12, 0]
+    assert batch.to("cpu").lengths.equal(batch.lengths)
+    for batch in next(Loader(dataset, vocabulary(), global_batch=48, micro_batch=16, seed=1)).batches:
+        compact = compact_lengths(batch.lengths, 32)
+        there = batch.to("meta").lengths
+        assert there.shape == compact.shape and there.dtype == torch.int32 and len(compact) % 16 == 0
+        starts = (batch.key_start + torch.arange(16)[:, None] * 32)[batch.key_end > 0].unique()
+        pads = [b * 32 + int(n) for b, n in enumerate(batch.lengths.sum(1)) if n < 32]
+        offsets = attention_inputs("varlen", batch.key_start, batch.key_end, compact)[0]
+        assert offsets.unique().tolist() == sorted([*starts.tolist(), *pads, 16 * 32])
+        whole = attention_inputs("varlen", batch.key_start, batch.key_end, batch.lengths)[0]
+        assert offsets.unique().equal(whole.unique()) and len(offsets) <= len(whole)
 
 
 def test_counts_of_an_update_are_sums(dataset):

@@ -227,6 +227,7 @@ def test_mpirun(tmp_path):
     assert launch(tmp_path, SCRIPT, *head)[0] == [["mpirun", 2, [3]]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_deepspeed_launcher_trains_quietly(tmp_path):
     head = (str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()))

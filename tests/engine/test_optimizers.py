@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -194,27 +195,52 @@ def test_lamb_takes_ratio_one_for_a_zero_weight_and_leaves_zero_updates_alone():
     torch.testing.assert_close(still.detach(), torch.full((2, 2), 0.5))
 
 
-def test_guard_skips_a_step_with_one_bad_gradient_and_counts_it():
+@pytest.mark.parametrize("kind", (AdamW, Lamb))
+def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device(kind):
+    """Against the same optimizer on gradients clipped here, over steps with bad gradients between, also before the first."""
     torch.manual_seed(2)
-    layer = nn.Linear(4, 4)
-    optimizer = AdamW(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
-    optimizer.attach(clip=1.0)
-    for bad in (float("nan"), float("inf")):
+    layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    guarded, usual = (
+        kind(parameter_groups(model, DECAY), lr=LR, betas=BETAS, eps=EPS) for model in (layer, plain)
+    )
+    guarded.attach()
+    usual.attach()
+    for bad in (math.nan, None, math.inf, -math.inf, None, None):
         before = [p.detach().clone() for p in layer.parameters()]
+        moments = [t.clone() for p in layer.parameters() for t in guarded.moments_of(p).values()]
         for p in layer.parameters():
-            p.grad = torch.ones_like(p)
-        layer.bias.grad[2] = bad
-        optimizer.step()
-        assert optimizer.overflow and all(
-            torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)
-        )
-        assert not optimizer.state
-    assert optimizer.skipped == 2
-    for p in layer.parameters():
-        p.grad = torch.ones_like(p)
+            p.grad = torch.randn_like(p)
+        if bad is None:
+            for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+                q.grad = p.grad.clone()
+            expected = clip(plain, 0.5)
+            usual.step()
+        else:
+            layer.bias.grad[2] = bad
+        norm = guarded.guard([p.grad for p in layer.parameters()], 0.5)
+        guarded.step()
+        assert float(guarded.found_inf) == (bad is not None)
+        if bad is None:
+            assert float(norm) == pytest.approx(expected, rel=1e-6)
+            for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        else:
+            assert norm == math.inf
+            after = [t for p in layer.parameters() for t in guarded.moments_of(p).values()]
+            for old, new in zip([*before, *moments], [*layer.parameters(), *after], strict=True):
+                assert torch.equal(old, new)
+        assert guarded.updates_of(layer.parameters()) == usual.updates_of(plain.parameters())
+
+
+def test_a_limit_of_0_clips_nothing():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([{"params": [weight], "weight_decay": 0.0}], lr=LR, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    weight.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert float(optimizer.guard([weight.grad], 0.0)) == 5 and optimizer.grad_scale is None
     optimizer.step()
-    assert not optimizer.overflow and float(optimizer._global_grad_norm) == pytest.approx(20**0.5, rel=1e-6)
-    assert float(layer.bias.grad.norm() ** 2 + layer.weight.grad.norm() ** 2) == pytest.approx(1.0, rel=1e-5)
+    assert weight.grad.tolist() == [3, 0, 4]
 
 
 @pytest.mark.parametrize("kind", (AdamW, Lamb))

@@ -45,6 +45,7 @@ def test_read_shards(dataset) -> None:
     assert shown.count("[MASK] ->") >= 2, "of nine or ten predictions about eight are shown as [MASK]"
 
 
+@pytest.mark.slow
 def test_train_loop(dataset) -> None:
     shown = run(sys.executable, "examples/train_loop.py", dataset, 20)
     losses = [float(loss) for loss in re.findall(r"update +\d+  loss (\d+\.\d+)", shown)]

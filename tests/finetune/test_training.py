@@ -234,6 +234,7 @@ def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> 
     return run(Path(base), "classify", Path(folder), world, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> None:
     # 60 items in batches of 8: the last update of an epoch holds 4, fewer than there are ranks x micro-steps

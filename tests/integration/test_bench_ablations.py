@@ -61,9 +61,9 @@ def test_every_variant_is_a_configuration() -> None:
     from megabert import config
 
     for variants in bench.SETS.values():
-        assert len(variants) == 3
+        assert len(variants) > 1
         found = [config.load("mini", list(overrides)) for overrides in variants.values()]
-        assert len({cfg.digest() for cfg in found}) == 3
+        assert len({cfg.digest() for cfg in found}) == len(variants)
     assert config.load("mini", list(bench.CAUSAL)).data.masking.causal
 
 

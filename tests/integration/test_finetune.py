@@ -158,6 +158,7 @@ def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
     assert not (tmp_path / "odd").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_dead_rank_is_named_and_ends_the_others(base, tmp_path) -> None:
     given = texts(base, tmp_path / "out", "--epochs", 500, "--evaluations", 1)

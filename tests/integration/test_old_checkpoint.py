@@ -40,7 +40,7 @@ def going_on(world: World) -> list[list[tuple[float, float]]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_goes_on_at_every_stage(ranks: int) -> None:
     for losses in run_ranks(ranks, going_on)[0]:
         for ours, theirs in zip(losses, NEXT, strict=True):

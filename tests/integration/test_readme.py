@@ -69,6 +69,7 @@ def test_the_two_commands_are_make_targets() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow  # .ci/run does it as it is written
 def test_quickstart_on_your_own_text(tmp_path) -> None:
     (command,) = commands("quickstart")
     corpus, out = documents(tmp_path / "corpus", 40), tmp_path / "out"
@@ -84,6 +85,7 @@ def test_quickstart_on_your_own_text(tmp_path) -> None:
     assert [step for step, _ in losses(out / "run")] == [0, 24]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_pre_training_on_your_own_text_line_by_line(tmp_path) -> None:
     """The README's lines; only folders, the vocabulary, the model's size and the length of the run are replaced."""

@@ -147,6 +147,7 @@ def test_updates_and_rows_are_counted(tmp_path, spoil, counted):
     assert tuple(counts(one, two, 3).values()) == counted
 
 
+@pytest.mark.slow
 def test_a_failed_case_is_counted_with_its_reason(tmp_path, monkeypatch, capsys):
     def fail_after_two(case, data, run, server, number, rng, seconds, by_command, outcome):
         if "LAMB" in case.name:

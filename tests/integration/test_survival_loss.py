@@ -84,6 +84,7 @@ def test_rollback_goes_back_and_passes_over_the_data_through_the_spike(dataset, 
     assert [entry["action"] for entry in trouble(run)] == ["rollback"]
 
 
+@pytest.mark.slow
 def test_spikes_again_and_again_end_the_run(dataset, tmp_path):
     run = tmp_path / "run"
     times = (9, 12, 14)

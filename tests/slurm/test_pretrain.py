@@ -217,6 +217,7 @@ def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeue
     assert "unknown config key modle" in mistake.log
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(cluster, dataset, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset)
     job.trained(1)
@@ -238,6 +239,7 @@ def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
         assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
     site = {
         "PROJECT": str(ROOT),

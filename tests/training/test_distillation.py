@@ -258,6 +258,7 @@ def trained(world: World, teacher: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_updates_are_the_same_on_any_ranks_and_stages_and_resume_bit_equal(tmp_path: Path) -> None:
     teacher = teacher_run(tmp_path / "teacher")

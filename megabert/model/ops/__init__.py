@@ -1,9 +1,20 @@
 """The operations of the encoder, each behind one function with a `backend` argument; this package imports torch alone."""
 
 from megabert.model.ops.attention import attend, attention_inputs
-from megabert.model.ops.backend import BACKENDS, LIBRARY, MISSING, Backends, Choice, choose, has_kernel
+from megabert.model.ops.backend import (
+    BACKENDS,
+    LIBRARY,
+    MISSING,
+    Backends,
+    Choice,
+    choose,
+    has_kernel,
+    obstacles,
+)
+from megabert.model.ops.fp8 import Linear8, Scaling, linear
+from megabert.model.ops.fp8 import support as fp8_support
 from megabert.model.ops.layer import bias_gelu, dropout, dropout_add_layer_norm
-from megabert.model.ops.mlm_loss import mlm_loss, mlm_loss_of_logits
+from megabert.model.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
 __all__ = [
@@ -12,14 +23,20 @@ __all__ = [
     "MISSING",
     "Backends",
     "Choice",
+    "Linear8",
+    "Scaling",
     "attend",
     "attention_inputs",
     "bias_gelu",
     "choose",
     "dropout",
     "dropout_add_layer_norm",
+    "fp8_support",
     "fused_softmax_mask",
     "has_kernel",
+    "linear",
+    "mlm_logits",
     "mlm_loss",
     "mlm_loss_of_logits",
+    "obstacles",
 ]

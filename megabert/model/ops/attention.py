@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megabert.model.ops.backend import MISSING
 from megabert.model.ops.softmax_mask import fused_softmax_mask
@@ -19,19 +20,25 @@ from megabert.model.ops.softmax_mask import fused_softmax_mask
 def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: Tensor) -> list[Tensor]:
     """What `attend` needs of a batch, made once for all layers.
 
-    key_start, key_end int32 [B, T]; lengths int32 [B, S]. Returns sdpa: bool mask [B, 1, T, T]; native and
-    fused_softmax: the bounds; varlen: int32 offsets [B * (S + 1) + 1] of the sequences and of each row's pads in the flattened batch.
+    key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
+    mask [B, 1, T, T]; cudnn: the same with pads attending to everything, and bool [B, 1, T, 1], true where there is a pad;
+    native and fused_softmax: the bounds; varlen: int32 offsets of the sequences and of each row's pads in the flattened
+    batch, [N + 1] or, with empty slots (flash attention starts blocks for those too), [B * (S + 1) + 1].
     """
     if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
     width = key_start.shape[1]
-    if backend == "sdpa":
+    if backend in ("sdpa", "cudnn"):
         key = torch.arange(width, device=key_start.device, dtype=key_start.dtype)
         mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
-        return [mask[:, None]]
-    pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
-    ends = torch.cat([lengths, pads], 1).flatten().cumsum(0, dtype=torch.int32)
-    return [F.pad(ends, (1, 0))]
+        if backend == "sdpa":
+            return [mask[:, None]]
+        pad = ~mask.any(-1, keepdim=True)  # a softmax over no keys at all would be NaN, in the gradients too
+        return [(mask | pad)[:, None], pad[:, None]]
+    if lengths.dim() == 2:
+        pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
+        lengths = torch.cat([lengths, pads], 1).flatten()
+    return [F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))]
 
 
 def attend(
@@ -61,6 +68,11 @@ def attend(
             scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream
         )
         return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
+    if backend == "cudnn":
+        mask, pad = inputs
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        return out.masked_fill(pad, 0).transpose(1, 2).reshape(batch, width, heads * size)
     mask = inputs[0]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     out = out.masked_fill(

@@ -6,6 +6,9 @@ The native library is built by `python setup.py build_ext --inplace` (or an inst
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +22,20 @@ NATIVE_DTYPES = {
 # role -> its backends and, for those in the native library, the operation of it that must have a kernel for them to run.
 # A role is a field of `Backends` and of OpsConfig (config/schema.py), in this order; its first backend always runs.
 ROLES: dict[str, dict[str, str]] = {
-    "attention": {"sdpa": "", "varlen": "", "native": "attention", "fused_softmax": "softmax_mask"},
+    "attention": {
+        "sdpa": "",
+        "varlen": "",
+        "cudnn": "",
+        "native": "attention",
+        "fused_softmax": "softmax_mask",
+    },
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
-    "layer": {"torch": "", "native": "bias_gelu"},
+    "layer": {"torch": "", "native": "bias_gelu", "compiled": "", "apex": ""},
 }
+FLASH = {
+    "varlen": "variable-length flash attention",
+    "cudnn": "cuDNN's attention",
+}  # tensor cores of 16-bit types only
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
 
 
@@ -59,16 +72,16 @@ def choose(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = False,
+    head_size: int = 64,
 ) -> Choice:
     """Backend of `op` ("attention", "mlm_loss" or "layer") on a device type in a compute type, with the reason.
 
-    `causal`: the key ranges of a sequence's tokens differ. Raises ValueError when `requested` is unknown or cannot run there.
+    `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. Raises ValueError when
+    `requested` is unknown or cannot run there.
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
-    obstacle = {name: _obstacle(op, name, device, dtype) for name in BACKENDS[op]}
-    if op == "attention" and causal:
-        obstacle["varlen"] = "it attends to whole sequences, a left-to-right model must not"
+    obstacle = obstacles(op, device, dtype, causal, head_size)
     if requested != "auto":
         if obstacle[requested]:
             raise ValueError(
@@ -80,11 +93,21 @@ def choose(
     if obstacle["native"]:
         return Choice(BACKENDS[op][0], obstacle["native"])
     if device == "cuda":
-        return Choice(BACKENDS[op][0], f"no benchmark shows yet that ops.{op}=native pays on cuda")
+        return Choice(BACKENDS[op][0], "runs everywhere; pre-training measures at its start instead")
     return Choice("native", f"fused {device} code for {_short(dtype)}")
 
 
-def _obstacle(op: str, name: str, device: str, dtype: torch.dtype) -> str:
+def obstacles(
+    op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64
+) -> dict[str, str]:
+    """Why each backend of `op` cannot run there; "" where it can."""
+    found = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
+    if op == "attention" and causal:
+        found["varlen"] = "it attends to whole sequences, a left-to-right model must not"
+    return found
+
+
+def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: int) -> str:
     """Why a backend cannot run, or an empty string."""
     if kernel := ROLES[op][name]:
         if MISSING:
@@ -93,14 +116,34 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype) -> str:
             return f"the native library has no {device} code for it"
         if dtype not in NATIVE_DTYPES[device]:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES[device]))}, not {_short(dtype)}"
-    if name == "varlen":
-        if device != "cuda":
-            return "variable-length flash attention needs a CUDA device"
+    if name in FLASH and device != "cuda":
+        return f"{FLASH[name]} needs a CUDA device"
+    if name in FLASH or (op == "attention" and name == "native" and device == "cuda"):  # on tensor cores
+        kind = FLASH.get(name, "native attention")
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"flash attention takes bfloat16 and float16, not {_short(dtype)}"
+            return f"{kind} takes bfloat16 and float16, not {_short(dtype)}"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
-            return "flash attention needs compute capability 8.0 or newer"
+            return f"{kind} needs compute capability 8.0 or newer"
+        if name == "native" and (head_size > 64 or head_size % 8):
+            return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
+    if name == "compiled":
+        return _compiler(device)
+    if name == "apex":
+        if device != "cuda":
+            return "NVIDIA's apex needs a CUDA device"
+        try:
+            import apex.normalization.fused_layer_norm  # noqa: F401
+        except ImportError as error:
+            return f"NVIDIA's apex does not import ({error})"
     return ""
+
+
+def _compiler(device: str) -> str:
+    """Why torch.compile cannot run, or an empty string."""
+    if device == "cuda":
+        return "" if importlib.util.find_spec("triton") else "torch.compile needs the package triton on cuda"
+    compiler = os.environ.get("CXX", "g++")  # as torch looks for it
+    return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler; there is no {compiler}"
 
 
 def has_kernel(op: str, device: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from megabert.model.ops.backend import MISSING
 
+GRAPHS = 64  # of one compiled function at most
+
 
 def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     """Exact GELU, y = z * Phi(z) with z = x + bias (Hendrycks & Gimpel 2016). x [..., D], bias [D] -> [..., D]."""
     if backend == "native":
         return torch.ops.megabert.bias_gelu(x, bias)
-    return F.gelu(x + bias)
+    return (_compiled(_bias_gelu) if backend == "compiled" else _bias_gelu)(x, bias)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
@@ -27,18 +31,90 @@ def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Ten
 
 def dropout_add_layer_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-    p: float, eps: float, seed: Tensor, stream: int, backend: str,
+    p: float, eps: float, seed: Tensor, stream: int, backend: str, post: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z).
+    """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z), or `post` (normed, normed).
 
     x, residual [..., D]; bias, weight, shift [D]. seed int64 [1] and stream number the dropout mask of the native
-    backend; the torch backend draws from torch's generator.
+    backend; the others draw from torch's generator.
     """
     if backend == "native":
+        if post:
+            return _NormedTwice.apply(x, bias, residual, weight, shift, seed, stream, p, eps)
         op = torch.ops.megabert.dropout_add_layer_norm
         return op(x, bias, residual, weight, shift, seed, stream, p, eps)[:2]
-    z = residual + F.dropout(x + bias, p, training=p > 0)
+    if backend == "apex":
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+        z = _dropout_add(x, bias, residual, p)
+        normed = fused_layer_norm_affine(z, weight, shift, z.shape[-1:], eps)
+    else:
+        norm = _compiled(_dropout_add_layer_norm) if backend == "compiled" else _dropout_add_layer_norm
+        normed, z = norm(x, bias, residual, weight, shift, p, eps)
+    return normed, normed if post else z
+
+
+class _NormedTwice(torch.autograd.Function):
+    """The norm for both of its uses, so that backward reads two gradients and autograd need not add them in memory first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
+        seed: Tensor, stream: int, p: float, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        op = torch.ops.megabert.dropout_add_layer_norm
+        y, z, mean, rstd = op(x, bias, residual, weight, shift, seed, stream, p, eps)
+        ctx.save_for_backward(z, mean, rstd, weight, seed)
+        ctx.numbers = stream, p
+        ctx.set_materialize_grads(False)
+        return y, y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, second = grads
+        return *_norm_gradients(grad, second, False, ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+def _norm_gradients(
+    grad: Tensor | None, second: Tensor | None, of_z: bool, saved: tuple[Tensor, ...], stream: int, p: float
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, bias, residual, weight and shift."""
+    z, mean, rstd, weight, seed = saved
+    if grad is None and not of_z:
+        grad, second = second, None
+    if grad is None:
+        grad = torch.zeros_like(z)
+    op = torch.ops.megabert.dropout_add_layer_norm_backward
+    dx, dresidual, dbias, dweight, dshift = op(grad, second, of_z, z, mean, rstd, weight, seed, stream, p)
+    # no dropout: the branch and the residual have the same gradient
+    return dx if dx.numel() else dresidual, dbias, dresidual, dweight, dshift
+
+
+def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def _dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float) -> Tensor:
+    return residual + F.dropout(x + bias, p, training=p > 0)
+
+
+def _dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, p: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    z = _dropout_add(x, bias, residual, p)
     return F.layer_norm(z, z.shape[-1:], weight, shift, eps), z
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph, so that what torch cannot compile is an error and no slower way taken unsaid.
+
+    Training, evaluation and a teacher have shapes and gradients of their own, each with its graph: more than torch's 8.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    return torch.compile(function, fullgraph=True)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -85,14 +161,15 @@ def _register() -> None:
 
     @torch.library.register_fake("megabert::dropout_add_layer_norm_backward")
     def _(
-        grad: Tensor, grad_z: Tensor | None, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+        grad: Tensor, second: Tensor | None, of_z: bool, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
         seed: Tensor, stream: int, p: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         dx = _like(z) if int(p * 65536 + 0.5) else z.new_empty(0)
         return dx, _like(z), _like(weight), _like(weight), _like(weight)
 
     def norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _x, _bias, _residual, weight, _shift, seed, ctx.stream, ctx.p, _eps = inputs
+        _x, _bias, _residual, weight, _shift, seed, stream, p, _eps = inputs
+        ctx.numbers = stream, p
         _y, z, mean, rstd = output
         ctx.save_for_backward(z, mean, rstd, weight, seed)
         ctx.mark_non_differentiable(mean, rstd)
@@ -101,16 +178,7 @@ def _register() -> None:
     def norm_backward(
         ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _mean: None, _rstd: None
     ) -> tuple[Tensor | None, ...]:
-        z, mean, rstd, weight, seed = ctx.saved_tensors
-        if grad is None:
-            grad = torch.zeros_like(z)
-        op = torch.ops.megabert.dropout_add_layer_norm_backward
-        dx, dresidual, dbias, dweight, dshift = op(
-            grad, grad_z, z, mean, rstd, weight, seed, ctx.stream, ctx.p
-        )
-        if not dx.numel():  # no dropout: the branch and the residual have the same gradient
-            dx = dresidual
-        return dx, dbias, dresidual, dweight, dshift, None, None, None, None
+        return *_norm_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
     torch.library.register_autograd(
         "megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context

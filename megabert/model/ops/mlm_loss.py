@@ -27,8 +27,21 @@ def mlm_loss(
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         op = torch.ops.megabert.mlm_loss
         return op(hidden, weight, bias, labels, vocab_size, label_smoothing, z_loss, need_grad)[:2]
-    logits = F.linear(hidden, weight[:vocab_size], bias[:vocab_size])  # (N, V)
+    padding = weight.shape[0] - vocab_size
+    bias = F.pad(bias[:vocab_size], (0, padding), value=-torch.inf)
+    logits = F.linear(hidden, weight, bias)  # (N, V'), -inf from V on: no probability, no gradient
+    if label_smoothing:
+        logits = logits[:, :vocab_size]  # its mean over the vocabulary takes no -inf
     return mlm_loss_of_logits(logits, labels, backend, label_smoothing, z_loss)
+
+
+def mlm_logits(hidden: Tensor, weight: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
+    """hidden [N, D], weight [V', D], bias [V'] -> logits [N, V], the first `vocab_size` columns of a product.
+
+    The whole padded matrix is multiplied, here and above: a slice of it would be aligned to nothing, which matrix units
+    pay for, and its gradient would be copied into a zeroed whole.
+    """
+    return F.linear(hidden, weight, bias)[:, :vocab_size]
 
 
 def mlm_loss_of_logits(

@@ -1,8 +1,8 @@
 // As much of CUDA as csrc's kernels use, on the CPU: a fibre for each thread of a block, blocks one after another.
 //
-// Stricter than a GPU: a barrier or shuffle that not all threads reach, and an access past the end of an argument (arguments
-// lie before a page that cannot be touched), end the launch with a message. Fibres run in either order, so that results
-// which depend on the order, as they do where a barrier is missing, can be seen.
+// Stricter than a GPU: a barrier or shuffle that not all threads reach, and an access past the end of an argument or of the
+// shared memory that the launch names (both lie before a page that cannot be touched) end the launch with a message. Fibres
+// run in either order, so that results which depend on the order, as they do where a barrier is missing, can be seen.
 #pragma once
 
 #include <setjmp.h>
@@ -23,6 +23,7 @@
 #define __global__
 #define __host__
 #define __shared__ static
+#define __launch_bounds__(...)
 
 struct dim3 {
   unsigned x, y, z;
@@ -50,18 +51,61 @@ struct __half {
 };
 inline float __half2float(__half x) { return static_cast<float>(x.value); }
 inline __half __float2half_rn(float f) { return {static_cast<_Float16>(f)}; }
+struct float2 {
+  float x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+struct __half2 {
+  __half x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {__bfloat162float(v.x), __bfloat162float(v.y)}; }
+inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float normcdff(float x) { return static_cast<float>(0.5 * std::erfc(-x * 0.70710678118654752)); }
+
+// The special function unit's results, each as wrong as it may be: in one direction or the other, by the argument's last bit.
+inline float wrong_by(double exact, float argument, double share) {
+  uint32_t bits;
+  memcpy(&bits, &argument, 4);
+  return static_cast<float>(exact * (bits & 1 ? 1 + share : 1 - share));
+}
+inline float fast_exp2(float x) {
+  const float y = wrong_by(std::exp2(static_cast<double>(x)), x, 0x1p-22);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+inline float fast_reciprocal(float x) { return wrong_by(1.0 / x, x, 0x1p-23); }
+inline void store_16_bytes(void* to, const uint32_t* word) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) raise(SIGSEGV);  // as the device does
+  memcpy(to, word, 16);
+}
 
 namespace cuda_on_cpu {
 
 enum class State { ready, at_barrier, at_warp, done };
+
+struct Copy {  // asked for and not done yet
+  void* to;
+  const void* from;
+  size_t bytes;
+  bool inside;
+  unsigned group;
+};
 
 struct Fibre {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   State state;
   unsigned x, y;
+  unsigned turn;  // of the warp's exchanges
+  std::vector<Copy> copies;
+  unsigned groups;
 };
 
 constexpr size_t kStack = 96 << 10;
@@ -73,6 +117,10 @@ inline Fibre* current = nullptr;
 inline std::function<void()> body;
 inline float slots[1024];
 inline sigjmp_buf on_fault;
+inline const char* fault_message;
+inline bool copies_at_once;  // or as late as they are waited for: a GPU may do either
+inline unsigned char* dynamic_shared = nullptr;
+inline size_t dynamic_bytes = 0;
 
 inline void yield(State state) {
   current->state = state;
@@ -99,6 +147,7 @@ inline std::string run_block(bool backwards) {
     Fibre& f = fibres[i];
     if (!f.stack) f.stack.reset(new char[kStack]);
     f.state = State::ready, f.x = i % blockDim.x, f.y = i / blockDim.x;
+    f.turn = f.groups = 0, f.copies.clear();
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStack, f.context.uc_link = nullptr;
     makecontext(&f.context, start, 0);
@@ -127,28 +176,9 @@ inline std::string run_block(bool backwards) {
 }
 
 inline void fault(int) { siglongjmp(on_fault, 1); }
-
-// Runs kernel() for every thread of every block.
-inline std::string launch(dim3 grid, dim3 block, bool backwards, std::function<void()> kernel) {
-  gridDim = grid, blockDim = block, body = kernel;
-  if (block.x * block.y > 1024 || block.z != 1 || grid.z != 1) return "not a legal launch";
-  struct sigaction act {}, before;
-  act.sa_handler = fault;
-  act.sa_flags = SA_NODEFER;
-  sigaction(SIGSEGV, &act, &before);
-  std::string message;
-  if (sigsetjmp(on_fault, 1)) {
-    message = "memory outside an argument is touched";
-  } else {
-    const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y;
-    for (uint64_t i = 0; i < blocks && message.empty(); ++i) {
-      const uint64_t b = backwards ? blocks - 1 - i : i;
-      blockIdx = dim3(b % grid.x, b / grid.x);
-      message = run_block(backwards);
-    }
-  }
-  sigaction(SIGSEGV, &before, nullptr);
-  return message;
+inline void fail(const char* message) {
+  fault_message = message;
+  raise(SIGSEGV);
 }
 
 // Memory that ends where the next page cannot be touched.
@@ -161,6 +191,33 @@ inline void* guarded(size_t bytes) {
 inline void release(void* p, size_t bytes) {
   const size_t page = sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
   munmap(static_cast<char*>(p) + bytes - whole, whole + page);
+}
+
+// Runs kernel() for every thread of every block, each with `shared` bytes (a multiple of 16) of shared memory, NaN at first.
+inline std::string launch(dim3 grid, dim3 block, bool backwards, std::function<void()> kernel, size_t shared = 0) {
+  gridDim = grid, blockDim = block, body = kernel, copies_at_once = backwards;
+  if (block.x * block.y > 1024 || block.z != 1 || grid.z != 1) return "not a legal launch";
+  struct sigaction act {}, before;
+  act.sa_handler = fault;
+  act.sa_flags = SA_NODEFER;
+  sigaction(SIGSEGV, &act, &before);
+  std::string message;
+  fault_message = "memory outside an argument is touched";
+  dynamic_bytes = shared, dynamic_shared = static_cast<unsigned char*>(guarded(shared));
+  if (sigsetjmp(on_fault, 1)) {
+    message = fault_message;
+  } else {
+    const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y;
+    for (uint64_t i = 0; i < blocks && message.empty(); ++i) {
+      const uint64_t b = backwards ? blocks - 1 - i : i;
+      blockIdx = dim3(b % grid.x, b / grid.x);
+      memset(dynamic_shared, 0xFF, shared);
+      message = run_block(backwards);
+    }
+  }
+  sigaction(SIGSEGV, &before, nullptr);
+  release(dynamic_shared, shared);
+  return message;
 }
 
 }  // namespace cuda_on_cpu

@@ -2,7 +2,13 @@
 // place of a GPU's. Every function gives a message, empty where all went well.
 #include "cuda.h"
 
+#include "common/device.cuh"
+#include "mma.h"
+
+#include "attention/backward.cuh"
+#include "attention/kernel.cuh"
 #include "bias_gelu/kernel.cuh"
+#include "cast_transpose/kernel.cuh"
 #include "common/rows.h"
 #include "dropout/kernel.cuh"
 #include "dropout_add_layer_norm/kernel.cuh"
@@ -27,6 +33,11 @@ const char* with_type(int type, F f) {
   return said(f(float{}));
 }
 
+template <class F>
+const char* with_half_type(int type, F f) {
+  return said(type == 0 ? f(__nv_bfloat16{}) : f(__half{}));
+}
+
 bool aligned(int64_t width, std::initializer_list<const void*> pointers) {
   bool whole = width % kGroup == 0;
   for (const void* p : pointers) whole = whole && reinterpret_cast<uintptr_t>(p) % 16 == 0;
@@ -39,12 +50,58 @@ dim3 column_grid(int64_t width) {
   return dim3(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
 }
 
+template <class T, int Vectors>
+std::string reduce(bool backwards, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines, int64_t stride,
+                   int64_t width) {
+  return launch(dim3((Vectors * width + kWarp - 1) / kWarp), dim3(kWarp, kLineThreads), backwards,
+                [&] { reduce_lines<T, Vectors>(partial, sums, lines, stride, width); });
+}
 template <class T>
 std::string reduce(bool backwards, const float* partial, T* result, int64_t lines, int64_t stride, int64_t width) {
-  return launch(dim3((width + kWarp - 1) / kWarp), dim3(kWarp, kLineThreads), backwards,
-                [&] { reduce_lines<T>(partial, result, lines, stride, width); });
+  return reduce(backwards, partial, LineSums<T, 1>{{result}}, lines, stride, width);
 }
 
+template <class T>
+AttentionRows<T> attention_rows(const void* qkv, const int32_t* start, const int32_t* end, int64_t tokens, int64_t heads,
+                                int64_t size) {
+  AttentionRows<T> a{};
+  a.qkv = static_cast<const T*>(qkv), a.start = start, a.end = end;
+  a.tokens = tokens, a.heads = heads, a.size = size, a.root = 1.0f / std::sqrt(static_cast<float>(size));
+  return a;
+}
+
+// c [m, n] += a b, all of 16: a lies as [m, k] and b as [n, k], `transposed`: as [k, m] and [k, n]
+template <class T>
+__global__ void multiply_16(const T* a, const T* b, float* c, bool transposed) {
+  T* shared = reinterpret_cast<T*>(launched_shared());
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4 * 2;
+  start_copy<16>(shared + lane * 8, a + lane * 8, true);
+  start_copy<16>(shared + 256 + lane * 8, b + lane * 8, true);
+  commit_copies();
+  wait_copies<0>();
+  __syncwarp();
+  uint32_t left[4], right[4];
+  const LaneAt down = LaneAt::down(lane), along = LaneAt::along(lane);
+  if (transposed) {
+    load_transposed(left, shared + along.line * 16 + along.column);
+    load_transposed(right, shared + 256 + down.line * 16 + down.column);
+  } else {
+    load_matrices(left, shared + down.line * 16 + down.column);
+    load_matrices(right, shared + 256 + along.line * 16 + along.column);
+  }
+  for (int n = 0; n < 2; ++n) {
+    float x[4];
+    for (int i = 0; i < 4; ++i) x[i] = c[(g + i / 2 * 8) * 16 + n * 8 + t + i % 2];
+    mma(x, left, right[2 * n], right[2 * n + 1], T{});
+    for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 16 + n * 8 + t + i % 2] = x[i];
+  }
+}
+__global__ void missing_wait(const float* x, float* y) {
+  float* shared = reinterpret_cast<float*>(launched_shared());
+  start_copy<4>(shared + threadIdx.x, x + threadIdx.x, true);
+  commit_copies();
+  y[threadIdx.x] = shared[threadIdx.x];
+}
 }  // namespace
 
 extern "C" {
@@ -90,10 +147,14 @@ const char* softmax_mask_backward(int type, bool backwards, const void* grad, co
 const char* bias_gelu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    return launch(column_grid(width), kColumnThreads, backwards, [&] {
-      bias_gelu_forward<T>(static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(y), rows, width,
-                           aligned(width, {x, bias, y}));
+    std::string result;
+    with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        bias_gelu_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<const T*>(bias),
+                                                     static_cast<T*>(y), rows, width);
+      });
     });
+    return result;
   });
 }
 
@@ -101,11 +162,27 @@ const char* bias_gelu_backward(int type, bool backwards, const void* grad, const
                                float* partial, void* dbias, int64_t rows, int64_t width) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const std::string result = launch(column_grid(width), kColumnThreads, backwards, [&] {
-      bias_gelu_gradient<T>(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias),
-                            static_cast<T*>(dx), partial, rows, width, aligned(width, {grad, x, bias, dx}));
+    std::string result;
+    with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        bias_gelu_gradient<T, decltype(whole)::value>(static_cast<const T*>(grad), static_cast<const T*>(x),
+                                                      static_cast<const T*>(bias), static_cast<T*>(dx), partial, rows, width);
+      });
     });
     return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, width, width) : result;
+  });
+}
+
+const char* cast_transpose(int type, bool backwards, const void* x, const float* scale, uint8_t* values,
+                           uint8_t* transposed, float* amax, int64_t rows, int64_t width, bool e5m2) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const dim3 grid((rows + kTile - 1) / kTile, (width + kTile - 1) / kTile);
+    const bool whole = aligned(width, {x, values}), quads = rows % 4 == 0;
+    return launch(grid, kCastThreads, backwards, [&] {
+      auto kernel = e5m2 ? cast_transpose_tile<T, E5M2> : cast_transpose_tile<T, E4M3>;
+      kernel(static_cast<const T*>(x), scale, values, transposed, amax, rows, width, whole, quads);
+    });
   });
 }
 
@@ -113,10 +190,14 @@ const char* dropout(int type, bool backwards, const void* x, void* y, int64_t ro
                     double p, const int64_t* seed) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    return launch(column_grid(width), kColumnThreads, backwards, [&] {
-      dropout_forward<T>(static_cast<const T*>(x), static_cast<T*>(y), Dropout::make(0, stream, p), seed, rows, width,
-                         aligned(width, {x, y}));
+    std::string result;
+    with_bool(aligned(width, {x, y}), [&](auto whole) {
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        dropout_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<T*>(y),
+                                                   Dropout::make(0, stream, p), seed, rows, width);
+      });
     });
+    return result;
   });
 }
 
@@ -127,41 +208,41 @@ const char* layer_norm(int type, bool backwards, const void* x, const void* bias
     using T = decltype(t);
     const LayerNormRows<T> a{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual),
                              static_cast<const T*>(weight), static_cast<const T*>(shift), static_cast<T*>(y),
-                             static_cast<T*>(z), mean, rstd, rows, width, static_cast<float>(eps),
-                             aligned(width, {x, bias, residual, weight, shift, y, z})};
+                             static_cast<T*>(z), mean, rstd, rows, width, static_cast<float>(eps)};
     std::string result;
-    with_row_shape(width, [&](auto shape) {
-      using S = decltype(shape);
-      result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] {
-        layer_norm_forward<T, S::threads, S::groups>(a, Dropout::make(0, stream, p), seed);
+    with_bool(aligned(width, {x, bias, residual, weight, shift, y, z}), [&](auto whole) {
+      with_row_shape(width, [&](auto shape) {
+        using S = decltype(shape);
+        result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] {
+          layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>(a, Dropout::make(0, stream, p), seed);
+        });
       });
     });
     return result;
   });
 }
 
-// partial [3, 3, width]; vectors: dbias, dweight, dshift
-const char* layer_norm_backward(int type, bool backwards, const void* grad, const void* grad_z, const void* z,
+// second: another gradient of y, or (of_z) that of z; partial [3, 3, width]; vectors: dbias, dweight, dshift
+const char* layer_norm_backward(int type, bool backwards, const void* grad, const void* second, bool of_z, const void* z,
                                 const void* weight, const float* mean, const float* rstd, void* dx, void* dresidual,
                                 float* partial, void* dbias, void* dweight, void* dshift, int64_t rows, int64_t width,
                                 int64_t stream, double p, const int64_t* seed) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const LayerNormGradientRows<T> a{static_cast<const T*>(grad), static_cast<const T*>(grad_z), static_cast<const T*>(z),
-                                     static_cast<const T*>(weight), mean, rstd, static_cast<T*>(dx),
-                                     static_cast<T*>(dresidual), partial, rows, width,
-                                     aligned(width, {grad, grad_z, z, weight, dx, dresidual})};
+    const LayerNormGradientRows<T> a{static_cast<const T*>(grad), static_cast<const T*>(second), static_cast<const T*>(z),
+                                     static_cast<const T*>(weight), of_z, mean, rstd, static_cast<T*>(dx),
+                                     static_cast<T*>(dresidual), partial, rows, width};
     std::string result;
-    with_block_shape(width, [&](auto shape) {
-      using S = decltype(shape);
-      result = launch(kBlocks, S::threads, backwards, [&] {
-        layer_norm_gradient<T, S::threads, S::groups>(a, Dropout::make(0, stream, p), seed);
+    with_bool(aligned(width, {grad, second, z, weight, dx, dresidual}), [&](auto whole) {
+      with_block_shape(width, [&](auto shape) {
+        using S = decltype(shape);
+        result = launch(kBlocks, S::threads, backwards, [&] {
+          layer_norm_gradient<T, S::threads, S::groups, decltype(whole)::value>(a, Dropout::make(0, stream, p), seed);
+        });
       });
     });
-    void* vectors[3] = {dbias, dweight, dshift};
-    for (int i = 0; i < 3 && result.empty(); ++i)
-      result = reduce(backwards, partial + i * width, static_cast<T*>(vectors[i]), kBlocks, 3 * width, width);
-    return result;
+    const LineSums<T, 3> sums{{static_cast<T*>(dbias), static_cast<T*>(dweight), static_cast<T*>(dshift)}};
+    return result.empty() ? reduce(backwards, partial, sums, kBlocks, 3 * width, width) : result;
   });
 }
 
@@ -186,6 +267,43 @@ const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, c
   });
 }
 
+const char* attention(int type, bool backwards, const void* qkv, const int32_t* start, const int32_t* end, void* context,
+                      float* lse, int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
+                      const int64_t* seed) {
+  return with_half_type(type, [&](auto t) {
+    using T = decltype(t);
+    AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
+    a.context = static_cast<T*>(context), a.lse = lse;
+    const dim3 grid(batch * heads, (tokens + kBlockQueries - 1) / kBlockQueries);
+    return launch(grid, kAttentionThreads, backwards,
+                  [&] { attention_forward<T>(a, Dropout::make(0, stream, p), seed); }, kForwardShared);
+  });
+}
+
+// partial [batch * heads, tokens to whole tiles, kHeadSize] where there are more than kBlockKeys tokens
+const char* attention_backward(int type, bool backwards, const void* grad, const void* qkv, const void* context,
+                               const float* lse, const int32_t* start, const int32_t* end, void* dqkv, float* partial,
+                               int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
+                               const int64_t* seed) {
+  return with_half_type(type, [&](auto t) {
+    using T = decltype(t);
+    AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
+    a.context = static_cast<T*>(const_cast<void*>(context)), a.lse = const_cast<float*>(lse);
+    a.grad = static_cast<const T*>(grad), a.dqkv = static_cast<T*>(dqkv), a.partial = partial;
+    const int64_t bytes = GradientShared<T>::bytes((tokens + kGradientQueries - 1) / kGradientQueries);
+    return launch(batch * heads, kAttentionThreads, backwards,
+                  [&] { attention_gradient<T>(a, Dropout::make(0, stream, p), seed); }, (bytes + 15) / 16 * 16);
+  });
+}
+
+const char* product(int type, bool backwards, const void* a, const void* b, float* c, bool transposed) {
+  return with_half_type(type, [&](auto t) {
+    using T = decltype(t);
+    const auto kernel = [&] { multiply_16<T>(static_cast<const T*>(a), static_cast<const T*>(b), c, transposed); };
+    return launch(1, 32, backwards, kernel, 1024);
+  });
+}
+
 // Kernels that are wrong on purpose: what the harness must notice.
 __global__ void divergent_barrier() {
   if (threadIdx.x % 2) __syncthreads();
@@ -193,6 +311,17 @@ __global__ void divergent_barrier() {
 __global__ void past_the_end(const float* x, float* y, int64_t count) { y[threadIdx.x % count] = x[threadIdx.x]; }
 
 const char* wrong_barrier() { return said(launch(1, 64, false, [] { divergent_barrier(); })); }
+const char* wrong_wait(int, bool backwards, const float* x, float* y) {
+  return said(launch(1, 32, backwards, [&] { missing_wait(x, y); }, 128));
+}
+const char* wrong_shared(const float* x) {
+  const auto kernel = [&] {
+    start_copy<4>(launched_shared() + 4 * threadIdx.x + 4, x + threadIdx.x, true);
+    commit_copies();
+    wait_copies<0>();
+  };
+  return said(launch(1, 32, false, kernel, 128));
+}
 const char* wrong_bounds(const float* x, float* y, int64_t count) {
   return said(launch(1, count + 1, false, [&] { past_the_end(x, y, count); }));
 }

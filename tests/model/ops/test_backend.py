@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_configuration_model_and_table_name_the_same_backends() -> None:
     named = {name: get_args(field.annotation) for name, field in OpsConfig.model_fields.items()}
+    assert named.pop("optimizer") == ("auto", "torch", "apex")  # the engine's, not the model's
     assert named == {role: ("auto", *backends) for role, backends in ops.BACKENDS.items()}
     assert ops.Backends._fields == tuple(ops.BACKENDS) == tuple(named)
 
@@ -53,7 +54,7 @@ def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPat
             "attention",
             "flash",
             torch.bfloat16,
-            "ops.attention='flash': choose one of auto, sdpa, varlen, native",
+            "ops.attention='flash': choose one of auto, sdpa, varlen, cudnn, native",
         ),
         ("layer", "native", torch.float64, "ops.layer=native cannot run on cpu in float64"),
         ("mlm_loss", "sdpa", torch.bfloat16, "ops.mlm_loss='sdpa': choose one of auto, torch, native"),
@@ -80,6 +81,30 @@ def test_a_left_to_right_model_never_gets_attention_over_whole_sequences(monkeyp
         ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "reason"),
+    [
+        (torch.float32, 64, "native attention takes bfloat16 and float16, not float32"),
+        (torch.bfloat16, 128, "native attention takes heads of at most 64 columns, a multiple of 8, not 128"),
+        (torch.float16, 20, "native attention takes heads of at most 64 columns, a multiple of 8, not 20"),
+        (torch.bfloat16, 64, ""),
+        (torch.float16, 8, ""),
+    ],
+)
+def test_what_native_attention_on_cuda_cannot_take_is_named(
+    dtype: torch.dtype, head_size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MISSING", "")
+    monkeypatch.setattr(backend, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if not reason:
+        assert ops.choose("attention", "native", "cuda", dtype, head_size=head_size).name == "native"
+        return
+    with pytest.raises(ValueError, match=f"ops.attention=native cannot run on cuda in .*: {reason}"):
+        ops.choose("attention", "native", "cuda", dtype, head_size=head_size)
+    assert ops.choose("attention", "native", "cpu", torch.bfloat16, head_size=head_size).name == "native"
+
+
 def instruction_sets() -> list[str]:
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.is_file() else set()
@@ -88,7 +113,10 @@ def instruction_sets() -> list[str]:
 
 
 @needs_library
-@pytest.mark.parametrize("name", instruction_sets())
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow) for name in instruction_sets()],
+)
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here they run again with the ones below it."""
     own, gpu, slow_steps = "test_backend.py", "test_cuda_ops.py", "test_gradcheck.py"

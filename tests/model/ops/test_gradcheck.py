@@ -45,10 +45,13 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 }  # fmt: skip
 
 
+NO_GRADIENT = {"cast_transpose"}  # called inside the forward and backward of FP8 products
+
+
 def test_every_registered_operation_has_a_case() -> None:
     schemas = (Path(__file__).resolve().parents[3] / "csrc" / "registration.cpp").read_text()
     registered = {name for name in re.findall(r'"(\w+)\(', schemas) if not name.endswith("_backward")}
-    assert set(CASES) == registered
+    assert set(CASES) | NO_GRADIENT == registered
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -58,19 +58,25 @@ def keep_factor(shape: tuple[int, ...], p: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1023), (200, 96), (5, 3, 16)], ids=str)
-def test_dropout_add_layer_norm(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
+def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dtype: torch.dtype) -> None:
     seed, keep = torch.tensor([SEED]), keep_factor(shape, p)
 
     def plain(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
         z = r + (x + b) * keep.to(x.dtype)
-        return [F.layer_norm(z, z.shape[-1:], w, s, EPS), z]
+        normed = F.layer_norm(z, z.shape[-1:], w, s, EPS)
+        return [normed, normed if post else z]
+
+    def exact(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
+        normed, z = reference.dropout_add_layer_norm(x, b, r, w, s, EPS, keep)
+        return [normed, normed if post else z]
 
     check(
-        lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, p, EPS, seed, STREAM, "native"),
-        plain,
-        lambda x, b, r, w, s: reference.dropout_add_layer_norm(x, b, r, w, s, EPS, keep),
-        norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype,
+        lambda x, b, r, w, s: ops.dropout_add_layer_norm(
+            x, b, r, w, s, p, EPS, seed, STREAM, "native", post=post
+        ),
+        plain, exact, norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype,
     )  # fmt: skip
 
 
@@ -88,12 +94,13 @@ def test_dropout_alone(dtype: torch.dtype) -> None:
     assert ops.dropout(x, 0.0, seed, STREAM, "native").equal(x)
 
 
-def test_only_the_norm_is_used() -> None:
-    """Post-LN never uses z: its gradient does not exist and must not be needed."""
+@pytest.mark.parametrize(("post", "used"), [(False, 0), (True, 0), (True, 1)])
+def test_only_the_norm_is_used(post: bool, used: int) -> None:
+    """A gradient that does not exist must not be needed: of z, of the norm's first or second use."""
     leaves = [t.float().requires_grad_() for t in norm_inputs((4, 24))]
     seed = torch.tensor([SEED])
-    normed, _ = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, seed, STREAM, "native")
-    normed.sum().backward()
+    outputs = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, seed, STREAM, "native", post=post)
+    outputs[used].sum().backward()
     exact = [t.double().requires_grad_() for t in norm_inputs((4, 24))]
     reference.dropout_add_layer_norm(*exact, EPS, keep_factor((4, 24), 0.1))[0].sum().backward()
     for a, b in zip(leaves, exact, strict=True):
@@ -151,7 +158,7 @@ def test_torch_knows_the_operations(p: float) -> None:
     torch.library.opcheck(library.bias_gelu_backward, (y, x.detach(), b.detach()), test_utils=checks)
     torch.library.opcheck(
         library.dropout_add_layer_norm_backward,
-        (y, None, z, mean, rstd, w.detach(), seed, 1, p),
+        (y, None, False, z, mean, rstd, w.detach(), seed, 1, p),
         test_utils=checks,
     )
 
@@ -161,7 +168,10 @@ def test_compiles_in_one_graph() -> None:
         y, z = ops.dropout_add_layer_norm(
             ops.bias_gelu(x, v, "native"), v, x, v, v, 0.1, EPS, seed, STREAM, "native"
         )
-        return (y * z).sum()
+        first, second = ops.dropout_add_layer_norm(
+            y, v, z, v + 1, v * 2, 0.1, EPS, seed, STREAM, "native", post=True
+        )
+        return (first.square() * second).sum()
 
     x, v, seed = normal(8, 32, seed=1).float(), normal(32, seed=2).float(), torch.tensor([SEED])
     grads = []

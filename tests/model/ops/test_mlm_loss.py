@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabert.model import ops
 from megabert.model.ops import reference
@@ -28,7 +30,15 @@ def problem(count: int, width: int, vocab: int, entries: int) -> tuple[list[Tens
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("count", "width", "vocab", "entries"),
-    [(2, 8, 1, 1), (3, 5, 3, 128), (70, 64, 1000, 1024), (1023, 32, 1023, 1152), (33, 16, 128, 128)],
+    [
+        (2, 8, 1, 1),
+        (3, 5, 3, 128),
+        (70, 64, 1000, 1024),
+        (1023, 32, 1023, 1152),
+        (33, 16, 128, 128),
+        (2500, 16, 120, 128),  # five chunks, the last a short one
+        (40_000, 16, 120, 128),  # as many chunks as there may be
+    ],
 )
 def test_against_fp64(count: int, width: int, vocab: int, entries: int, dtype: torch.dtype) -> None:
     inputs, labels = problem(count, width, vocab, entries)
@@ -102,17 +112,70 @@ def test_correct_counts_the_first_of_equal_logits() -> None:
     assert int(ops.mlm_loss(*tied, torch.tensor([0, 5]), 8, "native")[1]) == 1
 
 
-def test_padded_entries_are_invisible() -> None:
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+def test_padded_entries_are_invisible(smoothing: float, z_loss: float, backend: str) -> None:
     inputs, labels = problem(20, 16, 100, 128)
     hidden, weight, bias = (t.float() for t in inputs)
     bias[100:] = 1e4  # would win everything
     weight.requires_grad_(), bias.requires_grad_()
-    loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 100, "native")
-    small, _ = ops.mlm_loss(hidden, weight[:100], bias[:100], labels, 100, "torch")
+    loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 100, backend, smoothing, z_loss)
+    small, _ = reference.mlm_loss(hidden, weight[:100], bias[:100], labels, 100, smoothing, z_loss)
     torch.testing.assert_close(loss, small, rtol=1e-6, atol=1e-5)
     loss.backward()
     assert weight.grad is not None and bias.grad is not None
     assert weight.grad[100:].abs().max() == 0 and bias.grad[100:].abs().max() == 0
+    assert ops.mlm_logits(hidden, weight, bias, 100).shape == (20, 100)
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all that goes into and comes out of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes.append([size for t in (*args, found) for size in t.shape])
+        return found
+
+
+@pytest.mark.parametrize("what", ["loss", "smoothed loss", "logits"])
+def test_the_torch_head_multiplies_the_whole_padded_matrix(what: str) -> None:
+    """Products of forward and backward with 1,024 entries, a multiple of 128, none with the 1,000 that are real."""
+    inputs, labels = problem(70, 64, 1000, 1024)
+    hidden, weight, bias = (t.bfloat16().requires_grad_() for t in inputs)
+    with Products() as products:
+        if what == "logits":
+            ops.mlm_logits(hidden, weight, bias, 1000).sum().backward()
+        else:
+            smoothing = 0.1 if what == "smoothed loss" else 0.0
+            ops.mlm_loss(hidden, weight, bias, labels, 1000, "torch", smoothing)[0].backward()
+    assert len(products.shapes) == 3
+    for shape in products.shapes:
+        assert 1024 in shape and 1000 not in shape, f"a product of sizes {shape}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 1e-3)])
+def test_the_torch_head_equals_one_without_padding(
+    smoothing: float, z_loss: float, dtype: torch.dtype
+) -> None:
+    """By the same rule: the error of the padded products is that of products of a slice."""
+    inputs, labels = problem(70, 64, 1000, 1024)
+
+    def sliced(h: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        logits = F.linear(h, w[:1000], b[:1000])
+        return [ops.mlm_loss_of_logits(logits, labels, "torch", smoothing, z_loss)[0]]
+
+    check(
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "torch", smoothing, z_loss)[0]],
+        sliced,
+        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, 1000, smoothing, z_loss)[0]],
+        inputs, [torch.tensor(0.37)], dtype, multiple=1.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [0, 5])

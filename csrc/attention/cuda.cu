@@ -1,0 +1,107 @@
+// Multi-head attention over packed rows on the GPU, and its gradient.
+
+#include <cmath>
+
+#include "attention/arguments.h"
+#include "attention/backward.cuh"
+#include "attention/kernel.cuh"
+#include "common/cuda.h"
+
+namespace megabert {
+namespace {
+
+AttentionShape check(const char* op, const Tensor& qkv, const Tensor& start, const Tensor& end, int64_t heads) {
+  check_cuda(op, "qkv", qkv);
+  const AttentionShape shape = check_attention(op, qkv, start, end, heads);
+  STD_TORCH_CHECK(qkv.scalar_type() != ScalarType::Float, op, ": qkv has dtype Float, not BFloat16 or Half as on CUDA");
+  STD_TORCH_CHECK(shape.size <= kHeadSize && shape.size % kGroup == 0, op, ": heads have size ", shape.size,
+                  ", not a multiple of ", kGroup, " up to ", kHeadSize, " as on CUDA");
+  STD_TORCH_CHECK(shape.tokens * qkv.size(2) < (int64_t{1} << 31) && shape.batch * shape.heads < (int64_t{1} << 31), op,
+                  ": qkv has ", shape.batch, " rows of ", shape.tokens, " x ", qkv.size(2),
+                  "; on CUDA rows x heads and the elements of a row are less than 2^31 each");
+  return shape;
+}
+
+// Contiguous and on a 16-byte boundary: itself, or a copy.
+Tensor aligned(const Tensor& t) {
+  const Tensor d = dense(t);
+  return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 ? torch::stable::clone(d) : d;
+}
+
+template <class T>
+AttentionRows<T> arguments(const AttentionShape& shape, const Tensor& qkv, const Tensor& start, const Tensor& end) {
+  AttentionRows<T> a{};
+  a.qkv = data<T>(qkv), a.start = data<int32_t>(start), a.end = data<int32_t>(end);
+  a.tokens = static_cast<int>(shape.tokens), a.heads = static_cast<int>(shape.heads), a.size = static_cast<int>(shape.size);
+  a.root = 1.0f / std::sqrt(static_cast<float>(shape.size));
+  return a;
+}
+
+template <class F>
+void with_half_type(ScalarType type, F f) {
+  if (type == ScalarType::BFloat16) f(__nv_bfloat16{});
+  else f(__half{});
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start, const Tensor& key_end,
+                                     const Tensor& seed, int64_t stream, int64_t heads, double p) {
+  constexpr const char* op = "attention";
+  const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
+  const Dropout dropout = check_dropout(op, seed, stream, p, qkv);
+  const OnDevice device(qkv);
+  const Tensor qc = aligned(qkv), start = dense(key_start), end = dense(key_end);
+  Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
+  Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
+  if (!lse.numel()) return {context, lse};
+  with_half_type(qc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    AttentionRows<T> a = arguments<T>(shape, qc, start, end);
+    a.context = out<T>(context), a.lse = out<float>(lse);
+    const dim3 grid(static_cast<unsigned>(shape.batch * shape.heads),
+                    static_cast<unsigned>(ceil_div(shape.tokens, kBlockQueries)));
+    attention_forward<T><<<grid, kAttentionThreads, kForwardShared, device.stream>>>(a, dropout, data<int64_t>(seed));
+    check_launch(op);
+  });
+  return {context, lse};
+}
+
+Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context, const Tensor& lse,
+                          const Tensor& key_start, const Tensor& key_end, const Tensor& seed, int64_t stream,
+                          int64_t heads, double p) {
+  constexpr const char* op = "attention_backward";
+  const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
+  check_attention_backward(op, shape, grad, qkv, context, lse);
+  const Dropout dropout = check_dropout(op, seed, stream, p, qkv);
+  const OnDevice device(qkv);
+  const Tensor gc = aligned(grad), qc = aligned(qkv), cc = aligned(context), lc = dense(lse), start = dense(key_start),
+               end = dense(key_end);
+  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc));
+  if (!lc.numel()) return dqkv;
+  const int64_t tiles = ceil_div(shape.tokens, kGradientQueries), blocks = shape.batch * shape.heads;
+  const int64_t lines = shape.tokens > kBlockKeys ? tiles * kGradientQueries : 0;
+  Tensor partial = torch::stable::new_empty(qc, {blocks, lines, kHeadSize}, ScalarType::Float);
+  with_half_type(qc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    AttentionRows<T> a = arguments<T>(shape, qc, start, end);
+    a.context = const_cast<T*>(data<T>(cc)), a.lse = const_cast<float*>(data<float>(lc));
+    a.grad = data<T>(gc), a.dqkv = out<T>(dqkv), a.partial = out<float>(partial);
+    const int64_t bytes = GradientShared<T>::bytes(tiles);
+    STD_TORCH_CHECK(cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)) == cudaSuccess,
+                    op, ": rows of ", shape.tokens, " tokens need ", bytes,
+                    " bytes of shared memory a block: more than this GPU has");
+    attention_gradient<T><<<static_cast<unsigned>(blocks), kAttentionThreads, static_cast<size_t>(bytes), device.stream>>>(
+        a, dropout, data<int64_t>(seed));
+    check_launch(op);
+  });
+  return dqkv;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
+
+}  // namespace megabert

@@ -1,0 +1,129 @@
+"""The CUDA kernels of attention on the CPU, a fibre for each thread, with tensor cores emulated lane by lane."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megabert.model.ops import reference
+from tests.csrc.cuda_on_cpu import Kernels, compiler
+from tests.csrc.test_cuda_source import SEED, STREAM, check, empty, gradients, seed_tensor
+from tests.model.ops.oracle import normal
+from tests.model.ops.test_attention import bounds, causal, plain_attention
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return Kernels()
+
+
+def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """Key ranges that are no sequences', some empty."""
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randint(0, width, (batch, width), generator=generator, dtype=torch.int32)
+    return start, torch.randint(0, width + 1, (batch, width), generator=generator, dtype=torch.int32)
+
+
+def attend(
+    kernels: Kernels, qkv: Tensor, grad: Tensor, start: Tensor, end: Tensor, heads: int, p: float
+) -> list[Tensor]:
+    """context, log-sum-exp, dqkv"""
+    (batch, width, triple), dtype = qkv.shape, qkv.dtype
+    size, tiles = triple // 3 // heads, -(-width // 32)
+    numbers = (batch, width, heads, size, STREAM, p, seed_tensor())
+    context, lse = kernels.run(
+        "attention", dtype, qkv, start, end, empty(batch, width, heads * size, dtype=dtype),
+        empty(batch, heads, width, dtype=torch.float32), *numbers, outputs=(3, 4),
+    )  # fmt: skip
+    partial = empty(batch * heads, tiles * 32, 64, dtype=torch.float32) if width > 128 else None
+    (dqkv,) = kernels.run(
+        "attention_backward", dtype, grad, qkv, context, lse, start, end, empty(batch, width, triple, dtype=dtype),
+        partial, *numbers, outputs=(6,),
+    )  # fmt: skip
+    return [context, lse, dqkv]
+
+
+HALVES = [torch.bfloat16, torch.float16]
+slow = pytest.mark.slow
+ROWS = [
+    # rows of sequences, tokens a row, heads, head size, dropout, key ranges
+    pytest.param([[1]], 1, 1, 64, 0.1, "whole", id="one token"),
+    pytest.param([[3], [1, 2], [0]], 3, 2, 16, 0.0, "causal", id="three tokens"),
+    pytest.param([[60, 1, 39], [0]], 100, 1, 64, 0.1, "whole", id="packed and padded"),
+    pytest.param([[128]], 128, 1, 64, 0.1, "whole", id="full row"),
+    pytest.param([[0]], 37, 2, 24, 0.1, "arbitrary", id="any range"),
+    pytest.param([[90, 70]], 161, 1, 64, 0.1, "causal", id="two blocks"),
+    pytest.param([[100, 128, 128], [17, 299]], 360, 2, 64, 0.1, "whole", id="three blocks", marks=slow),
+    pytest.param([[0], [0]], 300, 2, 40, 0.3, "arbitrary", id="any range of three blocks", marks=slow),
+    pytest.param([[1023], [500, 0, 400]], 1023, 1, 64, 0.0, "causal", id="1023", marks=slow),
+    pytest.param([[512], [150, 362]], 512, 2, 64, 0.1, "whole", id="512", marks=slow),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("rows", "width", "heads", "size", "p", "kind"), ROWS)
+def test_attention(
+    kernels: Kernels,
+    rows: list[list[int]],
+    width: int,
+    heads: int,
+    size: int,
+    p: float,
+    kind: str,
+    dtype: torch.dtype,
+) -> None:
+    start, end, _ = bounds(*rows, width=width)
+    if kind != "whole":
+        start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)
+    qkv = normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5).to(dtype)
+    grad = normal(len(rows), width, heads * size, seed=2).to(dtype)
+    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(
+        -1, heads, width, width
+    )
+    context, lse, dqkv = attend(kernels, qkv, grad, start, end, heads, p)
+    x, exact = qkv.requires_grad_(), qkv.detach().double().requires_grad_()
+    check(
+        [context, dqkv],
+        gradients(plain_attention(x, heads, start, end, keep), [x], grad),
+        gradients(reference.attention(exact, heads, start, end, keep), [exact], grad), dtype, multiple=4,
+    )  # fmt: skip
+    q, k, _ = exact.detach().view(len(rows), width, 3, heads, size).permute(2, 0, 3, 1, 4)
+    key = torch.arange(width)
+    allowed = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
+    scores = (q @ k.mT * size**-0.5).masked_fill(~allowed, -torch.inf)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    silent = end <= start
+    assert (context[silent] == 0).all() and (dqkv.view(*start.shape, 3, -1)[silent][:, 0] == 0).all()
+
+
+def test_attention_draws_the_oracles_dropout_mask(kernels: Kernels) -> None:
+    """Values are unit vectors, so the context shows the dropped probabilities themselves."""
+    width, heads, p = 61, 2, 0.5
+    start, end, _ = bounds([21, 40], [0, 50], width=width)
+    qkv = normal(2, width, 3, heads, 64, seed=1).bfloat16()
+    qkv[:, :, 2] = torch.eye(64, dtype=torch.bfloat16)[:width, None]
+    context, _, _ = attend(
+        kernels, qkv.flatten(2), torch.zeros(2, width, 128).bfloat16(), start, end, heads, p
+    )
+    kept = context.view(2, width, heads, 64)[..., :width].transpose(1, 2) != 0  # (B, H, T, T)
+    keep = reference.keep_mask(SEED, STREAM, 2 * heads * width, width, p).view(2, heads, width, width)
+    key = torch.arange(width)
+    allowed = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
+    assert kept.equal((keep != 0) & allowed) and 0.4 < kept.sum() / (allowed.sum() * heads) < 0.6
+
+
+def test_attention_with_wrong_bounds_is_nan_and_touches_nothing(kernels: Kernels) -> None:
+    width = 40
+    start, end, _ = bounds([40], width=width)
+    start[0, 3], end[0, 4], end[0, 5] = -1, width + 1, -7  # the last one is a token without keys
+    start[0, 32:], end[0, 32:] = -9, width + 9  # a whole tile of queries
+    qkv, grad = (normal(1, width, n, seed=1).bfloat16() for n in (3 * 64, 64))
+    context, lse, dqkv = attend(kernels, qkv, grad, start, end, 1, 0.1)
+    wrong = torch.zeros(width, dtype=torch.bool)
+    wrong[[3, 4, *range(32, 40)]] = True
+    for rows in (context[0], lse[0].mT, dqkv[0, :, :64]):
+        assert rows.isnan().all(-1).equal(wrong) and rows.isnan().any(-1).equal(wrong)
+    assert dqkv[0, :, 64:].isfinite().all() and (context[0, 5] == 0).all() and lse[0, 0, 5] == -torch.inf

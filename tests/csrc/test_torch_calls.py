@@ -1,0 +1,60 @@
+"""What the CUDA sources ask of torch is asked by the CPU's sources too, so that the CPU's tests run it; nothing else is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "csrc"
+# A wrong argument of torch_call_dispatcher shows when it is called and not before: nobody here calls it by hand.
+DISPATCHER = r"\b(?:aoti_)?torch_call_dispatcher\b"
+CALLS = rf"torch::stable::(?:accelerator::)?\w+(?=[ ({{<;]|\s\w)|\baoti_torch_\w+|{DISPATCHER}"
+NEWER = {
+    "STABLE_TORCH_ERROR_CODE_CHECK": "2.13, where TORCH_ERROR_CODE_CHECK does the same"
+}  # than the oldest torch, 2.11
+CUDA_ONLY = {"torch::stable::accelerator::DeviceGuard", "aoti_torch_get_current_cuda_stream"}  # common/cuda.h
+
+
+def code(path: Path) -> str:
+    return re.sub(r"//[^\n]*", "", path.read_text())
+
+
+def includes(path: Path) -> set[Path]:
+    """A source and the headers of csrc that it includes, directly or not."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        found.add(at := waiting.pop())
+        named = {ROOT / name for name in re.findall(r'#include "([^"]+)"', at.read_text())}
+        waiting += [header for header in named - found if header.is_file()]
+    return found
+
+
+def calls(sources: Iterable[Path]) -> dict[str, set[str]]:
+    """Call -> the files in which a source or what it includes makes it."""
+    found: dict[str, set[str]] = {}
+    for path in set().union(*map(includes, sources)):
+        for name in re.findall(CALLS, code(path)):
+            found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def test_cuda_sources_ask_torch_for_what_the_cpus_tests_run() -> None:
+    on_cpu, on_cuda = calls(ROOT.rglob("*.cpp")), calls(ROOT.rglob("*.cu"))
+    assert {"torch::stable::new_empty", "torch::stable::narrow", "aoti_torch_cpu_mm_out"} <= on_cpu.keys()
+    unknown = {name: files for name, files in on_cuda.items() if name not in on_cpu.keys() | CUDA_ONLY}
+    assert not unknown, f"no test runs these without a GPU: {unknown}; see common/products.h"
+
+
+def test_the_dispatcher_is_not_called_by_hand() -> None:
+    sources = [path for path in ROOT.rglob("*.*") if path.suffix != ".md"]
+    found = [path.name for path in sources if re.search(DISPATCHER, code(path))]
+    assert not found, f"{found}: torch_call_dispatcher cannot pass Scalars, see common/products.h"
+
+
+def test_nothing_is_newer_than_the_oldest_torch() -> None:
+    """Functions are checked by the compiler (`TORCH_TARGET_VERSION`); macros of torch's headers are not."""
+    for path in (path for path in ROOT.rglob("*.*") if path.suffix != ".md"):
+        for name, since in NEWER.items():
+            assert not re.search(rf"\b{name}\b", code(path)), f"{path.name}: {name} came with torch {since}"

@@ -1,0 +1,84 @@
+"""Stage 1's own sums of bf16 gradients are those that DeepSpeed makes at stage 2 in fp32, bit for bit, and made early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megabert.engine import gradients
+from megabert.engine.gradients import Gradients, stretches
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+STEPS = 10
+
+
+def test_stretches_cover_a_flat_tensor_once_and_stay_within_a_ranks_part(monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET", 30)
+    monkeypatch.setattr(gradients, "LEAST", 50)
+    found = stretches(200, 4)
+    assert [end - begin for begin, end, _ in found] == [30, 20] * 4
+    assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
+    assert [owner for _, _, owner in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert stretches(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
+
+
+def test_gradients_are_summed_in_fp32_and_missing_ones_are_0():
+    torch.manual_seed(4)
+    layers = nn.ModuleList(nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(2))
+    parameters = list(layers.parameters())
+    flat = torch.full((sum(p.numel() for p in parameters) + 1,), torch.nan)  # as after a bad update
+    flat[-1] = 0
+    sums = Gradients([(flat, parameters)], parameters, 1)
+    inputs = torch.randn(4, 5, 3, dtype=torch.bfloat16)
+    sums.begin()
+    for number, x in enumerate(inputs):
+        if number == 3:
+            sums.last()
+        layers[0](x).square().sum().backward()
+    sums.finish()
+    expected = torch.zeros(3 * 2 + 2)
+    for x in inputs:
+        pieces = torch.autograd.grad(layers[0](x).square().sum(), list(layers[0].parameters()))
+        expected += torch.cat([piece.float().view(-1) for piece in pieces])
+    assert torch.equal(flat, torch.cat([expected, torch.zeros(9)]))
+    assert all(p.grad is None for p in parameters)
+
+
+def sums_over_ranks(world: Any) -> dict[str, Any]:
+    """Losses of updates of 2 micro-steps without clipping, whose factor each stage rounds in its own way."""
+    found: dict[str, Any] = {}
+    shape = {"precision": "bf16", "optimizer__clip": 0.0}
+    found["stage 2"] = tiny.train(tiny.engine(tiny.config(zero__stage=2, **shape), world), range(STEPS))
+    for name, least in (("to owners", 1), ("to all", 1 << 40)):
+        gradients.LEAST, gradients.BUCKET = least, 3000
+        engine = tiny.engine(tiny.config(zero__stage=1, **shape), world)
+        sums, early = engine._summed, []
+        finish = sums.finish
+
+        def watched(finish: Any = finish, sums: Any = sums, early: Any = early) -> None:
+            early.append((sums._launched, len(sums._buckets)))
+            finish()
+
+        sums.finish = watched
+        found[name] = tiny.train(engine, range(STEPS))
+        found[f"{name}, early"] = early
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(2, sums_over_ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["to owners", "to all"])
+def test_stage_1_sums_what_stage_2_does_while_the_backward_pass_runs(way, two):
+    assert two[0][way] == two[1][way] == two[0]["stage 2"]
+    for launched, buckets in two[0][f"{way}, early"]:
+        assert (
+            buckets > 10 and launched == buckets
+        )  # all but what the very last parameter completes were under way

@@ -1,0 +1,189 @@
+"""Updates wait for nothing, and a run for nothing between its log lines: counted on the CPU, which stands for the device
+(`tests/helpers/host_reads.py`)."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import tiny
+from tests.helpers.host_reads import HostReads, pretend_device
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+CASES = [
+    *(("adamw", "bf16", stage) for stage in range(4)),
+    *(("adamw", "fp32", stage) for stage in range(3)),
+    *(("lamb", "bf16", stage) for stage in (0, 1)),
+]
+# DeepSpeed's own waits at stage 3, for the streams that it gathers weights and reduces gradients on: none of them reads.
+STAGE_3 = {"stage3.py", "partition_parameters.py", "partitioned_param_coordinator.py"}
+BAD = 6  # the step whose loss is not finite
+LINES, STEPS = 4, 10  # updates between log lines, updates
+
+
+@dataclass(frozen=True)
+class Update(tiny.Update):
+    epoch: int = 0
+    problem: str = ""
+    damage: dict[int, str] = field(default_factory=dict)
+    tokens = sequences = predictions = 1
+    row_ids = epochs = np.arange(2)
+
+
+class Workload:
+    """As many updates as a run asks for, one of them bad."""
+
+    satisfied = False
+
+    def __init__(self, cfg: Any, world: Any, engine: Any) -> None:
+        from megabert.training.metrics import Meter
+
+        self.made = [Update(s, tiny.update(s, cfg, world).batches) for s in range(STEPS)]
+        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
+
+    def updates(self, first: int) -> Any:
+        class Updates:
+            def __init__(self, source: Iterator[Update]) -> None:
+                self.source = source
+
+            def __next__(self) -> Update:
+                return next(self.source)
+
+            def close(self) -> None: ...
+
+        return Updates(iter(self.made[first:]))
+
+    def evaluation_due(self, step: int) -> bool:
+        return False
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step == STEPS
+
+    def evaluate(self, step: int, progress: Any) -> dict[str, float]:
+        return {}
+
+    def progress_line(self, values: Any, eta: float) -> str:
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def waits(world: Any) -> dict[Any, Any]:
+    """What 2 updates of 2 micro-steps wait for, the first one aside, which builds what the others use."""
+    found: dict[Any, Any] = {}
+    reads = HostReads()
+    pretend_device(reads)
+    for name, precision, stage in CASES:
+        cfg = tiny.config(optimizer__name=name, precision=precision, zero__stage=stage)
+        engine = tiny.engine(cfg, world)
+        engine.train_update(tiny.update(0, cfg, world), 0.003)
+        later = [tiny.update(step, cfg, world) for step in (1, 2)]
+        reads.found.clear()
+        with reads:
+            for update in later:
+                engine.train_update(update, 0.003)
+        found[name, precision, stage] = dict(reads.found)
+    reads.found.clear()
+    with reads:  # it counts what it is for
+        result = engine.train_update(later[0], 0.003, veto=lambda loss: False)
+        assert not result.skipped
+        result.losses.tolist()
+    found["asked for"] = dict(reads.found)
+    for policy in ("warn", "rollback"):
+        found[policy] = run(world, reads, policy)
+    return found
+
+
+def run(world: Any, reads: HostReads, policy: str) -> dict[str, Any]:
+    """A run with a bad update: what each stretch of updates before a log line waited for, and what was logged."""
+    from megabert.checkpoint import Checkpoints
+    from megabert.training.trainer import Trainer
+
+    cfg = tiny.config(
+        precision="bf16",
+        zero__stage=1,
+        log__interval=LINES,
+        log__tensorboard=False,
+        schedule__total_steps=STEPS,
+        schedule__warmup_steps=0,
+        spikes__policy=policy,
+        checkpoint__asynchronous=False,
+    )
+    engine = tiny.engine(cfg, world)
+    stretches: list[dict[str, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+
+        class Watched(Trainer):
+            def train_update(self) -> Any:
+                if self.state.step and not self.reading_due(self.state.step):
+                    stretches.append(dict(reads.found))
+                reads.found.clear()
+                weights, bad = engine._weights, self.state.step + 1 == BAD
+                engine._weights = weights * (math.nan if bad else 1.0)
+                done = super().train_update()
+                engine._weights = weights
+                return done
+
+        trainer = Watched(
+            config=cfg,
+            world=world,
+            engine=engine,
+            workload=Workload(cfg, world, engine),  # type: ignore[arg-type]
+            checkpoints=Checkpoints(folder, world, cfg.checkpoint),
+            stop=SimpleNamespace(requested=False, updated=lambda s: None, saved=lambda s: None),  # type: ignore[arg-type]
+            watchdog=SimpleNamespace(progress=lambda *step: None),  # type: ignore[arg-type]
+            run_dir=Path(folder),
+            provenance={"config": cfg.model_dump()},
+        )
+        with reads:
+            assert trainer.train()
+        trainer.close()
+        saved = trainer.checkpoints.read_state(trainer.checkpoints.latest())
+        trouble = (Path(folder) / "trouble.jsonl").read_text().splitlines()
+        state = trainer.state
+        made = engine.optimizer.updates_of(m.tensor for m in engine.layout.masters)
+    return {
+        "stretches": stretches,
+        "trouble": trouble,
+        "skipped": (state.skipped, engine.skipped_steps, saved["skipped"]),
+        "updates": made,
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    return run_ranks(1, waits)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_update_waits_for_nothing(case, found):
+    print(found[case])
+    left = {k: n for k, n in found[case].items() if k.split(" in ")[1].split(":")[0] not in STAGE_3}
+    assert left == {}
+    assert case[2] == 3 or not found[case]
+    assert all(what.startswith("synchronize") for what in found[case])
+
+
+def test_what_is_read_is_counted(found):
+    print(found["asked for"])
+    assert sum(found["asked for"].values()) == 3  # the veto's loss, `skipped`, the losses
+
+
+def test_a_run_reads_nothing_between_its_log_lines(found):
+    warned, acting = found["warn"], found["rollback"]
+    assert len(warned["stretches"]) == STEPS - 3 and not any(warned["stretches"]), warned["stretches"]
+    assert acting["stretches"] == []  # by choice: each update is judged before the next
+    assert warned["trouble"] == acting["trouble"] and f'"step": {BAD}' in warned["trouble"][0]
+    for of in (warned, acting):
+        assert len(of["trouble"]) == 1 and of["skipped"] == (1, 1, 1) and of["updates"] == STEPS - 1
