@@ -180,8 +180,10 @@ def _start_worker(_: int) -> None:
     """A worker ends with the process it works for, however that ends and however the worker was started.
 
     Parent ids tell nothing under forkserver, where the server is every worker's parent; the pipe behind `parent_process`
-    closes with the process that asked for the worker.
+    closes with the process that asked for the worker. A fork server that somebody else started earlier has its own signal
+    mask, hence it is set here too.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

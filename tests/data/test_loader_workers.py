@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def dataset(tmp_path_factory):
     return Dataset(make_dataset(tmp_path_factory.mktemp("workers"), 180))
 
 
+@pytest.fixture
+def no_fork_server():
+    """A process has one fork server, and another test may have left one here that does hear the signals."""
+    forkserver._forkserver._stop()  # what Python's own tests stop it with
+
+
+@pytest.mark.usefixtures("no_fork_server")
 @start_methods
 def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset, start_method):
     """Nor does the server that forkserver keeps for them."""
