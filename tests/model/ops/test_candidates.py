@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 import types
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from megabert.model import ops
 from megabert.model.ops import attention, candidates, problems
 from megabert.model.ops.candidates import Candidate, DeviceLost, NoneRight, measure
 from megabert.model.ops.problems import Problem, Shapes
+from tests.helpers.clock import Clock
 from tests.model.ops.oracle import needs_library
 
 CPU = torch.device("cpu")
@@ -55,11 +55,6 @@ def raising(outputs: Any) -> Any:
     raise RuntimeError("no kernel image is available\nsecond line")
 
 
-def asleep(outputs: Any) -> Any:
-    time.sleep(0.03)
-    return outputs
-
-
 RIGHT = changed("right", lambda outputs: outputs)
 BAD = {
     "wrong": (lambda out: [out[0] * 1.02, *out[1:]], r"result 0: error .*, torch's .*, allowed 2\.0 x that"),
@@ -79,7 +74,14 @@ def test_a_bad_candidate_loses_to_the_next_and_says_why(name: str, shapes: Shape
     assert re.search(said, rows[0].reason), rows[0].reason
 
 
-def test_the_slow_one_loses_by_its_time() -> None:
+def test_the_slow_one_loses_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(candidates, "time", clock)
+
+    def asleep(outputs: Any) -> Any:
+        clock.sleep(0.03)
+        return outputs
+
     choice, (slow, right) = measure("layer", SHAPES, CPU, 0.2, among=[changed("slow", asleep), RIGHT])
     assert choice.name == "right" and slow.ms is not None and right.ms is not None
     assert slow.ms > 30 > right.ms and slow.low is not None and slow.low <= slow.ms <= (slow.high or 0)
