@@ -35,6 +35,7 @@ from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.errors import Failed
 from megabert.common.logs import log
+from megabert.common.retry import tried_again
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
@@ -257,7 +258,7 @@ class Checkpoints:
             manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
-            verify_files(path, share)
+            tried_again(lambda: verify_files(path, share))
             for name, entry in share:
                 if name != WEIGHTS:
                     check_moments(path, name, entry)

@@ -31,7 +31,11 @@ from megabert.training.workload import Update, Workload
 
 
 class Refused(ValueError):
-    """The data cannot be used; the same on every rank."""
+    """The data cannot be used, or could not be read; the same on every rank."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.exit_code = code
 
 
 @dataclass
@@ -184,7 +188,7 @@ class Trainer:
         slowest, *flags = self.world.max_floats([float(value) for value in own])
         agreed = Agreed(slowest, *map(bool, flags))
         if agreed.problem:
-            refuse(self.world, update.problem)
+            refuse(self.world, update.problem, update.problem_code)
         return agreed
 
     def account(self, update: Any, result: UpdateResult, seconds: float) -> None:
@@ -360,11 +364,12 @@ class Trainer:
         return as_json(place | figures(measured(result), self.engine.terms) | {"skipped": result.skipped})
 
 
-def refuse(world: World, problem: str) -> None:
-    """Raises Refused on every rank when any has a problem ("": none), naming the first. A collective."""
-    for rank, text in enumerate(world.gather(problem)):
-        if text:
-            raise Refused(text if world.size == 1 else f"rank {rank}: {text}")
+def refuse(world: World, problem: str, code: int) -> None:
+    """Raises Refused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
+    collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
+    found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
+    for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
+        raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)
 
 
 def together(world: World, action: Callable[[], None]) -> None:

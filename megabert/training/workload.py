@@ -20,6 +20,7 @@ class Update(Protocol):
     epochs: np.ndarray
     damage: dict[int, str]
     problem: str
+    problem_code: int  # the exit code that goes with it
 
 
 class Updates(Protocol):
