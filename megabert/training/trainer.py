@@ -300,7 +300,6 @@ class Trainer:
         self.sinks.close()
         self.resume(self.checkpoints.load(self.engine, path))
         self.state.cursor = update.step + 1
-        self.workload.meter.reset()
         self.sinks = self.open_sinks()
         self.updates = self.workload.updates(self.state.cursor)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is passed over")
@@ -311,6 +310,7 @@ class Trainer:
         """What a checkpoint holds besides the engine's own tensors. A collective."""
         assert not self.unjudged, "its losses belong to the state"
         own = asdict(self.state) | self.rows.totals() | {"losses": self.spike_policy.spikes.state()}
+        own |= {"meter": self.workload.meter.state()}
         return dict(self.provenance) | own | self.workload.state()
 
     def resume(self, saved: Mapping[str, Any]) -> None:
@@ -319,6 +319,7 @@ class Trainer:
         self.saved_step = self.state.step
         self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         self.spike_policy.resume(saved["losses"], self.state.bad)
+        self.workload.meter.resume(saved.get("meter"))
         self.workload.resume(saved)
 
     def save(self) -> None:
