@@ -25,6 +25,7 @@ from megabert.engine import Engine, UpdateResult
 from megabert.engine.lr_schedule import finished, learning_rate
 from megabert.training.metrics import figures, measured, peak_memory_gib
 from megabert.training.profiling import Profiler
+from megabert.training.rate_record import RateRecord
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
 from megabert.training.workload import Update, Workload
@@ -116,6 +117,9 @@ class Trainer:
         self.rows = RowDigest(world)
         if saved is not None:
             self.resume(saved)
+        self.rates = None
+        if config.schedule.name == "budget":
+            self.rates = RateRecord(run_dir, config, world, self.state.step, writes)
         self.sinks = self.open_sinks()
         self.updates = workload.updates(self.state.cursor)
 
@@ -177,9 +181,20 @@ class Trainer:
     def train_update(self) -> tuple[Any, float, UpdateResult]:
         """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
         self.profiler.update(self.state.step + 1)
-        update, minutes = next(self.updates), self.state.seconds / 60
-        lr = learning_rate(self.config.schedule, self.config.optimizer.lr, self.state.step, minutes)
+        update = next(self.updates)
+        lr = self.rate(update.step)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+
+    def rate(self, cursor: int) -> float:
+        """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
+        state, schedule = self.state, self.config.schedule
+        if self.rates is not None and (known := self.rates.known(state.step, cursor)):
+            state.seconds, lr = known
+            return lr
+        lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60)
+        if self.rates is not None:
+            self.rates.add(state.step, cursor, state.seconds, lr)
+        return lr
 
     def agree(self, seconds: float, update: Update) -> Agreed:
         """One small collective for all that the ranks have to know of each other. Raises Refused."""

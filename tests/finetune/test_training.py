@@ -138,7 +138,11 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
     def figures(folder: Path) -> list[dict[str, Any]]:
         """Each is the mean over its window, whatever happened in between."""
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [{k: v for k, v in line.items() if k.startswith("train/")} for line in lines if "train/loss" in line]
+        return [
+            {k: v for k, v in line.items() if k.startswith("train/")}
+            for line in lines
+            if "train/loss" in line
+        ]
 
     assert len(figures(tmp_path / "parts")) > 3 and figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
