@@ -107,10 +107,12 @@ class Engine:
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32
         self.layout = find_layout(wrapper, module, world)
-        self.optimizer.attach(
-            {master.tensor: master.segments for master in self.layout.masters},
-            world.device if self.layout.partitioned else None,
-        )
+        segments = {master.tensor: master.segments for master in self.layout.masters}
+        if config.optimizer.split_qkv:
+            merged = {f"{name}.weight": getattr(m, "matrices", 0) or 1 for name, m in module.named_modules()}
+            segments, units = self.layout.units(merged)
+            self.optimizer.number_units(units)
+        self.optimizer.attach(segments, world.device if self.layout.partitioned else None)
         if self._guarded:
             self._gradients = device_step.install(wrapper, module, self.layout)
         self._summed = (
@@ -304,6 +306,8 @@ class Engine:
             | {"skipped_steps": self.skipped_steps},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
         }
+        if self.optimizer.primed and not counters["optimizer_steps"]:
+            counters["primed"] = True
         if self._fp8 is not None:
             counters["amax_history"] = self._fp8.state()
         return Snapshot(self.consolidated_weights(), pieces, counters)
@@ -321,7 +325,8 @@ class Engine:
         """
         self.load_weights(weights)
         updates = int(counters["optimizer_steps"])
-        self.optimizer.resume([master.tensor for master in self.layout.masters], updates)
+        primed = counters.get("primed", False)
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
         for piece in self.layout.moments(self.optimizer):
             for kind, view in piece.moments.items():
                 read_moment(kind, piece.name, piece.offset, view)
@@ -335,6 +340,15 @@ class Engine:
         for name, value in counters["loss_scale"].items():
             if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
                 setattr(scaler, name, value)
+
+    @torch.no_grad()
+    def take_moments(self, read_moment: Callable[[str, str, int, Tensor], None]) -> None:
+        """Begin with the moments of another run (`read_moment` as in `restore`); their correction for a start at zero, which
+        counts updates, begins anew."""
+        self.optimizer.resume([master.tensor for master in self.layout.masters], 0, primed=True)
+        for piece in self.layout.moments(self.optimizer):
+            for kind, view in piece.moments.items():
+                read_moment(kind, piece.name, piece.offset, view)
 
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""

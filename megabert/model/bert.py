@@ -37,6 +37,10 @@ class Output(NamedTuple):
 class Affine(nn.Module):
     """The parameters of y = x W^T + b: weight [out, in], truncated-normal start (Devlin et al. 2019)."""
 
+    matrices = (
+        0  # that `weight` is, one below the other, for an optimizer of whole matrices; 0: not of a layer
+    )
+
     def __init__(self, inputs: int, outputs: int, std: float):
         super().__init__()
         self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
@@ -152,6 +156,8 @@ class Layer(nn.Module):
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
         self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg.init_std, layer)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
+        self.qkv.matrices = 3
+        self.attention_output.matrices = self.feed_forward.matrices = self.feed_forward_output.matrices = 1
         self.cfg, self.attention = cfg, backends.attention.name
 
     def forward(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.checkpoint import Checkpoints, check_compatible, load_weights, start_engine
 from megabert.common import errors
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical
@@ -138,6 +138,9 @@ def open_run(
         check_compatible(checkpoints.read_state(newest), provenance)
         saved = checkpoints.load(engine, newest)
         log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
+    elif config.init_from and config.init_moments:
+        origin = start_engine(engine, config.init_from, world)
+        log.info(f"starting from weights and moments of {config.init_from} at step {origin['step']}")
     elif config.init_from:
         weights, origin = load_weights(config.init_from)
         engine.load_weights(weights)

@@ -181,19 +181,19 @@ class Trainer:
     def train_update(self) -> tuple[Any, float, UpdateResult]:
         """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
         self.profiler.update(self.state.step + 1)
+        lr = self.rate()
         update = next(self.updates)
-        lr = self.rate(update.step)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
 
-    def rate(self, cursor: int) -> float:
+    def rate(self) -> float:
         """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
         state, schedule = self.state, self.config.schedule
-        if self.rates is not None and (known := self.rates.known(state.step, cursor)):
+        if self.rates is not None and (known := self.rates.known(state.step, state.cursor)):
             state.seconds, lr = known
             return lr
         lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60)
         if self.rates is not None:
-            self.rates.add(state.step, cursor, state.seconds, lr)
+            self.rates.add(state.step, state.cursor, state.seconds, lr)
         return lr
 
     def agree(self, seconds: float, update: Update) -> Agreed:
