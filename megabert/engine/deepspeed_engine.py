@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import logging
 import math
@@ -78,6 +79,7 @@ class Engine:
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
+        self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         # fp16's loss scale and offloaded gradients are on the host: there the norm, the clip and the skip are DeepSpeed's.
         self._guarded = config.precision != "fp16" and config.zero.offload == "none"
         if self._guarded:
@@ -172,14 +174,16 @@ class Engine:
         loss_scale, loss_scale_floor = self._loss_scale()
         if self._summed:
             self._summed.begin()
+        seeds = self._seeds(update.step)
         for number, batch in enumerate(update.batches, 1):
+            seed = {} if seeds is None else {"seed": seeds[number - 1]}
             last = number == self.accumulation
             # Sums over the ranks overlap the last backward pass, and are no part of a recording.
             recorded = None if last and self.world.size > 1 else self._recorded
             if recorded:
-                sums += recorded(number == 1, batch.inputs(), scale)
+                sums += recorded(number == 1, batch.inputs() | seed, scale)
             else:
-                output = engine(**batch.to(self.world.device).inputs())
+                output = engine(**batch.to(self.world.device).inputs(), **seed)
                 sums += doubles(output).detach()
             if last:
                 if self.world.size > 1:
@@ -222,6 +226,16 @@ class Engine:
             host_loss=host_loss,
             host_applied=HostCopy(applied),
         )
+
+    def _seeds(self, step: int) -> Tensor | None:
+        """int64 [A, 2] on the device: for each micro-step the seed of the update's dropout, and the place in the update of
+        the micro-batch's first row, so that a row's masks follow the row. None for a module that takes no seed."""
+        if not self._takes_seed:
+            return None
+        key, micro = rng.update_seed(self.config.seed, step), self.config.batch.micro_size
+        firsts = [(a * self.world.size + self.world.rank) * micro for a in range(self.accumulation)]
+        values = [value for first in firsts for value in (key, first)]
+        return to_device(values, self.world.device, torch.int64).view(-1, 2)
 
     def _step_by_deepspeed(
         self, sums: Tensor, loss_scale: float, floor: float, vetoed: bool
