@@ -8,6 +8,7 @@ source "${root:?}/launch/lib.sh"
 source "$root/launch/env.sh"
 
 check MAX_RESTARTS "$NUMBER" "a number"
+for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check VOCAB "$NUMBER" "a number"
 check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
 check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
@@ -83,6 +84,7 @@ run_or_restart() {
     echo "error: $what ended with $ended, and $MAX_RESTARTS restarts in a row made no progress" >&2
     exit 4
   fi
+  if [ -z "$stopping" ]; then before_restart "$count"; fi
   echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! scontrol requeue "$SLURM_JOB_ID"; then
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Runs a launch command again while it ends with 85 (everything saved) or 4 (a rank died or hung), whichever launcher it is:
+# Runs a launch command again while it ends with 85 (everything saved) or 4 (a fault: a rank that died or hangs, ranks that
+# cannot meet, I/O that failed), whichever launcher it is:
 #   launch/keep.sh deepspeed --hostfile hosts megabert/train.py --config base --data DATA --run RUN
 #   launch/keep.sh torchrun --nproc-per-node 8 -- megabert/train.py …
 #   launch/keep.sh mpirun -n 8 python megabert/train.py …
 #   MAX_RESTARTS=n    restarts in a row without a new checkpoint before it gives up (3)
+#   RESTART_WAIT=s    seconds before the first of them (5), doubled with each further one up to LONGEST_WAIT (300)
 # TERM, INT, USR1 or USR2 to this script reach the ranks of this host as USR2: they save, and it ends with 85 without a
 # restart. A second one ends the ranks at once. Ends with train.py's exit code: 0, 2, 3, 4 or 85.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 MAX_RESTARTS=${MAX_RESTARTS:-3}
-check MAX_RESTARTS "$NUMBER" "a number" "the environment"
+for name in MAX_RESTARTS RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number" "the environment"; done
 check_rendezvous
 [ $# -gt 0 ] || fail "launch/keep.sh: which command?"
 
@@ -63,5 +65,7 @@ while :; do
     break
   fi
   echo "keep.sh: ended with $ended, started again; attempts in a row without a new checkpoint: $restarts" >&2
+  before_restart "$restarts"
+  [ -z "$stopping" ] || break
 done
 exit "$ended"

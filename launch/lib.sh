@@ -19,6 +19,21 @@ check() {
 }
 
 NUMBER='0|[1-9][0-9]{0,8}'
+RESTART_WAIT=${RESTART_WAIT:-5} # seconds before the first restart that follows an attempt without progress
+LONGEST_WAIT=${LONGEST_WAIT:-300}
+
+# before_restart COUNT: waits, twice as long with each attempt in a row without progress: what failed may need time. A
+# signal that asks for the end ends the wait.
+before_restart() {
+  local seconds=$RESTART_WAIT turn
+  [ "$1" -gt 0 ] || return 0
+  for ((turn = 1; turn < $1 && seconds < LONGEST_WAIT; turn++)); do seconds=$((seconds * 2)); done
+  if [ "$seconds" -gt "$LONGEST_WAIT" ]; then seconds=$LONGEST_WAIT; fi
+  while [ "$seconds" -gt 0 ] && [ -z "$stopping" ]; do # by the second: a signal may come just before `sleep`
+    sleep 1
+    seconds=$((seconds - 1))
+  done
+}
 HOST='[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*'
 INTERFACE='[=^]*[A-Za-z0-9_.,@-]+' # NCCL takes a list, a prefix, =exact and ^not; gloo a list
 
@@ -61,17 +76,17 @@ attempt() {
   ended=$(verdict "$folder" "$status")
 }
 
-verdict() { # the ranks' own words before the launcher's: a mistake or bad training of one rank ends the run
-  local said code
+# verdict FOLDER STATUS: the ranks' own words before the launcher's. Bad training is seen by all ranks alike, so one word is
+# enough. A mistake of the user's is one where no rank saw a fault: what a single node finds missing may be its own mount.
+verdict() {
+  local said
   said=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
   if [[ $said == ' ' ]]; then said=" $2 "; fi
-  for code in 2 3; do
-    if [[ $said == *" $code "* ]]; then
-      echo "$code"
-      return
-    fi
-  done
-  if [ "$2" = 0 ] && [[ ! $said =~ [1-9] ]]; then
+  if [[ $said == *" 3 "* ]]; then
+    echo 3
+  elif [[ $said == *" 2 "* && $said != *" 4 "* ]]; then
+    echo 2
+  elif [ "$2" = 0 ] && [[ ! $said =~ [1-9] ]]; then
     echo 0
   elif [[ -n $stopping || $said == *" 85 "* ]]; then
     echo 85

@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
   constexpr const char* op = "attention";
   check_cpu(op, "qkv", qkv);
   const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
-  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Dropout dropout = make_dropout(op, seed, stream, p, shape.heads * shape.tokens);
   const Tensor qc = dense(qkv), start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
   Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
@@ -76,7 +76,7 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
   check_cpu(op, "qkv", qkv);
   const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
   check_attention_backward(op, shape, grad, qkv, context, lse);
-  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Dropout dropout = make_dropout(op, seed, stream, p, shape.heads * shape.tokens);
   const Tensor gc = dense(grad), qc = dense(qkv), cc = dense(context), lc = dense(lse),
                start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);

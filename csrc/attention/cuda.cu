@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
                                      const Tensor& seed, int64_t stream, int64_t heads, double p) {
   constexpr const char* op = "attention";
   const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
-  const Dropout dropout = check_dropout(op, seed, stream, p, qkv);
+  const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
   const Tensor qc = aligned(qkv), start = dense(key_start), end = dense(key_end);
   Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
@@ -71,7 +71,7 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
   constexpr const char* op = "attention_backward";
   const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
   check_attention_backward(op, shape, grad, qkv, context, lse);
-  const Dropout dropout = check_dropout(op, seed, stream, p, qkv);
+  const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
   const Tensor gc = aligned(grad), qc = aligned(qkv), cc = aligned(context), lc = dense(lse), start = dense(key_start),
                end = dense(key_end);

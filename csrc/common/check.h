@@ -71,20 +71,32 @@ inline void check_columns(const char* op, const char* name, const Tensor& t, con
   check_shape(op, name, t, {x.size(x.dim() - 1)});
 }
 
-// Dropout without its seed, which is checked but read by whoever runs on the seed's device.
-inline Dropout check_dropout(const char* op, const Tensor& seed, int64_t stream, double p, const Tensor& like) {
+// Dropout without its seed, which is checked but read by whoever runs on the seed's device: one element, or two, of which the
+// second is the place of the batch in a larger one. `lines`: mask rows of a row of the batch.
+inline Dropout check_dropout(const char* op, const Tensor& seed, int64_t stream, double p, int64_t lines,
+                             const Tensor& like) {
   STD_TORCH_CHECK(p >= 0 && p < 1, op, ": p is ", p, ", not in [0, 1)");
   check_device(op, "seed", seed, like);
   check_dtype(op, "seed", seed, ScalarType::Long);
-  STD_TORCH_CHECK(seed.numel() == 1, op, ": seed has ", seed.numel(), " elements, not 1");
-  return Dropout::make(0, stream, p);
+  STD_TORCH_CHECK(seed.numel() == 1 || seed.numel() == 2, op, ": seed has ", seed.numel(), " elements, not 1 or 2");
+  STD_TORCH_CHECK(seed.is_contiguous(), op, ": seed is not contiguous");
+  Dropout dropout = Dropout::make(0, stream, p);
+  if (seed.numel() == 2) dropout.lines = lines;
+  return dropout;
 }
 
-inline Dropout make_dropout(const char* op, const Tensor& seed, int64_t stream, double p) {
+inline Dropout make_dropout(const char* op, const Tensor& seed, int64_t stream, double p, int64_t lines) {
   check_cpu(op, "seed", seed);
-  Dropout dropout = check_dropout(op, seed, stream, p, seed);
-  dropout.seed = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  Dropout dropout = check_dropout(op, seed, stream, p, lines, seed);
+  dropout.read(seed.const_data_ptr<int64_t>());
   return dropout;
+}
+
+// Lines of the last dimension in one entry of the first: of a batch [rows, ..., width].
+inline int64_t lines_of(const Tensor& x) {
+  int64_t lines = 1;
+  for (int64_t d = 1; d + 1 < x.dim(); ++d) lines *= x.size(d);
+  return lines;
 }
 
 inline std::vector<int64_t> shape_of(const Tensor& t) {

@@ -190,6 +190,7 @@ __device__ inline bool kept(const Philox& random, int i, uint32_t threshold) {
   return ((random.word[i / 2] >> (16 * (i % 2))) & 0xFFFFu) >= threshold;
 }
 __device__ inline Philox philox_of(const Dropout& dropout, uint64_t row, int64_t group) {
+  row += dropout.first;
   return philox(dropout.seed, static_cast<uint32_t>(group), static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
                 dropout.stream);
 }
@@ -209,7 +210,7 @@ __device__ inline void drop(const Dropout& dropout, uint64_t row, int64_t group,
 }
 
 __device__ inline Dropout with_seed(Dropout dropout, const int64_t* seed) {
-  if (dropout.threshold) dropout.seed = static_cast<uint64_t>(*seed);
+  if (dropout.threshold) dropout.read(seed);
   return dropout;
 }
 

@@ -4,6 +4,7 @@
 // Philox4x32-10 (Salmon et al. 2011). One call gives 128 bits = 16 bits for each of 8 neighbouring columns:
 //   counter = (column / 8, low half of row, high half of row, stream), key = (low, high half of the seed),
 //   element column % 8 takes half (column % 2) of word (column % 8) / 2, and is kept when that is >= threshold.
+// A batch that is cut out of a larger one has the mask of its place there: the row counts from the larger one's first.
 #pragma once
 
 #include <cstdint>
@@ -52,6 +53,8 @@ struct Dropout {
   uint32_t stream = 0;
   uint32_t threshold = 0;  // 0: no dropout
   float scale = 1.0f;
+  int64_t lines = 0;   // mask rows of a row of the batch, where the seed is followed by the batch's place; otherwise 0
+  uint64_t first = 0;  // mask row of the batch's first
 
   MEGABERT_HOST_DEVICE static Dropout make(uint64_t seed, int64_t stream, double p) {
     Dropout d;
@@ -60,8 +63,15 @@ struct Dropout {
     return d;
   }
 
+  // `given`: the seed and, where `lines` is not 0, how many rows of the larger batch come before this one.
+  MEGABERT_HOST_DEVICE void read(const int64_t* given) {
+    seed = static_cast<uint64_t>(given[0]);
+    if (lines) first = static_cast<uint64_t>(given[1]) * static_cast<uint64_t>(lines);
+  }
+
   // Bit i: whether column 8 * group + i of the row is kept.
   MEGABERT_HOST_DEVICE uint32_t keep8(uint64_t row, uint32_t group) const {
+    row += first;
     const Philox r = philox(seed, group, static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), stream);
     uint32_t bits = 0;
     for (int i = 0; i < 8; ++i) {

@@ -170,6 +170,7 @@ INLINE vu high_product(vu a, uint32_t b) {
 // Keep bits of columns [8 * group, 8 * (group + groups)) of one row, a byte for 8 columns (Dropout::keep8).
 // Writes a multiple of W bytes.
 INLINE void keep_bits(const Dropout& d, uint64_t row, uint32_t group, int64_t groups, uint8_t* out) {
+  row += d.first;
   const vu row_low = splat_u(static_cast<uint32_t>(row)), row_high = splat_u(static_cast<uint32_t>(row >> 32));
   for (int64_t g = 0; g < groups; g += W) {
     vu c0 = as<vu>(lanes()) + (group + static_cast<uint32_t>(g)), c1 = row_low, c2 = row_high, c3 = splat_u(d.stream);

@@ -11,7 +11,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
   check_cpu(op, "x", x);
   check_compute_dtype(op, "x", x);
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x has no dimension");
-  const Dropout mask = make_dropout(op, seed, stream, p);
+  const Dropout mask = make_dropout(op, seed, stream, p, lines_of(x));
   const Tensor xc = dense(x);
   const int64_t width = x.size(x.dim() - 1), rows = width ? x.numel() / width : 0;
   Tensor y = torch::stable::new_empty(xc, shape_of(xc));

@@ -12,7 +12,7 @@ Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
   check_cuda(op, "x", x);
   check_compute_dtype(op, "x", x);
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x has no dimension");
-  const Dropout mask = check_dropout(op, seed, stream, p, x);
+  const Dropout mask = check_dropout(op, seed, stream, p, lines_of(x), x);
   const OnDevice device(x);
   const Tensor xc = dense(x);
   Tensor y = torch::stable::new_empty(xc, shape_of(xc));

@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
                                                    int64_t stream, double p, double eps) {
   check_cpu(kForward, "x", x);
   check_layer_norm(kForward, x, bias, residual, weight, shift);
-  const Dropout dropout = make_dropout(kForward, seed, stream, p);
+  const Dropout dropout = make_dropout(kForward, seed, stream, p, lines_of(x));
   const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight),
                sc = dense(shift);
   const int64_t width = bias.numel(), rows = x.numel() / width;
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   check_layer_norm_backward(kBackward, grad, second, z, mean, rstd, weight);
   const int64_t width = weight.numel();
   const RowBlocks blocks(z.numel() / width);
-  const Dropout dropout = make_dropout(kBackward, seed, stream, p);
+  const Dropout dropout = make_dropout(kBackward, seed, stream, p, lines_of(z));
   const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z),
                wc = dense(weight), mc = dense(mean), rc = dense(rstd);
   // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.

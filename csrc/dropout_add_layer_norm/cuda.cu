@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   check_layer_norm(kForward, x, bias, residual, weight, shift);
   const int64_t width = bias.numel(), rows = x.numel() / width;
   check_width(kForward, width);
-  const Dropout dropout = check_dropout(kForward, seed, stream, p, x);
+  const Dropout dropout = check_dropout(kForward, seed, stream, p, lines_of(x), x);
   const OnDevice device(x);
   const Tensor xc = dense(x), rc = dense(residual), bc = dense(bias), wc = dense(weight), sc = dense(shift);
   Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   check_layer_norm_backward(kBackward, grad, second, z, mean, rstd, weight);
   const int64_t width = weight.numel(), rows = z.numel() / width;
   check_width(kBackward, width);
-  const Dropout dropout = check_dropout(kBackward, seed, stream, p, z);
+  const Dropout dropout = check_dropout(kBackward, seed, stream, p, lines_of(z), z);
   const OnDevice device(z);
   const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
                rc = dense(rstd);

@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   const SoftmaxMask a = softmax_mask_arguments(op, scores, start, end, mask, scale);
   check_range(op, "key_start", a.start, a.start_stride, scores);
   check_range(op, "key_end", a.end, a.end_stride, scores);
-  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(scores));
   const Tensor sc = dense(scores);
   Tensor out = torch::stable::new_empty(sc, shape_of(sc));
   Tensor probs = dropout.threshold ? torch::stable::new_empty(sc, shape_of(sc)) : torch::stable::new_empty(sc, {0});
@@ -52,7 +52,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
                              double p) {
   constexpr const char* op = "softmax_mask_backward";
   check_softmax_mask_backward(op, grad, probs);
-  const Dropout dropout = make_dropout(op, seed, stream, p);
+  const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(probs));
   const Tensor gc = dense(grad), pc = dense(probs);
   Tensor dscores = torch::stable::new_empty(pc, shape_of(pc));
   const auto run = [&](auto type) {

@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   check_cuda(op, "scores", scores);
   const SoftmaxMask a = softmax_mask_arguments(op, scores, start, end, mask, scale);
   check_keys(op, a.keys);
-  const Dropout dropout = check_dropout(op, seed, stream, p, scores);
+  const Dropout dropout = check_dropout(op, seed, stream, p, lines_of(scores), scores);
   const OnDevice device(scores);
   const Tensor sc = dense(scores);
   Tensor result = torch::stable::new_empty(sc, shape_of(sc));
@@ -49,7 +49,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
   check_softmax_mask_backward(op, grad, probs);
   const int64_t keys = probs.size(3), rows = keys ? probs.numel() / keys : 0;
   check_keys(op, keys);
-  const Dropout dropout = check_dropout(op, seed, stream, p, probs);
+  const Dropout dropout = check_dropout(op, seed, stream, p, lines_of(probs), probs);
   const OnDevice device(probs);
   const Tensor gc = dense(grad), pc = dense(probs);
   Tensor dscores = torch::stable::new_empty(pc, shape_of(pc));

@@ -17,6 +17,14 @@ other wrote, each rank its own slices. There is no random-number state: `megaber
 
 from megabert.checkpoint.compatibility import check_compatible
 from megabert.checkpoint.manifest import Damaged
-from megabert.checkpoint.store import Checkpoints, load_weights, newest_step, write_start
+from megabert.checkpoint.store import Checkpoints, load_weights, newest_step, start_engine, write_start
 
-__all__ = ["Checkpoints", "Damaged", "check_compatible", "load_weights", "newest_step", "write_start"]
+__all__ = [
+    "Checkpoints",
+    "Damaged",
+    "check_compatible",
+    "load_weights",
+    "newest_step",
+    "start_engine",
+    "write_start",
+]

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from megabert.common.canonical_json import sealed
+from megabert.common.retry import tried_again
 
 SCHEMA = 2
 FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are still read
@@ -41,6 +42,7 @@ class _Counters(BaseModel):
     optimizer_steps: int = Field(ge=0)
     deepspeed: dict[str, int] = {}
     loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
+    primed: bool = False  # moments of another run, before the first update
     amax_history: list[list[float]] = []  # of FP8 linears, an update a row
 
 
@@ -69,10 +71,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        _check_plain(file, MANIFEST)
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise Damaged(f"{path.name}/{MANIFEST} is larger than any manifest")
-        data = file.read_bytes()
+        data = tried_again(lambda: _bytes_of(file))
         manifest = json.loads(data)
         if sealed(manifest, SEAL) != data:
             raise Damaged(f"{path.name}/{MANIFEST} is damaged")
@@ -102,6 +101,13 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path.name}/{MANIFEST} cannot be read") from error
     return manifest
+
+
+def _bytes_of(file: Path) -> bytes:
+    _check_plain(file, MANIFEST)
+    if file.stat().st_size > LARGEST_MANIFEST:
+        raise Damaged(f"{file.parent.name}/{MANIFEST} is larger than any manifest")
+    return file.read_bytes()
 
 
 def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:

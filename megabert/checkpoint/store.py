@@ -26,6 +26,7 @@ from megabert.checkpoint.tensors import (
     Moments,
     check_moments,
     check_pieces,
+    has_moments,
     moments_file,
     read_weights,
     write_moments,
@@ -35,6 +36,7 @@ from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.errors import Failed
 from megabert.common.logs import log
+from megabert.common.retry import tried_again
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
@@ -257,7 +259,7 @@ class Checkpoints:
             manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
-            verify_files(path, share)
+            tried_again(lambda: verify_files(path, share))
             for name, entry in share:
                 if name != WEIGHTS:
                     check_moments(path, name, entry)
@@ -300,6 +302,35 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         path = newest
         manifest = read_manifest(path, weights_only=True)
     return read_weights(path), manifest["state"]
+
+
+def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:
+    """Begin `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
+    the state saved with them. A collective.
+
+    Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments.
+    """
+    path = Path(source)
+    checkpoints = Checkpoints(path, world)
+    if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
+        if problem := checkpoints._problem(path, weights_only=False):
+            raise ValueError(f"init_from={source}: {problem}")
+    else:
+        newest = checkpoints.latest()
+        if newest is None:
+            raise ValueError(
+                f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints"
+            )
+        path = newest
+    manifest = read_manifest(path)
+    if not has_moments(manifest):
+        raise ValueError(
+            f"init_from={source} holds no moments; set init_moments=false to start from its weights alone"
+        )
+    engine.load_weights(read_weights(path))
+    engine.take_moments(Moments(path, manifest).read)
+    world.barrier()
+    return manifest["state"]
 
 
 def newest_step(run_dir: str | Path) -> int | None:

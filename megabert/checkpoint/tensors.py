@@ -60,9 +60,14 @@ def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise Damaged(f"{path.name}/{name} holds other pieces than the manifest lists")
 
 
+def has_moments(manifest: Mapping[str, Any]) -> bool:
+    """Whether there were moments: after an update, or taken over from another run."""
+    return bool(manifest["engine"]["optimizer_steps"] or manifest["engine"].get("primed"))
+
+
 def check_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises Damaged unless the moments' pieces cover every weight exactly once (none when no update was made)."""
-    updated = bool(manifest["engine"]["optimizer_steps"])
+    """Raises Damaged unless the moments' pieces cover every weight exactly once (none where there are no moments yet)."""
+    updated = has_moments(manifest)
     spans, sizes = _spans(manifest), {}
     for name, (kind, shape) in _tensors_of(path, WEIGHTS).items():
         if kind != "F32":

@@ -115,6 +115,10 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, description="decoupled decay; LayerNorm and biases never decay")
     clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
+    split_qkv: bool = Field(
+        False,
+        description="LAMB: trust ratios of their own for queries, keys and values, as in NVIDIA's recipe; false: one",
+    )
 
 
 class ScheduleConfig(Section):
@@ -237,6 +241,10 @@ class Config(Section):
         description="compute type; master weights are fp32; fp8: bf16, and the products of the inner layers' linears in FP8",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
+    init_moments: bool = Field(
+        False,
+        description="take over the optimizer's moments of init_from too, their bias correction begun anew, as NVIDIA's phase 2",
+    )
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(
         0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it"
@@ -352,6 +360,10 @@ def _check(config: Config) -> None:
     if config.schedule.name == "budget" and config.deterministic:
         raise ValueError(
             "deterministic=true: schedule.name=budget reads the clock, so that no two runs are the same; choose another"
+        )
+    if config.optimizer.split_qkv and config.optimizer.name != "lamb":
+        raise ValueError(
+            f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
         )
     if config.schedule.warmup_steps > config.schedule.total_steps:
         raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")

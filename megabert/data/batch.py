@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megabert.common import errors
 from megabert.common.labels import IGNORE
 from megabert.data.masking import Masked
 from megabert.data.shards import Rows
@@ -86,7 +87,7 @@ class Update:
     """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row.
 
     `damage` names the rows that became fillers because they are not as written, with their row ids. `problem` is why
-    the data could not be had; every row is a filler then.
+    the data could not be had; every row is a filler then, and `problem_code` is the exit code of that kind of problem.
     """
 
     step: int
@@ -94,6 +95,7 @@ class Update:
     batches: list[Batch]
     damage: dict[int, str] = field(default_factory=dict)
     problem: str = ""
+    problem_code: int = errors.OK
 
     @property
     def row_ids(self) -> np.ndarray:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megabert.common import errors
 from megabert.common.malloc import keep_freed_memory
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
@@ -138,7 +139,7 @@ def _source(
 class _Updates(torch.utils.data.Dataset):
     """Step -> the buffers of one rank's update, its damaged rows, and why there are no rows at all ("": there are).
 
-    A rank whose rows cannot be had gets fillers and the reason: it still takes part in what all ranks do together.
+    A rank whose rows cannot be had gets fillers, the reason and its exit code: it still takes part in what all ranks do together.
     """
 
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
@@ -150,7 +151,7 @@ class _Updates(torch.utils.data.Dataset):
         micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
         return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[int, str], str]:
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[int, str], str, int]:
         manifest = self.source.dataset.manifest
         epochs, positions = np.divmod(self.positions(step), manifest.rows)
         row_ids = np.empty_like(positions)
@@ -159,13 +160,13 @@ class _Updates(torch.utils.data.Dataset):
             row_ids[here] = row_order(
                 manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
             )
-        problem = ""
+        problem, code = "", errors.OK
         try:
             narrow, wide, damage = self.source.make(row_ids, epochs)
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem, code = errors.describe(error), errors.exit_code(error)
             narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs)
-        return torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem
+        return torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code
 
 
 class _StepsFrom(torch.utils.data.Sampler):
@@ -299,12 +300,20 @@ class Loader:
     def __next__(self) -> Update:
         if self._items is None:
             raise StopIteration
-        narrow, wide, damage, problem = next(self._items)
+        try:
+            narrow, wide, damage, problem, code = next(self._items)
+        except RuntimeError as error:  # torch's only word for a worker that is gone
+            dead = [worker.pid for worker in self._workers if not worker.is_alive()]
+            if not dead:
+                raise
+            raise errors.Failed(
+                f"a loader process died (pid {dead[0]}): {str(error).splitlines()[0]}"
+            ) from error
         epoch = self.step * self.global_batch // self.source.dataset.rows
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         batches = self.source.shape(self.rows).batches(narrow, wide, self.source.micro_batch)
-        update = Update(self.step, epoch, batches, damage, problem)
+        update = Update(self.step, epoch, batches, damage, problem, code)
         self.step += 1
         return update
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,11 @@ HOST = re.compile(
 TIMEOUT = timedelta(
     minutes=20
 )  # longer than any rank-0-only work (hashing, consolidating) between collectives
+PORTS = range(20_000, 32_000)  # of ranks that meet under srun; from 32,768 on Linux gives ports to anybody
+TURNS = 16  # ports that are tried
+NOTICE = "megabert"  # first word of what rank 0 answers there
+VISIT_SECONDS = 5.0  # for a port that answers to say whose it is
+LOOK_SECONDS = 0.5  # between two looks at all ports
 SETTLE_SECONDS = 0.2  # gloo threads let go of a collective in microseconds, on a full machine in milliseconds
 
 
@@ -40,6 +46,9 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
+    job: str = (
+        ""  # which job this is, where ranks meet at one of several ports; "" where the launcher named the one
+    )
 
     @property
     def is_main(self) -> bool:
@@ -137,7 +146,7 @@ def discover(environment: dict[str, str] | None = None) -> World:
 
 def init(world: World) -> World:
     """Start torch.distributed for `world` and select its device; gives the world with its meeting place. Safe to call
-    twice. Raises ConnectionError where the ranks cannot meet."""
+    twice. Raises ConnectionError where the ranks cannot meet, for whatever reason: another start may help."""
     global _control
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -147,21 +156,7 @@ def init(world: World) -> World:
         address, store = ("127.0.0.1", 0), dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
-        address = world.master or _rendezvous(world)
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        try:
-            dist.init_process_group(
-                world.backend,
-                init_method=f"tcp://{host}:{address[1]}",
-                rank=world.rank,
-                world_size=world.size,
-                timeout=TIMEOUT,
-            )
-        except dist.DistNetworkError as error:
-            first = str(error).splitlines()[0]
-            raise ConnectionError(
-                f"rank {world.rank} cannot meet the others at {host}:{address[1]}; set MASTER_ADDR and MASTER_PORT ({first})"
-            ) from error
+        address = _start(world)
     # Libraries below us look for torchrun's variables, whatever launcher was used.
     for name, value in (
         ("RANK", world.rank),
@@ -192,13 +187,6 @@ def shutdown() -> None:
     _control = None
 
 
-def free_port() -> int:
-    """A TCP port that is free on this host now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def first_host(nodelist: str) -> str:
     """First host name of a SLURM node list, e.g. `gpu[07-09,12],login1` gives `gpu07`."""
     name = r"[A-Za-z0-9._-]"
@@ -214,7 +202,7 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
         raise ValueError(f"rank {rank} is outside the world of {size} that {launcher} describes")
     if not 0 <= local_rank <= rank:
         raise ValueError(f"local rank {local_rank} of rank {rank} is impossible; {launcher} describes it")
-    master = None
+    master, job = None, ""
     if size > 1:
         if "MASTER_ADDR" in env and not HOST.fullmatch(env["MASTER_ADDR"]):
             raise ValueError(f"MASTER_ADDR={env['MASTER_ADDR']!r} is neither a host name nor an address")
@@ -222,19 +210,23 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             raise ValueError(f"MASTER_PORT={env['MASTER_PORT']} is outside 1 to 65535")
         if "MASTER_ADDR" in env and "MASTER_PORT" in env:
             master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+        elif launcher == "srun" and "MASTER_PORT" in env:
+            host = first_host(env.get("SLURM_STEP_NODELIST", ""))
+            master = (host, _number(env, "MASTER_PORT"))
         elif launcher == "srun":
             host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
-            # The same on every rank and, by the job's and step's numbers, rarely the same for two jobs.
-            job = _number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)
-            master = (host, 20_000 + job % 20_000)
+            number, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
+            # The same on every rank and, by the job's and step's numbers, seldom the same for two jobs.
+            master = (host, PORTS[(number * 31 + step) % len(PORTS)])
+            job = f"{number}.{step}.{_number(env, 'SLURM_RESTART_COUNT', 0)}"
         elif launcher != "mpirun":
             raise ValueError(
                 f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
             )
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        return World(rank, local_rank, size, device, "nccl", launcher, master)
-    return World(rank, local_rank, size, torch.device("cpu"), "gloo", launcher, master)
+        return World(rank, local_rank, size, device, "nccl", launcher, master, job)
+    return World(rank, local_rank, size, torch.device("cpu"), "gloo", launcher, master, job)
 
 
 def _share_cores(world: World) -> None:
@@ -244,18 +236,118 @@ def _share_cores(world: World) -> None:
     torch.set_num_threads(max(1, len(cores) // world.gather(place).count(place)))
 
 
-def _rendezvous(world: World) -> tuple[str, int]:
-    """Rank 0's address, told to the others through MPI, which mpirun has connected already."""
+def ports_from(first: int) -> list[int]:
+    """The ports at which ranks meet where nobody named one, in the order in which they are tried."""
+    return [PORTS[(first - PORTS[0] + 997 * turn) % len(PORTS)] for turn in range(TURNS)]
+
+
+def _start(world: World) -> tuple[str, int]:
+    """Start the process group of several ranks; the address of its store. Raises ConnectionError."""
+    place = "each other" if world.master is None else f"the others at {world.master[0]}:{world.master[1]}"
+    notice = None
+    try:
+        if world.master is not None and not world.job:
+            address, store = world.master, None
+        elif world.is_main:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+            if world.master is None:
+                address = _tell_through_mpi(store.port)
+            else:
+                address, notice = (world.master[0], store.port), Notice(world, store.port)
+        else:
+            address = _tell_through_mpi() if world.master is None else find_notice(world)
+            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        dist.init_process_group(
+            world.backend,
+            init_method=None if store else f"tcp://{host}:{address[1]}",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=TIMEOUT,
+        )
+    except (RuntimeError, OSError) as error:  # torch has half a dozen types, all of them RuntimeErrors
+        first = str(error).splitlines()[0]
+        raise ConnectionError(
+            f"rank {world.rank} cannot meet {place}; if it stays so, set MASTER_ADDR and MASTER_PORT ({first})"
+        ) from error
+    finally:
+        if notice is not None:
+            notice.close()
+    return address
+
+
+class Notice:
+    """Rank 0's answer to every rank of its job that asks at the first of the job's ports that is free: the store's port,
+    which the system has chosen. Raises OSError where none of them is free."""
+
+    def __init__(self, world: World, store: int) -> None:
+        assert world.master is not None
+        for port in ports_from(world.master[1]):
+            try:
+                self._server = _listen(port, world.size)
+                break
+            except OSError as error:
+                taken = error
+        else:
+            raise taken
+        self._text = f"{NOTICE} {world.job} {store}\n".encode()
+        threading.Thread(target=self._answer, name="notice", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                with self._server.accept()[0] as visitor:
+                    visitor.sendall(self._text)
+            except ConnectionError:  # a visitor that is gone again
+                continue
+            except OSError:  # closed
+                return
+
+    def close(self) -> None:
+        """All ranks have met."""
+        self._server.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._server.close()
+
+
+def _listen(port: int, visitors: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=visitors, dualstack_ipv6=both)
+
+
+def find_notice(world: World) -> tuple[str, int]:
+    """Address of the job's store, from the notice at one of the job's ports, where anything else may listen. Raises OSError
+    where there is none for TIMEOUT."""
+    assert world.master is not None
+    host, first = world.master
+    ends, last = time.monotonic() + TIMEOUT.total_seconds(), OSError("nobody answers for this job")
+    while time.monotonic() < ends:
+        for port in ports_from(first):
+            try:
+                with socket.create_connection((host, port), VISIT_SECONDS) as visit:
+                    visit.settimeout(VISIT_SECONDS)
+                    answer = visit.makefile("rb").readline(256).decode("ascii", "replace")
+            except OSError as error:
+                last = error
+                continue
+            if match := re.fullmatch(rf"{NOTICE} {re.escape(world.job)} (\d{{1,5}})\n", answer):
+                return host, int(match[1])
+        time.sleep(LOOK_SECONDS)
+    raise last
+
+
+def _tell_through_mpi(port: int = 0) -> tuple[str, int]:
+    """The address of rank 0's store, whose `port` rank 0 tells the others through MPI, which mpirun has connected."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(
             "mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them"
         ) from error
-    own = (socket.gethostname(), free_port()) if world.is_main else None
-    host, port = MPI.COMM_WORLD.bcast(own, root=0)
-    local = len(set(MPI.COMM_WORLD.allgather(socket.gethostname()))) == 1
-    return ("127.0.0.1" if local else host, port)
+    names = MPI.COMM_WORLD.allgather(socket.gethostname())
+    port = MPI.COMM_WORLD.bcast(port, root=0)
+    return ("127.0.0.1" if len(set(names)) == 1 else names[0], port)
 
 
 def _number(env: dict[str, str], name: str, default: int | None = None) -> int:

@@ -15,6 +15,7 @@ import socket
 import time
 from pathlib import Path
 
+from megabert.common import errors
 from megabert.common.logs import log
 from megabert.distributed.process_group import World
 
@@ -27,17 +28,18 @@ _held: dict[str, int] = {}  # run folder -> descriptor of its lock, open until t
 def take(run_dir: str | Path, world: World, patience: float = PATIENCE) -> None:
     """Make this job the only writer of `run_dir` until rank 0's process ends. A collective; twice is once.
 
-    Raises ValueError on every rank, naming the holder, when another process holds it for `patience` seconds. Where the
-    file system has no locks one warning is printed and the run goes on without.
+    Raises ValueError on every rank, naming the holder, when another process holds it for `patience` seconds, and Failed
+    where the file system fails. Where it has no locks one warning is printed and the run goes on without.
     """
-    problem = ""
+    problem, code = "", errors.USER_ERROR
     if world.is_main:
         try:
             problem = _take(Path(run_dir), patience)
         except OSError as error:
-            problem = str(error)
-    if problem := world.broadcast(problem):
-        raise ValueError(problem)
+            problem, code = errors.describe(error), errors.exit_code(error)
+    problem, code = world.broadcast([problem, code])
+    if problem:
+        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
 
 
 def _take(run_dir: Path, patience: float) -> str:

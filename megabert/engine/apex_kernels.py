@@ -26,6 +26,8 @@ def obstacle(config: Config, device: torch.device) -> str:
         return (
             f"at zero.stage={config.zero.stage} apex's LAMB would have one trust ratio for a whole partition"
         )
+    if config.optimizer.split_qkv:
+        return "apex's LAMB has one trust ratio a tensor; set optimizer.split_qkv=false"
     try:
         _kernels(config.optimizer.name)
     except (ImportError, AttributeError) as error:

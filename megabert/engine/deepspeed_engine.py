@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import logging
 import math
@@ -78,6 +79,7 @@ class Engine:
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
+        self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         # fp16's loss scale and offloaded gradients are on the host: there the norm, the clip and the skip are DeepSpeed's.
         self._guarded = config.precision != "fp16" and config.zero.offload == "none"
         if self._guarded:
@@ -107,10 +109,12 @@ class Engine:
             for parameter in module.parameters():
                 parameter.grad_dtype = torch.float32
         self.layout = find_layout(wrapper, module, world)
-        self.optimizer.attach(
-            {master.tensor: master.segments for master in self.layout.masters},
-            world.device if self.layout.partitioned else None,
-        )
+        segments = {master.tensor: master.segments for master in self.layout.masters}
+        if config.optimizer.split_qkv:
+            merged = {f"{name}.weight": getattr(m, "matrices", 0) or 1 for name, m in module.named_modules()}
+            segments, units = self.layout.units(merged)
+            self.optimizer.number_units(units)
+        self.optimizer.attach(segments, world.device if self.layout.partitioned else None)
         if self._guarded:
             self._gradients = device_step.install(wrapper, module, self.layout)
         self._summed = (
@@ -170,14 +174,16 @@ class Engine:
         loss_scale, loss_scale_floor = self._loss_scale()
         if self._summed:
             self._summed.begin()
+        seeds = self._seeds(update.step)
         for number, batch in enumerate(update.batches, 1):
+            seed = {} if seeds is None else {"seed": seeds[number - 1]}
             last = number == self.accumulation
             # Sums over the ranks overlap the last backward pass, and are no part of a recording.
             recorded = None if last and self.world.size > 1 else self._recorded
             if recorded:
-                sums += recorded(number == 1, batch.inputs(), scale)
+                sums += recorded(number == 1, batch.inputs() | seed, scale)
             else:
-                output = engine(**batch.to(self.world.device).inputs())
+                output = engine(**batch.to(self.world.device).inputs(), **seed)
                 sums += doubles(output).detach()
             if last:
                 if self.world.size > 1:
@@ -220,6 +226,16 @@ class Engine:
             host_loss=host_loss,
             host_applied=HostCopy(applied),
         )
+
+    def _seeds(self, step: int) -> Tensor | None:
+        """int64 [A, 2] on the device: for each micro-step the seed of the update's dropout, and the place in the update of
+        the micro-batch's first row, so that a row's masks follow the row. None for a module that takes no seed."""
+        if not self._takes_seed:
+            return None
+        key, micro = rng.update_seed(self.config.seed, step), self.config.batch.micro_size
+        firsts = [(a * self.world.size + self.world.rank) * micro for a in range(self.accumulation)]
+        values = [value for first in firsts for value in (key, first)]
+        return to_device(values, self.world.device, torch.int64).view(-1, 2)
 
     def _step_by_deepspeed(
         self, sums: Tensor, loss_scale: float, floor: float, vetoed: bool
@@ -304,6 +320,8 @@ class Engine:
             | {"skipped_steps": self.skipped_steps},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
         }
+        if self.optimizer.primed and not counters["optimizer_steps"]:
+            counters["primed"] = True
         if self._fp8 is not None:
             counters["amax_history"] = self._fp8.state()
         return Snapshot(self.consolidated_weights(), pieces, counters)
@@ -321,7 +339,8 @@ class Engine:
         """
         self.load_weights(weights)
         updates = int(counters["optimizer_steps"])
-        self.optimizer.resume([master.tensor for master in self.layout.masters], updates)
+        primed = counters.get("primed", False)
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
         for piece in self.layout.moments(self.optimizer):
             for kind, view in piece.moments.items():
                 read_moment(kind, piece.name, piece.offset, view)
@@ -335,6 +354,15 @@ class Engine:
         for name, value in counters["loss_scale"].items():
             if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
                 setattr(scaler, name, value)
+
+    @torch.no_grad()
+    def take_moments(self, read_moment: Callable[[str, str, int, Tensor], None]) -> None:
+        """Begin with the moments of another run (`read_moment` as in `restore`); their correction for a start at zero, which
+        counts updates, begins anew."""
+        self.optimizer.resume([master.tensor for master in self.layout.masters], 0, primed=True)
+        for piece in self.layout.moments(self.optimizer):
+            for kind, view in piece.moments.items():
+                read_moment(kind, piece.name, piece.offset, view)
 
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""

@@ -68,6 +68,7 @@ class _Guarded(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    primed = False  # it began with moments of another run
 
     def attach(
         self,
@@ -76,7 +77,8 @@ class _Guarded(torch.optim.Optimizer):
     ) -> None:
         """Start work.
 
-        `segments` describes each tensor this optimizer will see (None: tensors are whole parameters). `reduce_on` is
+        `segments` describes each tensor this optimizer will see (None: tensors are whole parameters); their indices are of
+        what has a trust ratio of its own. `reduce_on` is
         the device of the norms' all-reduce when parameters are spread over ranks (None: they are not).
         """
         self._segments = dict(segments or {})
@@ -121,14 +123,17 @@ class _Guarded(torch.optim.Optimizer):
         return counts.pop() if counts else 0
 
     def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Flat views of a tensor's moments; {} before its first update."""
+        """Flat views of a tensor's moments; {} before its first update, unless it began with moments."""
         state = self.state.get(tensor)
-        return {kind: state[kind].view(-1) for kind in MOMENTS} if state and int(state["step"]) else {}
+        held = state and (self.primed or int(state["step"]))
+        return {kind: state[kind].view(-1) for kind in MOMENTS} if held else {}
 
-    def resume(self, tensors: Iterable[Tensor], updates: int) -> None:
-        """Make `tensors` such as have taken `updates` updates; moments that did not exist are zero and wait to be filled."""
+    def resume(self, tensors: Iterable[Tensor], updates: int, primed: bool = False) -> None:
+        """Make `tensors` such as have taken `updates` updates; moments that did not exist are zero and wait to be filled.
+        `primed`: there are moments before the first update too."""
+        self.primed = primed
         for tensor in tensors:
-            if not updates:
+            if not updates and not primed:
                 self.state.pop(tensor, None)
                 continue
             if not self.state.get(tensor):
@@ -158,15 +163,19 @@ class AdamW(_Guarded, torch.optim.AdamW):
 class Lamb(_Guarded):
     """LAMB (You et al. 2020) as NVIDIA's BERT recipe runs it.
 
-    Bias correction, decay inside the update, ratio |w| / |u| a parameter, 1 where either norm is 0. As in apex's
+    Bias correction, decay inside the update, ratio |w| / |u| a parameter (or a part of one), 1 where either norm is 0. As in apex's
     FusedLAMB by default (`use_nvlamb=False`, csrc/multi_tensor_lamb.cu: `if (use_nvlamb || (decay != 0.0))`),
     parameters without weight decay take the plain Adam step.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._parameters = sum(len(group["params"]) for group in self.param_groups)
+        self._units = sum(len(group["params"]) for group in self.param_groups)  # each with a trust ratio
         self._owners: dict[tuple[int, ...], Tensor] = {}  # parameters' indices, copied to the device once
+
+    def number_units(self, units: int) -> None:
+        """So many have a trust ratio: parameters, and parts of those that the layout cut."""
+        self._units = units
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -232,8 +241,8 @@ class Lamb(_Guarded):
             weight.addcmul_(update, rates[owner])
 
     def _trust_ratios(self, pieces: list[tuple[int, Tensor, Tensor]], home: torch.device) -> Tensor:
-        """|w| / |u| of every parameter, from its (index, weight, update) pieces on all ranks; 1 where either is 0. fp64."""
-        squares = torch.zeros(2, self._parameters, dtype=torch.float64, device=home)
+        """|w| / |u| of every unit, from its (index, weight, update) pieces on all ranks; 1 where either is 0. fp64."""
+        squares = torch.zeros(2, self._units, dtype=torch.float64, device=home)
         if pieces:
             owners, *both = zip(*pieces, strict=True)
             if owners not in self._owners:

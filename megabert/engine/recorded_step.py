@@ -8,7 +8,6 @@ same buffers, so that all of this is tested there. On a GPU it has not been run.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -97,7 +96,6 @@ class RecordedMicroSteps:
         """`module` gives `terms` loss sums and as many counts of right answers."""
         self._module, self._gradients, self._terms = module, gradients, terms
         self._accumulation, self._device = accumulation, device
-        self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.recorded = RecordedStep(self._step, ("first", "later"), device)
 
@@ -116,8 +114,6 @@ class RecordedMicroSteps:
     def __call__(self, first: bool, inputs: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Sums of a micro-step, fp64 [2 terms]; `first`: of its update. `scale` is each loss's factor."""
         given = dict(inputs) | {"scale": scale}
-        if self._takes_seed:  # drawn as the model would
-            given["seed"] = torch.randint(2**62, (1,), device=self._device)
         sums = self.recorded("first" if first else "later", given)
         self._gradients.filled()
         return sums

@@ -55,6 +55,27 @@ class ZeroLayout:
             for segment in master.segments:
                 yield segment, flat[segment.start : segment.end]
 
+    def units(self, parts: Mapping[str, int]) -> tuple[dict[Tensor, tuple[Segment, ...]], int]:
+        """Each master's pieces of what has a trust ratio of its own, as segments of units, and the number of units.
+
+        A unit is a parameter; one that `parts` names is so many, one below the other. Units are numbered in the order of
+        the parameters.
+        """
+        counts = [parts.get(name, 1) for name in self.names]
+        first = [sum(counts[:index]) for index in range(len(counts))]
+        found: dict[Tensor, tuple[Segment, ...]] = {}
+        for master in self.masters:
+            cut: list[Segment] = []
+            for segment in master.segments:
+                size = self.shapes[segment.index].numel() // counts[segment.index]
+                for part in range(segment.offset // size, -(-segment.stop // size)):
+                    begin, end = max(segment.offset, part * size), min(segment.stop, (part + 1) * size)
+                    start = segment.start + begin - segment.offset
+                    unit = first[segment.index] + part
+                    cut.append(Segment(unit, start, start + end - begin, begin - part * size))
+            found[master.tensor] = tuple(cut)
+        return found, sum(counts)
+
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Set this rank's master weights from whole fp32 tensors by parameter name."""
         for segment, view in self.pieces():

@@ -73,6 +73,7 @@ class Update:
         default_factory=dict
     )  # items are in memory: nothing can be wrong with them
     problem: str = ""
+    problem_code: int = 0
 
     @property
     def epochs(self) -> np.ndarray:

@@ -44,7 +44,7 @@ from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
 from megabert.pretrained import Pretrained
-from megabert.training.metrics import Means
+from megabert.training.metrics import Window
 from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -153,12 +153,12 @@ class Best:
     waited: int = 0
 
 
-class TaskMeter:
+class TaskMeter(Window):
     """Items and tokens a second, loss and accuracy, between two log lines."""
 
     def __init__(self, world: World, task: Task, terms: Sequence[str]) -> None:
-        self._world, self._task, self._terms = world, task, terms
-        self.reset()
+        super().__init__(world, counts=2)  # items, tokens
+        self._task, self._terms = task, terms
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
         """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
@@ -179,11 +179,6 @@ class TaskMeter:
                 values["train/accuracy"] = accuracy
         self.reset()
         return values | {"perf/items_per_sec": items / seconds, "perf/tokens_per_sec": tokens / seconds}
-
-    def reset(self) -> None:
-        """Forget what was added."""
-        self._seconds, self._means = 0.0, Means()
-        self._counts = [0, 0]  # items and tokens of this rank
 
 
 class FineTuning:

@@ -37,6 +37,10 @@ class Output(NamedTuple):
 class Affine(nn.Module):
     """The parameters of y = x W^T + b: weight [out, in], truncated-normal start (Devlin et al. 2019)."""
 
+    matrices = (
+        0  # that `weight` is, one below the other, for an optimizer of whole matrices; 0: not of a layer
+    )
+
     def __init__(self, inputs: int, outputs: int, std: float):
         super().__init__()
         self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
@@ -152,6 +156,8 @@ class Layer(nn.Module):
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
         self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg.init_std, layer)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
+        self.qkv.matrices = 3
+        self.attention_output.matrices = self.feed_forward.matrices = self.feed_forward_output.matrices = 1
         self.cfg, self.attention = cfg, backends.attention.name
 
     def forward(
@@ -163,12 +169,15 @@ class Layer(nn.Module):
         stream: int,
         keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] -> [N, D]."""
+        """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
         p = self.cfg.attention_dropout if self.training else 0.0
         qkv = self.qkv(normed)  # (B, T, 3D)
         context = native.attend(qkv, self.cfg.heads, bounds, p, seed, stream, self.attention)  # (B, T, D)
         if keep is not None:
-            context, x = context.flatten(0, 1).index_select(0, keep), x.flatten(0, 1).index_select(0, keep)
+            flat = keep.flatten()
+            context, x = (
+                t.flatten(0, 1).index_select(0, flat).unflatten(0, keep.shape) for t in (context, x)
+            )
         normed, x = self.attention_output(context, x, seed, stream + 1)
         return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
 
@@ -239,8 +248,9 @@ class BertForPreTraining(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Hidden states [B, T, D] of int32 [B, T] inputs (lengths [B, S]); a token attends to [key_start, key_end).
 
-        With `keep` (int flat positions [N]) the last layer computes only those: [N, D], the same values.
-        seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
+        With `keep` (int flat positions [N] or [B, J]) the last layer computes only those: [N, D] or [B, J, D], the same
+        values. seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
+        With a second element, the place of the batch's first row in the update, a row's masks do not depend on its batch.
         """
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
         for normed, _stream in self._run(*inputs, keep, seed):
@@ -291,17 +301,15 @@ class BertForPreTraining(nn.Module):
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
         flat positions into B * T and labels, -100 where there is nothing to predict.
         """
-        predicted = mlm_positions.numel()
-        keep = mlm_positions.flatten()
-        if self.cfg.nsp:
-            keep = torch.cat([keep, cls_positions.flatten()])
+        slots = mlm_positions.shape[1]
+        keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
         hidden = self.encode(input_ids, segment_ids, position_ids, key_start, key_end, lengths, keep, seed)
         mlm_loss, mlm_correct = self.embeddings.word(
-            hidden=self.mlm(hidden[:predicted]), labels=mlm_labels.flatten()
+            hidden=self.mlm(hidden[:, :slots].flatten(0, 1)), labels=mlm_labels.flatten()
         )
         if not self.cfg.nsp:
             return Output(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, torch.zeros_like(mlm_correct))
-        logits = self.nsp_logits(hidden[predicted:]).float()  # (B * S, 2)
+        logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
         labels = nsp_labels.flatten()
         nsp_loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())

@@ -54,16 +54,16 @@ class Student(BertForPreTraining):
     def teacher(self) -> BertForPreTraining:
         return self._teacher[0]
 
-    def forward(self, *args: Any, **batch: Any) -> Any:
+    def forward(self, *args: Any, seed: Tensor | None = None, **batch: Any) -> Any:
         """Sums of the four losses, then what was right of each; shapes of `batch` as BertForPreTraining's."""
         if not self.training:
-            mlm, nsp, *correct = super().forward(*args, **batch)
+            mlm, nsp, *correct = super().forward(*args, seed=seed, **batch)
             none = torch.zeros_like(mlm)
             return mlm, nsp, none, none, *correct, none, none
         assert not args
         inputs = {name: batch[name] for name in ENCODED}
         labels, at = batch["mlm_labels"].flatten(), batch["mlm_positions"].flatten()
-        hidden = self.encode(**inputs, seed=batch.get("seed")).flatten(0, 1)  # (B * T, D)
+        hidden = self.encode(**inputs, seed=seed).flatten(0, 1)  # (B * T, D)
         with torch.no_grad():
             no_dropout = torch.zeros(1, dtype=torch.int64, device=hidden.device)
             wanted = self.teacher.encode(**inputs, seed=no_dropout).flatten(0, 1)

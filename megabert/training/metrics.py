@@ -75,6 +75,14 @@ class Means:
         row = row.where(result.applied > 0, 0.0)
         self._sums = row if self._sums is None else self._sums + row
 
+    def state(self) -> list[float] | None:
+        """The sums, exactly. Waits for the device."""
+        return None if self._sums is None else self._sums.tolist()
+
+    def resume(self, sums: Sequence[float] | None, device: torch.device) -> None:
+        """Go on from the sums of `state`."""
+        self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float32, device=device)
+
     def figures(self, terms: Sequence[str]) -> dict[str, float]:
         """`train/…` figures; {} where no update was applied. Waits for the device."""
         if self._sums is None:
@@ -83,17 +91,46 @@ class Means:
         return figures(sums[:-1] / sums[-1], terms) if sums[-1] else {}
 
 
-class Meter:
-    """Running sums between two log lines: results stay on the device, counts on the host, until `drain`."""
+class Window:
+    """Running sums between two log lines, part of a checkpoint: a window that a restart falls into is logged whole."""
+
+    def __init__(self, world: World, counts: int) -> None:
+        """`counts`: how many numbers of each update are summed over the ranks."""
+        self._world, self._kinds = world, counts
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was added."""
+        self._seconds, self._means = 0.0, Means()
+        self._counts = [0] * self._kinds  # of this rank
+
+    def state(self) -> dict[str, Any]:
+        """The sums of all ranks, as JSON. A collective."""
+        counts = self._world.sum_ints(self._counts)
+        return {"seconds": self._seconds, "counts": counts, "means": self._means.state()}
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from a `state`; None, of a checkpoint that holds none: the window begins here."""
+        self.reset()
+        if saved is None:
+            return
+        self._seconds = saved["seconds"]
+        self._means.resume(saved["means"], self._world.device)
+        if self._world.is_main:  # for all ranks, whose number may be another
+            self._counts = list(saved["counts"])
+
+
+class Meter(Window):
+    """Figures of the updates between two log lines: results stay on the device, counts on the host, until `drain`."""
 
     def __init__(
         self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
     ) -> None:
-        self._world, self._model, self._terms, self.peak_tflops = world, model, terms, peak_tflops
+        super().__init__(world, counts=4)  # tokens, sequences, predictions, squared lengths
+        self._model, self._terms, self.peak_tflops = model, terms, peak_tflops
         self._causal = causal
         cuda = world.device.type == "cuda"
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
-        self.reset()
 
     def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
         """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
@@ -122,11 +159,6 @@ class Meter:
             values["perf/mfu_datasheet"] = per_device / self._datasheet
         self.reset()
         return values
-
-    def reset(self) -> None:
-        """Forget what was added."""
-        self._seconds, self._means = 0.0, Means()
-        self._counts = [0, 0, 0, 0]  # tokens, sequences, predictions, squared lengths
 
 
 def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: float) -> str:

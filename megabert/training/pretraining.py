@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megabert import config as configuration
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights
+from megabert.checkpoint import Checkpoints, check_compatible, load_weights, start_engine
+from megabert.common import errors
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.logs import log
@@ -64,9 +65,12 @@ class Pretraining:
         held_out = evaluation.held_out(self.config.data.path, self.config)
         place = self.world.rank, self.world.size
         batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, *place)
-        problems: list[str] = []
+        problems: list[Exception] = []
         sums = self.engine.eval_sums(_readable(batches, progress, problems))
-        refuse(self.world, "".join(problems))
+        problem = (
+            (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
+        )
+        refuse(self.world, *problem)
         found = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")
@@ -82,14 +86,16 @@ class Pretraining:
         """Everything is a function of the update's number."""
 
 
-def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[str]) -> Iterator[Batch]:
+def _readable(
+    batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]
+) -> Iterator[Batch]:
     """`batches` until one cannot be had, which is kept for later: the other ranks are in the middle of a collective."""
     try:
         for batch in batches:
             yield batch
             progress()
     except (ValueError, OSError) as error:
-        problems.append(str(error))
+        problems.append(error)
 
 
 def open_run(
@@ -132,6 +138,9 @@ def open_run(
         check_compatible(checkpoints.read_state(newest), provenance)
         saved = checkpoints.load(engine, newest)
         log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
+    elif config.init_from and config.init_moments:
+        origin = start_engine(engine, config.init_from, world)
+        log.info(f"starting from weights and moments of {config.init_from} at step {origin['step']}")
     elif config.init_from:
         weights, origin = load_weights(config.init_from)
         engine.load_weights(weights)

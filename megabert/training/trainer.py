@@ -25,13 +25,18 @@ from megabert.engine import Engine, UpdateResult
 from megabert.engine.lr_schedule import finished, learning_rate
 from megabert.training.metrics import figures, measured, peak_memory_gib
 from megabert.training.profiling import Profiler
+from megabert.training.rate_record import RateRecord
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
 from megabert.training.workload import Update, Workload
 
 
 class Refused(ValueError):
-    """The data cannot be used; the same on every rank."""
+    """The data cannot be used, or could not be read; the same on every rank."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.exit_code = code
 
 
 @dataclass
@@ -112,6 +117,9 @@ class Trainer:
         self.rows = RowDigest(world)
         if saved is not None:
             self.resume(saved)
+        self.rates = None
+        if config.schedule.name == "budget":
+            self.rates = RateRecord(run_dir, config, world, self.state.step, writes)
         self.sinks = self.open_sinks()
         self.updates = workload.updates(self.state.cursor)
 
@@ -173,9 +181,20 @@ class Trainer:
     def train_update(self) -> tuple[Any, float, UpdateResult]:
         """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
         self.profiler.update(self.state.step + 1)
-        update, minutes = next(self.updates), self.state.seconds / 60
-        lr = learning_rate(self.config.schedule, self.config.optimizer.lr, self.state.step, minutes)
+        lr = self.rate()
+        update = next(self.updates)
         return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+
+    def rate(self) -> float:
+        """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
+        state, schedule = self.state, self.config.schedule
+        if self.rates is not None and (known := self.rates.known(state.step, state.cursor)):
+            state.seconds, lr = known
+            return lr
+        lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60)
+        if self.rates is not None:
+            self.rates.add(state.step, state.cursor, state.seconds, lr)
+        return lr
 
     def agree(self, seconds: float, update: Update) -> Agreed:
         """One small collective for all that the ranks have to know of each other. Raises Refused."""
@@ -184,7 +203,7 @@ class Trainer:
         slowest, *flags = self.world.max_floats([float(value) for value in own])
         agreed = Agreed(slowest, *map(bool, flags))
         if agreed.problem:
-            refuse(self.world, update.problem)
+            refuse(self.world, update.problem, update.problem_code)
         return agreed
 
     def account(self, update: Any, result: UpdateResult, seconds: float) -> None:
@@ -296,7 +315,6 @@ class Trainer:
         self.sinks.close()
         self.resume(self.checkpoints.load(self.engine, path))
         self.state.cursor = update.step + 1
-        self.workload.meter.reset()
         self.sinks = self.open_sinks()
         self.updates = self.workload.updates(self.state.cursor)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is passed over")
@@ -307,6 +325,7 @@ class Trainer:
         """What a checkpoint holds besides the engine's own tensors. A collective."""
         assert not self.unjudged, "its losses belong to the state"
         own = asdict(self.state) | self.rows.totals() | {"losses": self.spike_policy.spikes.state()}
+        own |= {"meter": self.workload.meter.state()}
         return dict(self.provenance) | own | self.workload.state()
 
     def resume(self, saved: Mapping[str, Any]) -> None:
@@ -315,6 +334,7 @@ class Trainer:
         self.saved_step = self.state.step
         self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         self.spike_policy.resume(saved["losses"], self.state.bad)
+        self.workload.meter.resume(saved.get("meter"))
         self.workload.resume(saved)
 
     def save(self) -> None:
@@ -360,11 +380,12 @@ class Trainer:
         return as_json(place | figures(measured(result), self.engine.terms) | {"skipped": result.skipped})
 
 
-def refuse(world: World, problem: str) -> None:
-    """Raises Refused on every rank when any has a problem ("": none), naming the first. A collective."""
-    for rank, text in enumerate(world.gather(problem)):
-        if text:
-            raise Refused(text if world.size == 1 else f"rank {rank}: {text}")
+def refuse(world: World, problem: str, code: int) -> None:
+    """Raises Refused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
+    collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
+    found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
+    for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
+        raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)
 
 
 def together(world: World, action: Callable[[], None]) -> None:

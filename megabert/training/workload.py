@@ -20,6 +20,7 @@ class Update(Protocol):
     epochs: np.ndarray
     damage: dict[int, str]
     problem: str
+    problem_code: int  # the exit code that goes with it
 
 
 class Updates(Protocol):
@@ -34,7 +35,8 @@ class Meter(Protocol):
 
     def add(self, result: UpdateResult, update: Any, seconds: float) -> None: ...
     def drain(self) -> dict[str, float]: ...
-    def reset(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def resume(self, saved: Mapping[str, Any] | None) -> None: ...
 
 
 class Workload(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from megabert.checkpoint import Checkpoints, load_weights
+from megabert.common import retry
 from megabert.common.canonical_json import canonical
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
@@ -70,6 +73,24 @@ def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> C
     for step in steps:
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))
     return checkpoints
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors"])
+def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_one_is_taken(
+    name, tmp_path, monkeypatch
+):
+    saved_run(tmp_path)
+    failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)]
+    whole = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.name == name and failures:
+            raise failures.pop()
+        return whole(path, **options)
+
+    monkeypatch.setattr(retry, "WAITS", (0.0,))
+    monkeypatch.setattr(Path, "stat", stat)
+    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000020"
 
 
 # -- resume ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabert.model.ops import reference
 from tests.csrc.cuda_on_cpu import Kernels, compiler
-from tests.csrc.test_cuda_source import SEED, STREAM, check, empty, gradients, seed_tensor
+from tests.csrc.test_cuda_source import SEED, STREAM, check, empty, gradients
 from tests.model.ops.oracle import normal
 from tests.model.ops.test_attention import bounds, causal, plain_attention
 
@@ -28,12 +28,19 @@ def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    kernels: Kernels, qkv: Tensor, grad: Tensor, start: Tensor, end: Tensor, heads: int, p: float
+    kernels: Kernels,
+    qkv: Tensor,
+    grad: Tensor,
+    start: Tensor,
+    end: Tensor,
+    heads: int,
+    p: float,
+    place: int = 0,
 ) -> list[Tensor]:
     """context, log-sum-exp, dqkv"""
     (batch, width, triple), dtype = qkv.shape, qkv.dtype
     size, tiles = triple // 3 // heads, -(-width // 32)
-    numbers = (batch, width, heads, size, STREAM, p, seed_tensor())
+    numbers = (batch, width, heads, size, STREAM, p, torch.tensor([SEED, place]))
     context, lse = kernels.run(
         "attention", dtype, qkv, start, end, empty(batch, width, heads * size, dtype=dtype),
         empty(batch, heads, width, dtype=torch.float32), *numbers, outputs=(3, 4),
@@ -97,6 +104,20 @@ def test_attention(
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     silent = end <= start
     assert (context[silent] == 0).all() and (dqkv.view(*start.shape, 3, -1)[silent][:, 0] == 0).all()
+
+
+def test_rows_of_a_larger_batch_have_its_mask(kernels: Kernels) -> None:
+    width, heads = 40, 2
+    start, end, _ = bounds(*[[30, 10]] * 3, width=width)
+    qkv, grad = (
+        normal(3, width, 3 * heads * 16, seed=1).bfloat16(),
+        normal(3, width, heads * 16, seed=2).bfloat16(),
+    )
+    with kernels.lines_of_a_row(heads * width):
+        whole = attend(kernels, qkv, grad, start, end, heads, 0.3)
+        part = attend(kernels, qkv[1:], grad[1:], start[1:], end[1:], heads, 0.3, place=1)
+    for ours, theirs in zip(part, whole, strict=True):
+        assert torch.equal(ours, theirs[1:])
 
 
 def test_attention_draws_the_oracles_dropout_mask(kernels: Kernels) -> None:

@@ -221,6 +221,26 @@ def test_dropout_draws_the_oracles_mask(kernels: Kernels, rows: int, width: int,
     torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[dtype], atol=0)
 
 
+def test_rows_of_a_larger_batch_have_its_mask(kernels: Kernels) -> None:
+    lines, place, rows, width = 3, 4, 6, 1023
+    x, seed = normal(rows, width, seed=1).float(), torch.tensor([SEED, place])
+    with kernels.lines_of_a_row(lines):
+        (y,) = kernels.run(
+            "dropout",
+            x.dtype,
+            x,
+            empty(rows, width, dtype=x.dtype),
+            rows,
+            width,
+            STREAM,
+            0.3,
+            seed,
+            outputs=(1,),
+        )
+    keep = reference.keep_mask(SEED, STREAM, lines * place + rows, width, 0.3)[lines * place :]
+    torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[x.dtype], atol=0)
+
+
 GRADIENTS = [(0.0, "of y"), (0.1, "of y"), (0.1, "of z")]
 WIDE = [(4, 4100, 0.1, "of y"), (4, 4104, 0.0, "of z"), (5, 8192, 0.1, "of y")]  # two groups a thread
 

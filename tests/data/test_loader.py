@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import pickle
+import signal
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megabert.common import errors, retry
 from megabert.config import from_dict
 from megabert.data.batch import compact_lengths
 from megabert.data.loader import Batch, Loader, eval_batches
@@ -241,6 +247,41 @@ def test_a_damaged_row_leaves_its_rank_without_rows_and_with_the_reason(tmp_path
     assert "\n" not in update.problem
     assert (update.row_ids == -1).all() and len(update.row_ids) == 64
     assert (update.predictions, update.nsp_pairs, update.tokens, update.sequences) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_read_that_failed_is_tried_again_and_then_a_fault_of_the_machine(tmp_path, monkeypatch, number):
+    """Not a mistake of the user's, which would never be started again."""
+    failures = []
+
+    def stat(path, **options):
+        if path.suffix == ".tar" and failures:
+            raise failures.pop()
+        return os.stat(path, **options)
+
+    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0))
+    dataset = Dataset(make_dataset(tmp_path, 64))
+    monkeypatch.setattr(Path, "stat", stat)
+    for times, code in ((2, errors.OK), (3, errors.FAILED)):
+        failures[:] = [OSError(number, os.strerror(number), "shard") for _ in range(times)]
+        fresh = pickle.loads(pickle.dumps(dataset))
+        update = next(Loader(fresh, vocabulary(), global_batch=8, micro_batch=8, seed=1))
+        assert (update.problem_code, bool(update.problem)) == (code, bool(code))
+        assert (update.tokens > 0) == (not code)
+
+
+def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path):
+    """As by SIGBUS, when a mapped file cannot be read."""
+    loader = Loader(
+        Dataset(make_dataset(tmp_path, 64)), vocabulary(), global_batch=8, micro_batch=8, seed=1, workers=1
+    )
+    next(loader)
+    os.kill(loader._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(OSError, match="a loader process died") as found:
+        for _ in range(20):
+            next(loader)
+    assert errors.exit_code(found.value) == errors.FAILED
+    loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

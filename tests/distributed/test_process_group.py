@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,16 @@ import torch
 import torch.distributed
 
 from megabert.common.errors import FAILED, exit_code
+from megabert.distributed import process_group
 from megabert.distributed.process_group import (
     World,
     _share_cores,
     discover,
     first_host,
-    free_port,
     init,
 )
 from tests.helpers.ranks import run_ranks
+from tests.integration.conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -50,7 +55,7 @@ def test_nothing_in_the_environment_is_a_single_process():
         (
             {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "70001",
              "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-09,12]"},
-            (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 20_000)),
+            (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 12_000)),
         ),
         # a batch script's own shell: SLURM_NTASKS and SLURM_PROCID are set, but nobody else was started
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, (0, 0, 1, "single", None)),
@@ -119,6 +124,64 @@ def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
     ) as found:
         init(world)
     assert reason in str(found.value) and exit_code(found.value) == FAILED
+
+
+def test_a_rendezvous_that_nobody_joins_is_worth_another_start(monkeypatch):
+    """Torch says that in an error of another type than when a port is taken."""
+    monkeypatch.setattr(process_group, "TIMEOUT", timedelta(seconds=1))
+    world = World(0, 0, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", free_port()))
+    with pytest.raises(ConnectionError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1") as found:
+        init(world)
+    assert exit_code(found.value) == FAILED and not torch.distributed.is_initialized()
+
+
+def test_ranks_under_srun_pass_by_the_ports_that_others_hold(monkeypatch):
+    """The first port is that of a program that says nothing, the second another job's."""
+    monkeypatch.setattr(process_group, "VISIT_SECONDS", 0.5)
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
+    environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "127.0.0.1"}
+    main, other = (discover(environment | {"SLURM_PROCID": rank}) for rank in "01")
+    assert main.job == other.job == f"{os.getpid()}.0.3" and main.master == other.master
+    ports = process_group.ports_from(main.master[1])
+    assert len(set(ports)) == len(ports) and all(20_000 <= port < 32_768 for port in ports)
+    another = replace(main, job="1.0.0", master=("127.0.0.1", ports[1]))
+    with socket.create_server(("", ports[0])), ThreadPoolExecutor(1) as pool:
+        notices = [process_group.Notice(another, 7)]
+        found = pool.submit(process_group.find_notice, other)
+        notices.append(process_group.Notice(main, 12_345))
+        assert found.result() == ("127.0.0.1", 12_345)
+        for notice in notices:
+            notice.close()
+
+
+MEET = """
+import sys
+from megabert.distributed import process_group
+world = process_group.init(process_group.discover())
+print(world.master, world.sum_ints([world.rank + 1]), flush=True)
+process_group.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_ranks_start_under_srun_although_their_port_is_taken():
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
+    environment |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    taken = discover(environment | {"SLURM_PROCID": "0"}).master
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "WORLD_"))}
+    with socket.create_server(("", taken[1])):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", MEET],
+                env=clean | environment | {"SLURM_PROCID": rank},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+    assert first == second and first.endswith("[3]\n")
 
 
 def agreements(world: Any) -> dict[str, Any]:

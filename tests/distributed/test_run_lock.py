@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megabert.common import logs
+from megabert.common.errors import FAILED, exit_code
 from megabert.distributed import run_lock
 from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks
@@ -49,6 +50,16 @@ def hold(folder: Path, **env: str) -> subprocess.Popen[str]:
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
+
+
+def test_a_file_system_that_fails_is_no_mistake_of_the_users(tmp_path, monkeypatch):
+    def fail(path, *flags):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match="lock: Stale file handle") as found:
+        run_lock.take(tmp_path / "run", ALONE)
+    assert exit_code(found.value) == FAILED
 
 
 def test_a_second_job_is_refused_by_name_and_a_killed_one_is_not_in_the_way(tmp_path):

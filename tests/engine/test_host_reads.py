@@ -35,6 +35,7 @@ LINES, STEPS = 4, 10  # updates between log lines, updates
 class Update(tiny.Update):
     epoch: int = 0
     problem: str = ""
+    problem_code: int = 0
     damage: dict[int, str] = field(default_factory=dict)
     tokens = sequences = predictions = 1
     row_ids = epochs = np.arange(2)

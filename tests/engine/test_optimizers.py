@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megabert.checkpoint import Checkpoints, start_engine
+from megabert.config import CheckpointConfig
+from megabert.distributed import process_group
 from megabert.engine.optimizers import AdamW, Lamb, Segment, parameter_groups
+from tests.checkpoint.test_store import state
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -17,10 +21,15 @@ BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
 
 
 class PlainLamb:
-    """LAMB a parameter at a time, as NVIDIA's recipe has it; norms in fp64."""
+    """LAMB a parameter at a time, as NVIDIA's recipe has it; norms in fp64.
 
-    def __init__(self, model: nn.Module, decay: float = DECAY) -> None:
-        self.parameters = list(model.parameters())
+    `split`: queries, keys and values are parameters of their own, as they are in that recipe's model.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = DECAY, split: bool = False) -> None:
+        named = list(model.named_parameters())
+        self.parameters = [p for _, p in named]
+        self.parts = [3 if split and ".qkv." in name else 1 for name, _ in named]
         self.decay = decay
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
@@ -29,19 +38,23 @@ class PlainLamb:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         self.t += 1
-        for p, m, v in zip(self.parameters, self.m, self.v, strict=True):
+        for p, m, v, parts in zip(self.parameters, self.m, self.v, self.parts, strict=True):
             assert p.grad is not None
-            m.copy_(BETAS[0] * m + (1 - BETAS[0]) * p.grad)
-            v.copy_(BETAS[1] * v + (1 - BETAS[1]) * p.grad**2)
-            u = (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
-            ratio = 1.0
-            if p.ndim >= 2:
-                u = u + self.decay * p
-                w_norm, u_norm = float(p.double().norm()), float(u.double().norm())
-                if w_norm > 0 and u_norm > 0:
-                    ratio = w_norm / u_norm
-            p.sub_(lr * ratio * u)
+            for one in zip(*(t.chunk(parts) for t in (p, p.grad, m, v)), strict=True):
+                self.step_one(lr, *one)
             p.grad = None
+
+    def step_one(self, lr: float, p: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
+        m.copy_(BETAS[0] * m + (1 - BETAS[0]) * gradient)
+        v.copy_(BETAS[1] * v + (1 - BETAS[1]) * gradient**2)
+        u = (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
+        ratio = 1.0
+        if p.ndim >= 2:
+            u = u + self.decay * p
+            w_norm, u_norm = float(p.double().norm()), float(u.double().norm())
+            if w_norm > 0 and u_norm > 0:
+                ratio = w_norm / u_norm
+        p.sub_(lr * ratio * u)
 
 
 def clip(model: nn.Module, limit: float) -> float:
@@ -51,12 +64,20 @@ def clip(model: nn.Module, limit: float) -> float:
     return norm
 
 
-def plain_run(cfg: Any, steps: int) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """Losses, final weights and gradient norms of a plain loop over whole updates in fp32, without DeepSpeed."""
+def plain_run(
+    cfg: Any, steps: int, split: bool = False, phase_2: int = -1
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, final weights and gradient norms of a plain loop over whole updates in fp32, without DeepSpeed.
+
+    From step `phase_2` on it is the second phase of NVIDIA's recipe, which loads the first one's optimizer with the step of
+    every parameter set to 0 (run_pretraining.py, prepare_model_and_optimizer).
+    """
     model = tiny.model(cfg)
-    optimizer = PlainLamb(model)
+    optimizer = PlainLamb(model, split=split)
     losses, norms = [], []
     for step in range(steps):
+        if step == phase_2:
+            optimizer.t = 0
         batch = tiny.batch(step, range(tiny.ROWS))
         out = model(**batch.inputs())
         mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
@@ -78,6 +99,11 @@ def lamb_under_zero(world: Any) -> dict[str, Any]:
             engine.consolidated_weights(),
             [float(r.grad_norm) for r in results],
         )
+    for stage in (1, 3):
+        cfg = tiny.config(optimizer__name="lamb", optimizer__split_qkv=True, zero__stage=stage)
+        engine = tiny.engine(cfg, world)
+        losses = [loss for loss, _ in tiny.train(engine, range(6), LR)]
+        found[f"{stage} split"] = (losses, engine.consolidated_weights(), [])
     cfg = tiny.config(optimizer__name="lamb", zero__stage=1)
     engine = tiny.engine(cfg, world)
     engine.optimizer.attach()  # what any other LAMB sees: flat tensors that it takes for parameters
@@ -109,6 +135,47 @@ def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
     assert norms == pytest.approx(reference[2], rel=1e-4)
     assert set(weights) == set(reference[1])
     assert distance(weights, reference[1]) < 1e-5, distance(weights, reference[1])
+
+
+@pytest.mark.dist
+def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe(lamb_runs):
+    recipe, merged = (plain_run(tiny.config(), 6, split=split) for split in (True, False))
+    for stage in (1, 3):
+        losses, weights, _ = lamb_runs[f"{stage} split"]
+        assert losses == pytest.approx(recipe[0], rel=1e-5)
+        assert distance(weights, recipe[1]) < 1e-5 and distance(weights, merged[1]) > 1e-3
+
+
+def test_phase_2_takes_over_the_moments_as_in_the_recipe(tmp_path):
+    """From the run of phase 1, and again after a restart before its first update."""
+    settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}
+    cfg, world = tiny.config(**settings), process_group.init(process_group.discover({}))
+    keep = CheckpointConfig(asynchronous=False)
+    try:
+        first = tiny.engine(cfg, world)
+        tiny.train(first, range(5), LR)
+        Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
+        second = tiny.engine(cfg, world, seed=3)
+        assert start_engine(second, tmp_path / "phase1", world)["step"] == 5
+        run = Checkpoints(tmp_path / "phase2", world, keep)
+        run.save(second, state(0, cfg))
+        third = tiny.engine(cfg, world, seed=4)
+        run.load(third, run.latest())
+        found = []
+        for engine in (second, third):
+            losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
+            found.append((losses, engine.consolidated_weights()))
+        with pytest.raises(ValueError, match="holds no moments; set init_moments=false"):
+            fresh = Checkpoints(tmp_path / "fresh", world, keep)
+            fresh.save(tiny.engine(cfg, world), state(0, cfg))
+            start_engine(third, tmp_path / "fresh", world)
+    finally:
+        process_group.shutdown()
+    losses, weights, _ = plain_run(cfg, 10, split=True, phase_2=5)
+    unaware = plain_run(cfg, 10, split=True)[1]
+    for ours in found:
+        assert ours[0] == pytest.approx(losses[5:], rel=1e-5)
+        assert distance(ours[1], weights) < 1e-5 and distance(ours[1], unaware) > 1e-3
 
 
 @pytest.mark.dist

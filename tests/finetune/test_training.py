@@ -127,13 +127,24 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
 def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world) -> None:
     settings = change(evaluations=2, dropout=0.1)
     whole = run(base, "classify", tmp_path / "whole", world, settings)
-    for ask in (1, 3, 7, 5):  # before the first update, between, after an evaluation, never
+    for ask in (1, 4, 6, 6):  # before the first update, inside a window, after an evaluation, inside a window
         stopped = run(base, "classify", tmp_path / "parts", world, settings, Never(ask))
         assert stopped is None
     parts = run(base, "classify", tmp_path / "parts", world, settings)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    def figures(folder: Path) -> list[dict[str, Any]]:
+        """Each is the mean over its window, whatever happened in between."""
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [
+            {k: v for k, v in line.items() if k.startswith("train/")}
+            for line in lines
+            if "train/loss" in line
+        ]
+
+    assert len(figures(tmp_path / "parts")) > 3 and figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
     def dev_lines(folder: Path) -> list[dict[str, Any]]:
         lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -118,17 +118,41 @@ sys.exit(int(own))
         ("85", 3, 85),  # no progress: MAX_RESTARTS=2 and no more
         ("247", 3, 4),  # deepspeed's code for kill -9
         ("1:85:4+ 4 4 4", 4, 4),
-        ("1:2:4", 1, 2),  # one rank's mistake is not started again
+        ("1:2:2", 1, 2),
+        ("1:2", 1, 2),
+        ("1:2:85", 1, 2),
+        ("1:2:4 1:4:2 0:0:0", 3, 0),  # one rank's mistake where another saw a fault: its node lacks something
+        ("1:2:4", 3, 4),
+        ("1:3:4", 1, 3),
         ("143:3:3", 1, 3),
         ("2", 1, 2),
         ("0:0:4 0:0", 2, 0),  # a launcher that lost a rank and says nothing
     ],
 )
 def test_what_helps_is_started_again_and_nothing_else(plan, starts, code, tmp_path) -> None:
-    process = start(sys.executable, "-c", SHAM, plan, "--run", tmp_path, MAX_RESTARTS="2")
+    quick = {"MAX_RESTARTS": "2", "RESTART_WAIT": "0"}
+    process = start(sys.executable, "-c", SHAM, plan, "--run", tmp_path, **quick)
     output, errors = process.communicate(timeout=60)
     assert (len(list(tmp_path.glob("start-*"))), process.returncode) == (starts, code), output + errors
     assert ("2 restarts in a row made no new checkpoint" in errors) == (code in (4, 85))
+
+
+def test_restarts_without_progress_wait_longer_each_time_up_to_a_limit(tmp_path) -> None:
+    waits = {"MAX_RESTARTS": "3", "RESTART_WAIT": "1", "LONGEST_WAIT": "2"}
+    process = start(sys.executable, "-c", SHAM, "4", "--run", tmp_path, **waits)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 4, output + errors
+    times = sorted(path.stat().st_mtime for path in tmp_path.glob("start-*"))
+    for gap, least in zip(map(float.__sub__, times[1:], times), (1, 2, 2), strict=True):
+        assert least <= gap < least + 1
+
+
+def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
+    process = start(sys.executable, "-c", SHAM, "4", "--run", tmp_path, RESTART_WAIT="60")
+    assert process.stderr is not None and "started again" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 4 and len(list(tmp_path.glob("start-*"))) == 1
 
 
 @pytest.mark.parametrize(

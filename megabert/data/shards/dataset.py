@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.retry import tried_again
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest
 
@@ -31,6 +33,20 @@ class Rows:
     ids: np.ndarray
     bounds: np.ndarray
     isnext: np.ndarray
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a regular file; None where there is none. A file system that fails is asked again, then OSError is raised."""
+    try:
+        found = tried_again(path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def unpack(packed: np.ndarray, m: Manifest) -> Rows:
@@ -70,7 +86,7 @@ class Dataset:
         self.rows = m.rows
         for shard in m.shards:
             path = self.folder / shard.name
-            size = path.stat().st_size if path.is_file() else None
+            size = size_of(path)
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
                 self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
@@ -110,11 +126,10 @@ class Dataset:
         if tail:
             layout, blocks, start = self._last, 1, blocks * self._full.bytes
         path = self.folder / shard.name
-        size = min(path.stat().st_size, shard.bytes) if path.is_file() else 0
+        size = min(size_of(path) or 0, shard.bytes)
         blocks = min(blocks, max(size - start, 0) // layout.bytes)
         if blocks:
-            with open(path, "rb") as file:
-                data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            data = tried_again(lambda: _map(path, size))
             views = layout.views(data, start, blocks)
         else:
             data, views = None, layout.views(bytes(layout.bytes), 0, 0)

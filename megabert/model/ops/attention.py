@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megabert.model.ops import row_dropout
 from megabert.model.ops.backend import MISSING
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
@@ -48,7 +49,7 @@ def attend(
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] and stream number the dropout mask of native and fused_softmax (the same mask); the others draw from
-    torch's generator.
+    torch's generator. A seed of two elements says too which row of a larger batch qkv[0] is (`row_dropout`).
     """
     if backend == "native":
         return torch.ops.megabert.attention(qkv, inputs[0], inputs[1], seed, stream, heads, p)[0]
@@ -74,7 +75,12 @@ def attend(
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         return out.masked_fill(pad, 0).transpose(1, 2).reshape(batch, width, heads * size)
     mask = inputs[0]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    if p and row_dropout.follows_rows(qkv, seed):  # what torch does there for a dropout of its own
+        scores = (q.float() @ k.float().transpose(-1, -2) * size**-0.5).masked_fill(~mask, -torch.inf)
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # (B, H, T, T); zeros where no key is
+        out = (row_dropout.dropout(weights, p, seed, stream) @ v.float()).to(qkv.dtype)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     out = out.masked_fill(
         ~mask.any(-1, keepdim=True), 0
     )  # rows without a key, whatever the kernel gives there

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabert.model.ops import row_dropout
 from megabert.model.ops.backend import MISSING
 
 GRAPHS = 64  # of one compiled function at most
@@ -26,7 +27,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Ten
     """Zeroes a share `p` of x [..., D] and scales the rest by 1 / (1 - p); seed and stream as below."""
     if p and backend == "native":
         return torch.ops.megabert.dropout(x, seed, stream, p)
-    return F.dropout(x, p, training=p > 0)
+    return row_dropout.dropout(x, p, seed, stream)
 
 
 def dropout_add_layer_norm(
@@ -36,7 +37,8 @@ def dropout_add_layer_norm(
     """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z), or `post` (normed, normed).
 
     x, residual [..., D]; bias, weight, shift [D]. seed int64 [1] and stream number the dropout mask of the native
-    backend; the others draw from torch's generator.
+    backend; the others draw from torch's generator. A seed of two elements says too which row of a larger batch x[0] is
+    (`row_dropout`).
     """
     if backend == "native":
         if post:
@@ -46,11 +48,13 @@ def dropout_add_layer_norm(
     if backend == "apex":
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
-        z = _dropout_add(x, bias, residual, p)
+        z = residual + F.dropout(x + bias, p, training=p > 0)
         normed = fused_layer_norm_affine(z, weight, shift, z.shape[-1:], eps)
+    elif backend == "compiled":
+        normed, z = _compiled(_dropout_add_layer_norm)(x, bias, residual, weight, shift, p, eps)
     else:
-        norm = _compiled(_dropout_add_layer_norm) if backend == "compiled" else _dropout_add_layer_norm
-        normed, z = norm(x, bias, residual, weight, shift, p, eps)
+        z = residual + row_dropout.dropout(x + bias, p, seed, stream)
+        normed = F.layer_norm(z, z.shape[-1:], weight, shift, eps)
     return normed, normed if post else z
 
 
@@ -94,14 +98,10 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-def _dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float) -> Tensor:
-    return residual + F.dropout(x + bias, p, training=p > 0)
-
-
 def _dropout_add_layer_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, p: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    z = _dropout_add(x, bias, residual, p)
+    z = residual + F.dropout(x + bias, p, training=p > 0)
     return F.layer_norm(z, z.shape[-1:], weight, shift, eps), z
 
 

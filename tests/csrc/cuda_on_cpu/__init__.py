@@ -5,12 +5,14 @@ Arguments are copied to memory that ends before a page which cannot be touched, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,13 @@ class Kernels:
             same = first.equal(second) or (first.isnan() == second.isnan()).all()
             assert same, f"{name}: the result depends on the order of the threads"
         return results[0]
+
+    @contextlib.contextmanager
+    def lines_of_a_row(self, lines: int) -> Iterator[None]:
+        """Inside, seeds have a second element, the place of the batch's first row, and a row so many lines of the mask."""
+        self.library.set_lines_of_a_row(ctypes.c_int64(lines))
+        yield
+        self.library.set_lines_of_a_row(ctypes.c_int64(0))
 
     def call(self, name: str, *arguments: Any) -> str:
         function = getattr(self.library, name)

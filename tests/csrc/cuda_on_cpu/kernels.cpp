@@ -102,10 +102,19 @@ __global__ void missing_wait(const float* x, float* y) {
   commit_copies();
   y[threadIdx.x] = shared[threadIdx.x];
 }
+
+int64_t lines_of_a_row = 0;  // of the dropout mask, where the seed has a second element
+
+Dropout dropout_of(int64_t stream, double p) {
+  Dropout dropout = Dropout::make(0, stream, p);
+  dropout.lines = lines_of_a_row;
+  return dropout;
+}
 }  // namespace
 
 extern "C" {
 
+void set_lines_of_a_row(int64_t lines) { lines_of_a_row = lines; }
 void* guarded(size_t bytes) { return cuda_on_cpu::guarded(bytes); }
 void release(void* p, size_t bytes) { cuda_on_cpu::release(p, bytes); }
 
@@ -119,7 +128,7 @@ const char* softmax_mask(int type, bool backwards, const SoftmaxMask* a, const v
       using S = decltype(shape);
       result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] {
         softmax_mask_forward<T, S::threads, S::groups>(*a, static_cast<const T*>(scores), static_cast<T*>(out),
-                                                       static_cast<T*>(probs), Dropout::make(0, stream, p), seed, rows, whole);
+                                                       static_cast<T*>(probs), dropout_of(stream, p), seed, rows, whole);
       });
     });
     return result;
@@ -137,7 +146,7 @@ const char* softmax_mask_backward(int type, bool backwards, const void* grad, co
       result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] {
         softmax_mask_gradient<T, S::threads, S::groups>(static_cast<const T*>(grad), static_cast<const T*>(probs),
                                                         static_cast<T*>(dscores), keys, static_cast<float>(scale),
-                                                        Dropout::make(0, stream, p), seed, rows, whole);
+                                                        dropout_of(stream, p), seed, rows, whole);
       });
     });
     return result;
@@ -194,7 +203,7 @@ const char* dropout(int type, bool backwards, const void* x, void* y, int64_t ro
     with_bool(aligned(width, {x, y}), [&](auto whole) {
       result = launch(column_grid(width), kColumnThreads, backwards, [&] {
         dropout_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<T*>(y),
-                                                   Dropout::make(0, stream, p), seed, rows, width);
+                                                   dropout_of(stream, p), seed, rows, width);
       });
     });
     return result;
@@ -214,7 +223,7 @@ const char* layer_norm(int type, bool backwards, const void* x, const void* bias
       with_row_shape(width, [&](auto shape) {
         using S = decltype(shape);
         result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] {
-          layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>(a, Dropout::make(0, stream, p), seed);
+          layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>(a, dropout_of(stream, p), seed);
         });
       });
     });
@@ -237,7 +246,7 @@ const char* layer_norm_backward(int type, bool backwards, const void* grad, cons
       with_block_shape(width, [&](auto shape) {
         using S = decltype(shape);
         result = launch(kBlocks, S::threads, backwards, [&] {
-          layer_norm_gradient<T, S::threads, S::groups, decltype(whole)::value>(a, Dropout::make(0, stream, p), seed);
+          layer_norm_gradient<T, S::threads, S::groups, decltype(whole)::value>(a, dropout_of(stream, p), seed);
         });
       });
     });
@@ -276,7 +285,7 @@ const char* attention(int type, bool backwards, const void* qkv, const int32_t* 
     a.context = static_cast<T*>(context), a.lse = lse;
     const dim3 grid(batch * heads, (tokens + kBlockQueries - 1) / kBlockQueries);
     return launch(grid, kAttentionThreads, backwards,
-                  [&] { attention_forward<T>(a, Dropout::make(0, stream, p), seed); }, kForwardShared);
+                  [&] { attention_forward<T>(a, dropout_of(stream, p), seed); }, kForwardShared);
   });
 }
 
@@ -292,7 +301,7 @@ const char* attention_backward(int type, bool backwards, const void* grad, const
     a.grad = static_cast<const T*>(grad), a.dqkv = static_cast<T*>(dqkv), a.partial = partial;
     const int64_t bytes = GradientShared<T>::bytes((tokens + kGradientQueries - 1) / kGradientQueries);
     return launch(batch * heads, kAttentionThreads, backwards,
-                  [&] { attention_gradient<T>(a, Dropout::make(0, stream, p), seed); }, (bytes + 15) / 16 * 16);
+                  [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); }, (bytes + 15) / 16 * 16);
   });
 }
 

@@ -190,7 +190,7 @@ def test_compiles_in_one_graph() -> None:
         ({"residual": torch.ones(3, 8)}, "residual has another shape"),
         ({"weight": torch.ones(8, dtype=torch.bfloat16)}, "weight has dtype"),
         ({"seed": torch.ones(1)}, "seed has dtype"),
-        ({"seed": torch.ones(2, dtype=torch.int64)}, "seed has 2 elements"),
+        ({"seed": torch.ones(3, dtype=torch.int64)}, "seed has 3 elements, not 1 or 2"),
         ({"p": 1.0}, "p is 1"),
     ],
 )

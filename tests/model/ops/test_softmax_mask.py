@@ -215,7 +215,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
         ({"mask": torch.ones(2, 2, 3, 5)}, "mask has size 5 in dimension 3"),
         ({"mask": torch.ones(3, 4)}, "mask has 2 dimensions"),
         ({"p": 1.0}, r"p is 1, not in \[0, 1\)"),
-        ({"seed": torch.zeros(2, dtype=torch.int64)}, "seed has 2 elements"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, "seed has 3 elements, not 1 or 2"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:

@@ -1,0 +1,165 @@
+"""The loop in one process on a tiny model: what the ranks agree on, and what is the same after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megabert.checkpoint import Checkpoints
+from megabert.common.errors import FAILED, USER_ERROR, exit_code
+from megabert.config import Config
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.engine import Engine
+from megabert.training.metrics import Meter
+from megabert.training.rate_record import FILE, RECORD
+from megabert.training.trainer import Trainer, refuse
+from tests.helpers import tiny
+
+
+@dataclass
+class Ranks:
+    """What `World.gather` would give."""
+
+    reports: list[Any]
+    size: int = 3
+
+    def gather(self, own: Any) -> list[Any]:
+        return self.reports
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "text"),
+    [
+        ([["", 0], ["a row is damaged", USER_ERROR], ["", 0]], USER_ERROR, "rank 1: a row is damaged"),
+        ([["", 0], ["", 0], ["Input/output error", FAILED]], FAILED, "rank 2: Input/output error"),
+        ([["no such file", USER_ERROR], ["", 0], ["Stale file handle", FAILED]], FAILED, "rank 2: Stale"),
+    ],
+)
+def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports, code, text) -> None:
+    with pytest.raises(ValueError, match=text) as found:
+        refuse(Ranks(reports), "", 0)  # type: ignore[arg-type]
+    assert exit_code(found.value) == code
+    refuse(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Update(tiny.Update):
+    epoch: int = 0
+    problem: str = ""
+    problem_code: int = 0
+    damage: dict[int, str] = field(default_factory=dict)
+    tokens = sequences = predictions = 1
+    row_ids = epochs = np.arange(2)
+
+
+class Killed(Exception):
+    """The end of a process."""
+
+
+class Workload:
+    """Tiny updates, saved at step 3; before the data's update `dies` the process ends."""
+
+    satisfied = False
+
+    def __init__(self, cfg: Config, world: World, engine: Engine, dies: int) -> None:
+        self.cfg, self.world, self.dies = cfg, world, dies
+        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
+
+    def updates(self, first: int) -> Any:
+        def made() -> Iterator[Update]:
+            for step in range(first, 100):
+                if step == self.dies:
+                    raise Killed
+                yield Update(step, tiny.update(step, self.cfg, self.world).batches)
+
+        return made()
+
+    def evaluation_due(self, step: int) -> bool:
+        return False
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step == 3
+
+    def evaluate(self, step: int, progress: Any) -> dict[str, float]:
+        return {}
+
+    def progress_line(self, values: Any, eta: float) -> str:
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, saved: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield process_group.init(process_group.discover({}))
+    process_group.shutdown()
+
+
+def trainer(cfg: Config, world: World, folder: Path, *, dies: int = -1, replay: int | None = None) -> Trainer:
+    """The trainer of a run folder as a command would open it."""
+    folder.mkdir(exist_ok=True)
+    engine = tiny.engine(cfg, world)
+    writes = replay is None
+    checkpoints = Checkpoints(folder, world, cfg.checkpoint if writes else None)
+    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    never = SimpleNamespace(requested=False, updated=lambda seconds: None, saved=lambda seconds: None)
+    return Trainer(
+        config=cfg,
+        world=world,
+        engine=engine,
+        workload=Workload(cfg, world, engine, dies),
+        checkpoints=checkpoints,
+        stop=never,  # type: ignore[arg-type]
+        watchdog=Watchdog(world, folder, 0),
+        run_dir=folder,
+        provenance={"config": cfg.model_dump()},
+        saved=None if newest is None else checkpoints.load(engine, newest),
+        stop_after=7,
+        writes=writes,
+    )
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
+
+
+def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_it_had(
+    world, tmp_path
+) -> None:
+    cfg = tiny.config(
+        zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,
+        checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,
+    )  # fmt: skip
+    with pytest.raises(Killed):
+        trainer(cfg, world, tmp_path, dies=6).train()
+    logged = lines(tmp_path)
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6]
+    assert len({line["train/lr"] for line in logged.values()}) == 6
+    record = tmp_path / FILE
+    record.write_bytes(record.read_bytes()[:-3])  # the last one, of update 6, was torn
+    resumed = trainer(cfg, world, tmp_path)
+    assert resumed.state.step == 3 and resumed.train()
+    again = lines(tmp_path)
+    assert sorted(again) == [1, 2, 3, 4, 5, 6, 7]
+    same = ("train/lr", "train/loss", "train/grad_norm")
+    for step in (4, 5):
+        assert [again[step][name] for name in same] == [logged[step][name] for name in same]
+    assert again[4]["time/train_seconds"] == logged[4]["time/train_seconds"]  # the clock went on from there
+    assert len(record.read_bytes()) == 7 * RECORD.size
+    for step in (2, 5, 7):
+        replayed = json.loads(trainer(cfg, world, tmp_path, replay=step).replay(step))
+        assert [replayed[name] for name in same] == [again[step][name] for name in same]
+    assert len(record.read_bytes()) == 7 * RECORD.size
