@@ -96,6 +96,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add(
         "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
     )
+    add("--max-sentence", type=int, default=d.max_sentence, metavar="N",
+        help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
+        "in sentences longer than a row")  # fmt: skip
+    add("--allow", action="store_true",
+        help="go on where more than 60%% of the pairs are random or more than 20%% of the tokens are cut off")  # fmt: skip
     add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
     add("--max-sequences", type=int, default=d.max_sequences,
         help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
@@ -137,6 +142,7 @@ def _options(args: argparse.Namespace) -> BuildOptions:
         max_sequences=args.max_sequences,
         nsp=not args.no_nsp,
         short_share=args.short_share,
+        max_sentence=args.max_sentence,
         held_out=args.held_out,
         seed=args.seed,
         normalization=args.normalization,
@@ -172,6 +178,7 @@ def _build(args: argparse.Namespace) -> int:
             args.overwrite,
             args.on_error,
             not args.quiet,
+            args.allow,
         )
     if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")

@@ -23,12 +23,12 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import Done, Job, total
+from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Corpus, Task, plan_tasks
-from data_prep.report import html_report, summary
+from data_prep.report import html_report, pair_checks, summary
 from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, write
-from data_prep.text import minhash
+from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
@@ -43,8 +43,11 @@ def build(
     overwrite: bool = False,
     on_error: str = "stop",
     progress: bool = True,
+    allow: bool = False,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
+
+    Stops before rows are written where most pairs would be random or many tokens be cut off, but for `allow`.
 
     The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
     must change, ValueError for a bad tokenizer file, OSError when the disk is full.
@@ -67,7 +70,7 @@ def build(
                 options, "", str(work), on_error,
                 held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
             )  # fmt: skip
-            made = _run(stages, job, tasks, tokenizer_file, Path(folder))
+            made = _run(stages, job, tasks, tokenizer_file, Path(folder), allow)
             journal.settle()
             finished = time.perf_counter()
             facts = summary.facts(
@@ -146,7 +149,9 @@ class Made:
     began_reading: float
 
 
-def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None, folder: Path) -> Made:
+def _run(
+    stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None, folder: Path, allow: bool
+) -> Made:
     """The list of stages. Shards are in their place when it ends, manifests are not."""
     options = job.options
     tokenizer = _tokenizer(stages, job, tasks, tokenizer_file)
@@ -172,7 +177,10 @@ def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None
         if seq_len == options.seq_lens[-1]:
             for stage in (documents, *compared):
                 stages.journal.consume(stage, train, held)
+        pair_checks.check(total(train.results), seq_len, allow)
         listed = options.listed(trained=tokenizer_file is None)
+        if any(done.counts[clean.BY_SCRIPT] for done in documents.results):
+            listed["text_rules"] = TEXT_RULES
         datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
     return Made(tokenizer, documents, datasets, began_reading)
 

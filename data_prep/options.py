@@ -11,8 +11,12 @@ from data_prep.readers.tasks import ReadOptions
 from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
+SHORTEST_SENTENCE = 8  # tokens
 DEDUP = ("documents", "near", "paragraphs")
 TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha")
+
+# Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
+LATER = {"max_sentence": 0}
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class BuildOptions:
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
+    max_sentence: int = (
+        0  # tokens; longer ones are split where pairs are made. 0: where much of a text is far longer
+    )
     rows_per_shard: int = 65_536
     read: ReadOptions = field(default_factory=ReadOptions)
 
@@ -51,18 +58,26 @@ class BuildOptions:
             ("vocab_size", 16, 1_000_000),
             ("sample_megabytes", 1, 200),
             ("sample_alpha", 0, 1),
+            ("max_sentence", 0, 8192),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise BadInput(f"--{name.replace('_', '-')}: must lie in {low}..{high}, is {value}")
+        if 0 < self.max_sentence < SHORTEST_SENTENCE:
+            raise BadInput(
+                f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}"
+            )
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
 
     def listed(self, trained: bool) -> dict[str, Any]:
         """As manifests list them; a reused tokenizer makes the options of its training void."""
         listed = asdict(self)
+        for name, default in LATER.items():
+            if listed[name] == default:
+                del listed[name]
         if not trained:
             for name in TRAINING:
-                del listed[name]
+                listed.pop(name, None)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in listed.items()}

@@ -35,13 +35,25 @@ CONTINUATION = "##"  # WordPiece's mark of a piece inside a word
 MAX_BYTES = 256 << 20  # a model of a million pieces takes about 20 MB
 MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
 CHUNK = 4096  # texts handed to a thread at once
+# Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
+# Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
+# half-width kana; ideographs beyond the first plane.
+NO_SPACES = (
+    (0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x1AAF), (0x1B00, 0x1B7F), (0x2E80, 0x312F),
+    (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
+    (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x3FFFF),
+)  # fmt: skip
+TRAILING_VOWELS = (
+    "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
+)
 
 
 class Tokenizer:
     """What both kinds share; `load` makes one. Every array has one entry a piece.
 
     `pieces` are as they stand in a text, those that start a word with a space before; `word_start` is bool
-    [vocab_size], false for special pieces. `word_local`: for any words without whitespace in them, encoding
+    [vocab_size], false for special pieces; so is `unit_start`, the pieces that begin what word and span masking take as one
+    word: in scripts without spaces between words (Chinese, Japanese, Thai, …) a piece is one. `word_local`: for any words without whitespace in them, encoding
     `" ".join(words)` equals encoding them one by one. `processor` is the library's own object, `data` the tokenizer
     file, whose usual name is `file_name`.
     """
@@ -67,6 +79,8 @@ class Tokenizer:
         )
         self.word_start = word_start
         self.word_start[list(special_ids.values())] = False
+        self.unit_start = word_start | np.array([_is_unit(piece) for piece in pieces], bool)
+        self.unit_start[list(special_ids.values())] = False
         self.pieces = [
             f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)
         ]
@@ -104,6 +118,10 @@ class Tokenizer:
         """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
         raise NotImplementedError
 
+    def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word as it stands in a text without spaces, after another one: without the space before it."""
+        return self.encode_batch(words)
+
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
         """Ids of each text, those of `encode_batch`, and int64 [n, 2]: first character of each token, and one past its last.
 
@@ -128,6 +146,19 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
+
+
+def writes_without_spaces(character: str) -> bool:
+    """Whether a character's script puts no space between words."""
+    return any(first <= ord(character) <= last for first, last in NO_SPACES)
+
+
+def _is_unit(piece: str) -> bool:
+    """Whether a piece begins with a character of `NO_SPACES` that does not belong to the one before it."""
+    first = piece[:1]
+    if not first or not writes_without_spaces(first) or first in TRAILING_VOWELS:
+        return False
+    return unicodedata.category(first) not in ("Mn", "Mc", "Lm")
 
 
 @functools.cache
@@ -198,6 +229,18 @@ class _SentencePiece(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+
+    def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
+        return [self._without_space(ids) for ids in self.encode_batch(words)]
+
+    def _without_space(self, ids: list[int]) -> list[int]:
+        if not ids or not self.word_start[ids[0]]:
+            return ids
+        bare = self.pieces[ids[0]][1:]
+        if not bare:
+            return ids[1:] or ids
+        inside = self.processor.piece_to_id(bare)
+        return ids if inside == self.unk_id else [inside, *ids[1:]]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)
