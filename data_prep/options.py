@@ -13,10 +13,13 @@ from data_prep.text.clean import Form
 BLOCK_ROWS = 256
 SHORTEST_SENTENCE = 8  # tokens
 DEDUP = ("documents", "near", "paragraphs")
-TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha")
+TRAINING = (
+    *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
+    *("model_form", "character_coverage", "byte_fallback"),
+)
 
 # Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
-LATER = {"max_sentence": 0}
+LATER = {"max_sentence": 0, "model_form": "NFKC", "character_coverage": 0.9995, "byte_fallback": False}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class BuildOptions:
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
+    model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
+    character_coverage: float = 0.9995  # of the sample's characters; the rest is [UNK]
+    byte_fallback: bool = False  # pieces for bytes in place of [UNK]
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
@@ -58,6 +64,7 @@ class BuildOptions:
             ("vocab_size", 16, 1_000_000),
             ("sample_megabytes", 1, 200),
             ("sample_alpha", 0, 1),
+            ("character_coverage", 0.9, 1),
             ("max_sentence", 0, 8192),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
@@ -70,6 +77,19 @@ class BuildOptions:
             )
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
+
+        if self.lowercase and self.model_form != "NFKC" and self.kind == "sentencepiece":
+            raise BadInput(
+                f"--normalization {self.model_form}: --lowercase folds case together with NFKC; leave one of them out, or take "
+                "--model-type wordpiece"
+            )
+        if self.byte_fallback and self.kind == "wordpiece":
+            raise BadInput("--byte-fallback: is SentencePiece's; WordPiece has none")
+
+    @property
+    def kind(self) -> str:
+        """Of the tokenizer that is trained, as `Tokenizer.kind` says it."""
+        return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def listed(self, trained: bool) -> dict[str, Any]:
         """As manifests list them; a reused tokenizer makes the options of its training void."""

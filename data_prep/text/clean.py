@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from data_prep.text.sentences import CLOSERS, WIDE_CLOSERS
 
-Form = Literal["NFC", "NFKC"]
+Form = Literal["NFC", "NFKC", "none"]
 
 # C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
@@ -110,7 +110,9 @@ def _part_sentences(text: str, counts: Counter[str] | None) -> str:
 
 
 def clean_word(word: str, form: Form = "NFC") -> str:
-    """A word in a Unicode normal form, without invisible characters, with HTML entities resolved."""
+    """A word in a Unicode normal form, without invisible characters, with HTML entities resolved; by "none" as it is."""
+    if form == "none":
+        return word
     if "&" in word and ";" in word:
         word = html.unescape(word)
     if word.isascii():

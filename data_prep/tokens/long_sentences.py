@@ -14,7 +14,8 @@ import numpy as np
 from data_prep.tokens.encoder import Encoded
 from megabert.data.tokenizer import Tokenizer
 
-LONG_SHARE = 0.2  # of a unit's tokens in sentences longer than the row: what no text with sentence ends has
+FAR = 2  # rows
+LONG_SHARE = 0.2  # of a unit's tokens in sentences longer than that: what no text with sentence ends has
 SHORTEST = 8  # tokens of a part
 PARTS = 12  # of a row: what its long sentences are split into, so that one more than fits loses little
 
@@ -24,7 +25,7 @@ def limit_of(encoded: Encoded, capacity: int, wanted: int) -> int:
     if wanted:
         return wanted
     lengths = encoded.sentence_lengths
-    if lengths[lengths > capacity].sum() <= LONG_SHARE * len(encoded.tokens):
+    if lengths[lengths > FAR * capacity].sum() <= LONG_SHARE * len(encoded.tokens):
         return 0
     return max(SHORTEST, capacity // PARTS)
 
