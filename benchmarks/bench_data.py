@@ -250,7 +250,7 @@ def main() -> int:
         if args.data:
             dataset = Dataset(args.data)
             t = Tokenizer.load(dataset.tokenizer_path)
-            pairs = [(dataset, Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.word_start))]
+            pairs = [(dataset, Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start))]
         else:
             pairs = []
             for seq_len in (128, 512):

@@ -27,6 +27,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
 from megabert.data import shards
+from megabert.data.tokenizer import Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +62,15 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add = g.add_argument
     add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
     add("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
-    add("--model-type", choices=("unigram", "bpe"), default=d.model_type, help="of the tokenizer to train")
+    add("--tokenizer-case", choices=("cased", "uncased"),
+        help="of a vocab.txt that no tokenizer_config.json beside it tells of: uncased text is lower-cased")  # fmt: skip
+    add("--tokenizer-accents", choices=("keep", "strip"),
+        help="likewise: strip drops all non-spacing marks, vowel signs too (default: strip what is uncased)")  # fmt: skip
+    add("--model-type", choices=("unigram", "bpe", "wordpiece"), default=d.model_type,
+        help="of the tokenizer to train; wordpiece makes a vocab.txt")  # fmt: skip
+    add("--character-coverage", type=float, default=d.character_coverage, metavar="SHARE",
+        help="of the sample's characters that get a piece; 1 for small alphabets and code")  # fmt: skip
+    add("--byte-fallback", action="store_true", help="pieces for bytes in place of [UNK]")
     add("--lowercase", action="store_true", help="train an uncased tokenizer")
     add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
     add("--sample-alpha", type=float, default=d.sample_alpha,
@@ -79,7 +88,9 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="what a document is in plain text; auto: a file up to 16 MiB is one, a larger one has blank lines between")  # fmt: skip
     add("--text-field", default=r.text_field, help="field or column that holds the text")
     add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
-    add("--normalization", choices=("NFC", "NFKC"), default=d.normalization, help="Unicode normal form")
+    add("--normalization", choices=("NFC", "NFKC", "none"),
+        help="Unicode normal form of the text, and of the tokenizer to train; none changes no character and no entity "
+        "(default: NFC, and a tokenizer that takes NFKC: m² and m2 are one)")  # fmt: skip
     add(
         "--filters",
         nargs="+",
@@ -96,6 +107,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add(
         "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
     )
+    add("--max-sentence", type=int, default=d.max_sentence, metavar="N",
+        help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
+        "in sentences longer than a row")  # fmt: skip
+    add("--allow", action="store_true",
+        help="go on where more than 60%% of the pairs are random or more than 20%% of the tokens are cut off")  # fmt: skip
     add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
     add("--max-sequences", type=int, default=d.max_sequences,
         help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
@@ -137,9 +153,13 @@ def _options(args: argparse.Namespace) -> BuildOptions:
         max_sequences=args.max_sequences,
         nsp=not args.no_nsp,
         short_share=args.short_share,
+        max_sentence=args.max_sentence,
         held_out=args.held_out,
         seed=args.seed,
-        normalization=args.normalization,
+        normalization=args.normalization or BuildOptions.normalization,
+        model_form=args.normalization or BuildOptions.model_form,
+        character_coverage=args.character_coverage,
+        byte_fallback=args.byte_fallback,
         rules=rules.parse(args.filters),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
         vocab_size=args.vocab_size,
@@ -158,6 +178,29 @@ def _workers(args: argparse.Namespace) -> int | None:
     return args.workers
 
 
+def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that the command names, None where one is to be trained."""
+    case, accents = args.tokenizer_case, args.tokenizer_accents
+    if args.tokenizer is None:
+        if case or accents:
+            raise BadInput("--tokenizer-case, --tokenizer-accents: are of --tokenizer, which names none")
+        return None
+    found = Tokenizer.load(
+        args.tokenizer,
+        lowercase=None if case is None else case == "uncased",
+        strip_accents=None if accents is None else accents == "strip",
+    )
+    if found.kind != "wordpiece" and (case or accents):
+        raise BadInput(
+            f"--tokenizer {args.tokenizer}: a SentencePiece model says itself what it does to case and accents"
+        )
+    if doubt := found.doubt():
+        raise BadInput(
+            f"--tokenizer {doubt}; say --tokenizer-case cased, or uncased with --tokenizer-accents keep or strip"
+        )
+    return found
+
+
 def _build(args: argparse.Namespace) -> int:
     options, inputs = _options(args), corpora(args.input, args.weight)
     with pool.opened(_workers(args)) as executor:
@@ -168,10 +211,11 @@ def _build(args: argparse.Namespace) -> int:
             args.output,
             options,
             executor,
-            args.tokenizer,
+            _tokenizer(args),
             args.overwrite,
             args.on_error,
             not args.quiet,
+            args.allow,
         )
     if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")

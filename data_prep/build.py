@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import Done, Job, total
+from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Corpus, Task, plan_tasks
-from data_prep.report import html_report, summary
+from data_prep.report import html_report, pair_checks, summary
 from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, write
-from data_prep.text import minhash
+from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
@@ -39,12 +38,15 @@ def build(
     folder: str | os.PathLike[str],
     options: BuildOptions,
     executor: Pool,
-    tokenizer_file: str | None = None,
+    given: Tokenizer | None = None,
     overwrite: bool = False,
     on_error: str = "stop",
     progress: bool = True,
+    allow: bool = False,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
+
+    Stops before rows are written where most pairs would be random or many tokens be cut off, but for `allow`.
 
     The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
     must change, ValueError for a bad tokenizer file, OSError when the disk is full.
@@ -56,7 +58,7 @@ def build(
     if not tasks:
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
-    account = account_of(corpora, tasks, options, tokenizer_file)
+    account = account_of(corpora, tasks, options, given)
     with output_folder.opened(Path(folder), account, options.seq_lens, overwrite) as work:
         if work is None:
             return None
@@ -67,7 +69,7 @@ def build(
                 options, "", str(work), on_error,
                 held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
             )  # fmt: skip
-            made = _run(stages, job, tasks, tokenizer_file, Path(folder))
+            made = _run(stages, job, tasks, given, Path(folder), allow)
             journal.settle()
             finished = time.perf_counter()
             facts = summary.facts(
@@ -146,10 +148,12 @@ class Made:
     began_reading: float
 
 
-def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None, folder: Path) -> Made:
+def _run(
+    stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None, folder: Path, allow: bool
+) -> Made:
     """The list of stages. Shards are in their place when it ends, manifests are not."""
     options = job.options
-    tokenizer = _tokenizer(stages, job, tasks, tokenizer_file)
+    tokenizer = _tokenizer(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
 
     began_reading = time.perf_counter()
@@ -172,22 +176,25 @@ def _run(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None
         if seq_len == options.seq_lens[-1]:
             for stage in (documents, *compared):
                 stages.journal.consume(stage, train, held)
-        listed = options.listed(trained=tokenizer_file is None)
+        pair_checks.check(total(train.results), seq_len, allow)
+        listed = options.listed(trained=given is None)
+        if any(done.counts[clean.BY_SCRIPT] for done in documents.results):
+            listed["text_rules"] = TEXT_RULES
         datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
     return Made(tokenizer, documents, datasets, began_reading)
 
 
-def _tokenizer(stages: Stages, job: Job, tasks: list[Task], tokenizer_file: str | None) -> Tokenizer:
-    """The tokenizer to use, in the work folder: a copy of the file, or one trained on a sample."""
-    if tokenizer_file is None:
+def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None) -> Tokenizer:
+    """The tokenizer to use, in the work folder: a copy of the given one, or one trained on a sample."""
+    if given is None:
         shares = train_tokenizer.shares(tasks, job.options)
         samples = stages.map("sample", train_tokenizer.sample, job, shares)
         trained = stages.map("train", train_tokenizer.train_item, job, [len(shares)])
         stages.journal.consume(samples, trained)
-        return Tokenizer.load(job.path("tokenizer.model"))
-    path = job.path(output_folder.TOKENIZERS[Tokenizer.load(tokenizer_file).kind])
-    shutil.copyfile(tokenizer_file, path)
-    return Tokenizer.load(path)
+        return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
+    for name, data in given.files().items():
+        Path(job.path(name)).write_bytes(data)
+    return Tokenizer.load(job.path(given.file_name))
 
 
 def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[Stage], str]:
@@ -288,16 +295,16 @@ def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Par
 
 
 def account_of(
-    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, tokenizer_file: str | None
+    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, given: Tokenizer | None
 ) -> dict[str, Any]:
     """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
     pieces = [piece for task in tasks for piece in task.pieces]
     return {
-        "options": options.listed(tokenizer_file is None),
+        "options": options.listed(given is None),
         "corpora": {
             corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
         },
-        "tokenizer_sha256": None if tokenizer_file is None else Tokenizer.load(tokenizer_file).sha256,
+        "tokenizer_sha256": None if given is None else given.sha256,
         output_folder.FILES: {
             "count": len({piece.path for piece in pieces}),
             "bytes": sum(task.size for task in tasks),
@@ -308,9 +315,9 @@ def account_of(
 
 def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, Any]) -> None:
     """Everything but the manifests, then these, those of held-out parts first."""
-    file = made.tokenizer.path
     for dataset in made.datasets:
-        shutil.copyfile(file, dataset.folder / file.name)
+        for name, data in made.tokenizer.files().items():
+            (dataset.folder / name).write_bytes(data)
     write_json(folder / output_folder.REPORTS[0], facts)
     write_whole(folder / output_folder.REPORTS[1], html_report.render(facts).encode())
     write_json(folder / output_folder.ACCOUNT, account)

@@ -11,8 +11,15 @@ from data_prep.readers.tasks import ReadOptions
 from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
+SHORTEST_SENTENCE = 8  # tokens
 DEDUP = ("documents", "near", "paragraphs")
-TRAINING = ("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha")
+TRAINING = (
+    *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
+    *("model_form", "character_coverage", "byte_fallback"),
+)
+
+# Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
+LATER = {"max_sentence": 0, "model_form": "NFKC", "character_coverage": 0.9995, "byte_fallback": False}
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,15 @@ class BuildOptions:
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
+    model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
+    character_coverage: float = 0.9995  # of the sample's characters; the rest is [UNK]
+    byte_fallback: bool = False  # pieces for bytes in place of [UNK]
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
+    max_sentence: int = (
+        0  # tokens; longer ones are split where pairs are made. 0: where much of a text is far longer
+    )
     rows_per_shard: int = 65_536
     read: ReadOptions = field(default_factory=ReadOptions)
 
@@ -51,18 +64,40 @@ class BuildOptions:
             ("vocab_size", 16, 1_000_000),
             ("sample_megabytes", 1, 200),
             ("sample_alpha", 0, 1),
+            ("character_coverage", 0.9, 1),
+            ("max_sentence", 0, 8192),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise BadInput(f"--{name.replace('_', '-')}: must lie in {low}..{high}, is {value}")
+        if 0 < self.max_sentence < SHORTEST_SENTENCE:
+            raise BadInput(
+                f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}"
+            )
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
+
+        if self.lowercase and self.model_form != "NFKC" and self.kind == "sentencepiece":
+            raise BadInput(
+                f"--normalization {self.model_form}: --lowercase folds case together with NFKC; leave one of them out, or take "
+                "--model-type wordpiece"
+            )
+        if self.byte_fallback and self.kind == "wordpiece":
+            raise BadInput("--byte-fallback: is SentencePiece's; WordPiece has none")
+
+    @property
+    def kind(self) -> str:
+        """Of the tokenizer that is trained, as `Tokenizer.kind` says it."""
+        return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def listed(self, trained: bool) -> dict[str, Any]:
         """As manifests list them; a reused tokenizer makes the options of its training void."""
         listed = asdict(self)
+        for name, default in LATER.items():
+            if listed[name] == default:
+                del listed[name]
         if not trained:
             for name in TRAINING:
-                del listed[name]
+                listed.pop(name, None)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in listed.items()}

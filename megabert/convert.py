@@ -32,7 +32,8 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
         raise ValueError(f"{source}: no such folder; name one with {hf_read.CONFIG} and {hf_read.WEIGHTS[0]}")
     found = hf_read.read(folder, tokenizer, nsp)
     with appearing(run, "config.toml") as new:
-        (new / found.tokenizer.file_name).write_bytes(found.tokenizer.data)
+        for name, data in found.tokenizer.files().items():
+            (new / name).write_bytes(data)
         state = found.state()
         checkpoint.write_start(new, found.weights, state)
         (new / "config.json").write_bytes(canonical(state))
@@ -69,8 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
     args = parser.parse_args(argv)
     done = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
-    if done.warning:
-        log.warning(f"{args.model}: {done.warning}")
     if done.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(done.initialised)}")
     if done.ignored:

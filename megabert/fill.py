@@ -47,8 +47,6 @@ class Filler:
             raise ValueError(
                 f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
             )
-        if found.warning:
-            log.warning(f"{found.run_dir}: {found.warning}")
         self.found = found
         self.model = found.model(torch.device("cpu"))
         self.encoder: Any = hf_tokenizer.build(found.tokenizer)

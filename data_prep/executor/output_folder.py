@@ -18,6 +18,7 @@ from typing import Any
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
 from megabert.data.shards import MANIFEST
+from megabert.data.tokenizer import CONFIG
 
 WORK = ".work"
 HELD_OUT = "held_out"
@@ -38,7 +39,7 @@ def _is_ours(path: Path) -> bool:
         return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
     if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report")):
         return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, *REPORTS, *TOKENIZERS.values())
+    return name in (MANIFEST, ACCOUNT, *REPORTS, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:

@@ -22,6 +22,9 @@ from megabert.data.tokenizer import Tokenizer
 TASK_SHIFT = 32  # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
 EXAMPLES = 3  # of what was dropped under a reason, from one item of work
 EXAMPLE_CHARACTERS = 300
+TEXT_RULES = (
+    2  # of paragraphs and sentences. 1 knew Latin, Cyrillic and Greek ones and cut at ideographic full stops
+)
 
 DOCUMENT = np.dtype(
     [("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")]
@@ -42,6 +45,7 @@ class Job:
     tokenizer_sha256: str = ""
     held_limit: int = 0  # documents whose 64-bit hash is below are held out
     weights: tuple[float, ...] = (1.0,)  # of the corpora
+    text_rules: int = TEXT_RULES
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)

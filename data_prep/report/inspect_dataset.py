@@ -115,7 +115,7 @@ def _dataset(folder: Path, samples: int, seed: int, masking: Masking, screen: _S
     if len(chosen):
         lines += ["", *_legend(masking, screen)]
     vocabulary = Vocabulary(
-        tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.word_start
+        tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
     )
     for row_id in chosen:
         row = dataset.read(row_id[None])

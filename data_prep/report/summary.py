@@ -35,6 +35,12 @@ def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str
     }
 
 
+def truncated_share(statistics: dict[str, Any]) -> float:
+    """Of the tokens that went into pairs, those of random second parts included, how many were cut off."""
+    whole = statistics["corpus_tokens"] + statistics["borrowed_tokens"]
+    return statistics["truncated_tokens"] / whole if whole else 0.0
+
+
 def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[Task], results: list[Done]) -> dict[str, Done]:
     """The sum of what reading the tasks of each corpus reported."""
     pairs = list(zip(tasks, results, strict=True))
@@ -125,7 +131,8 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
         lines += [
             (f"rows {length}", f"{d['rows']:,} in {d['shards']} shards, fill {d['fill']:.2%}, "
-                               f"{d['sequences']:,} sequences, random next {random_next}"),
+                               f"{d['sequences']:,} sequences, random next {random_next}, "
+                               f"cut off {d['truncated_tokens']:,} tokens ({truncated_share(d):.1%})"),
             ("", f"{d['documents']:,} documents, {d['tokens']:,} tokens, {d['shard_bytes'] / mb:,.1f} MB, "
                  f"{d['shard_bytes'] / max(1, d['text_bytes']):.3f} of the text's bytes"),
             ("", f"held out: {d['held_out']['documents']:,} documents, {d['held_out']['rows']:,} rows"),

@@ -129,6 +129,7 @@ class _TaskFiles:
         table["sentences"] = batch.encoded.document_sizes
         table["tokens"] = batch.encoded.document_tokens()
         done.counts["documents read"] += len(table)
+        done.counts[clean.BY_SCRIPT] += batch.by_script
         done.counts["bytes read"] += int(table["bytes"].sum())
         done.counts["sentences read"] += int(table["sentences"].sum())
         done.counts["tokens read"] += int(table["tokens"].sum())

@@ -16,7 +16,7 @@ from data_prep.common import hashing
 from data_prep.executor import work_files
 from data_prep.executor.work_files import SEQUENCE, Done, Job, Writer
 from data_prep.stages import read
-from data_prep.tokens import sentence_pairs
+from data_prep.tokens import long_sentences, sentence_pairs
 from data_prep.tokens.encoder import Encoded
 
 STREAM_TRAIN, STREAM_HELD = 0, 1
@@ -94,7 +94,7 @@ def draw(job: Job, item: Draw) -> Done:
     for number, unit in enumerate(units):
         seed = np.random.SeedSequence([job.options.seed, stream, item.seq_len, item.index, number])
         rng = np.random.Generator(np.random.Philox(seed))
-        ranges = _choose(job, item.seq_len, unit, rng)
+        ranges = _choose(job, item.seq_len, unit, rng, done)
         ranges.spans += base
         base += len(unit.tokens)
         parts.append(ranges)
@@ -142,12 +142,17 @@ def _held_unit(job: Job, item: Draw, done: Done) -> list[Encoded]:
     return [joined] if len(joined.tokens) else []
 
 
-def _choose(job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator) -> sentence_pairs.Ranges:
+def _choose(
+    job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator, done: Done
+) -> sentence_pairs.Ranges:
     options = job.options
     if options.nsp:
-        return sentence_pairs.sentence_pairs(
-            unit, seq_len - sentence_pairs.PAIR_SPECIALS, options.short_share, rng
-        )
+        capacity = seq_len - sentence_pairs.PAIR_SPECIALS
+        if limit := long_sentences.limit_of(unit, capacity, options.max_sentence):
+            whole = len(unit.sentence_lengths)
+            unit = long_sentences.split(unit, limit, read.encoder_of(job)[0])
+            done.counts["split sentences"] += len(unit.sentence_lengths) - whole
+        return sentence_pairs.sentence_pairs(unit, capacity, options.short_share, rng)
     return sentence_pairs.full_sentences(
         unit, seq_len - sentence_pairs.SINGLE_SPECIALS, options.short_share, rng
     )

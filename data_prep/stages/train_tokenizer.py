@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from data_prep.executor.work_files import Done, Job
 from data_prep.filters import quality
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Task
+from data_prep.stages import train_wordpiece
 from data_prep.stages.read import texts
 from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import word_facts
@@ -86,15 +87,24 @@ def sample(job: Job, share: Share) -> Done:
 
 
 def train_item(job: Job, count: int) -> Done:
-    """Write tokenizer.model, trained on the samples 0 to count - 1."""
+    """Write the tokenizer's files, trained on the samples 0 to count - 1."""
     lines: list[str] = []
     for index in range(count):
         with open(job.path(f"sample-{index:06d}.txt"), encoding="utf-8", newline="\n") as file:
             lines += file.read().split("\n")[:-1]
     done = Done()
-    model = train(lines, job.options)
-    work_files.write(job, "tokenizer.model", np.frombuffer(model, np.uint8), done)
+    for name, data in train_files(lines, job.options).items():
+        work_files.write(job, name, np.frombuffer(data, np.uint8), done)
     return done
+
+
+def train_files(lines: list[str], options: BuildOptions) -> dict[str, bytes]:
+    """The files of a tokenizer of the kind that `options` ask for, by name. Raises BadInput as `train` does."""
+    if options.kind == "sentencepiece":
+        return {"tokenizer.model": train(lines, options)}
+    merges = replace(options, model_type="bpe", lowercase=False, model_form="none")
+    model = train(train_wordpiece.words_of(lines, options), merges)
+    return train_wordpiece.vocabulary(parsed(model), options).files()
 
 
 def train(lines: list[str], options: BuildOptions) -> bytes:
@@ -111,7 +121,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             model_writer=model,
             vocab_size=options.vocab_size,
             model_type=options.model_type,
-            normalization_rule_name="nmt_nfkc_cf" if options.lowercase else "nmt_nfkc",
+            normalization_rule_name=_rule(options),
             pad_id=0,
             unk_id=1,
             bos_id=2,
@@ -121,7 +131,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             bos_piece="[CLS]",
             eos_piece="[SEP]",
             control_symbols=["[MASK]"],
-            character_coverage=0.9995,
+            character_coverage=options.character_coverage,
+            byte_fallback=options.byte_fallback,
             max_sentence_length=4 * MAX_SENTENCE,
             num_threads=THREADS,
             minloglevel=2,
@@ -135,7 +146,28 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
                 f"--vocab-size: {options.vocab_size} pieces are more than the corpus gives{hint}, or give more text"
             ) from None
         raise
-    return exact(model.getvalue()) if options.model_type == "unigram" else model.getvalue()
+    made = exact(model.getvalue()) if options.model_type == "unigram" else model.getvalue()
+    return named(made, "nfc") if options.model_form == "NFC" else made
+
+
+def _rule(options: BuildOptions) -> str:
+    """SentencePiece's name of what the model does to characters. What is NFC comes to it so."""
+    if options.model_form != "NFKC":
+        return "identity"
+    return "nmt_nfkc_cf" if options.lowercase else "nmt_nfkc"
+
+
+def parsed(model: bytes) -> Any:
+    """The protocol buffer that a SentencePiece model is."""
+    messages: Any = sentencepiece_model_pb2  # its classes are made at import
+    return messages.ModelProto.FromString(model)
+
+
+def named(model: bytes, form: str) -> bytes:
+    """A model that says which form its text is to have: the library has no rule of that name, and reads none."""
+    proto = parsed(model)
+    proto.normalizer_spec.name = form
+    return proto.SerializeToString()
 
 
 def exact(model: bytes) -> bytes:
@@ -144,8 +176,7 @@ def exact(model: bytes) -> bytes:
     Which of two segmentations that score nearly alike wins then depends neither on the text around a word nor on the
     library: SentencePiece and Hugging Face's tokenizers search in the same order.
     """
-    messages: Any = sentencepiece_model_pb2  # its classes are made at import
-    proto = messages.ModelProto.FromString(model)
+    proto = parsed(model)
     for piece in proto.pieces:
         piece.score = round(piece.score * STEPS) / STEPS
     return proto.SerializeToString()

@@ -13,7 +13,9 @@ from collections import Counter
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-Form = Literal["NFC", "NFKC"]
+from data_prep.text.sentences import CLOSERS, WIDE_CLOSERS
+
+Form = Literal["NFC", "NFKC", "none"]
 
 # C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
@@ -29,6 +31,15 @@ TAG = re.compile(
 )
 BLANK_LINES = re.compile(r"\n\s*\n")
 FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
+# Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
+# Burmese, Khmer and Tibetan ones.
+GLUED = (
+    "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
+)
+_CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
+GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
+BY_SCRIPT = "sentence ends by script"  # what they are counted under
+GLUED_SHARE = 200  # characters a mark at most, where a text is in such a script and does not merely quote it
 
 
 class Decoded(NamedTuple):
@@ -73,16 +84,35 @@ def paragraphs(text: str, markup: bool, counts: Counter[str] | None = None) -> l
         text, tags = TAG.subn(" ", text)
         if counts is not None:
             counts["markup tags"] += tags
-    for stop in FULL_STOPS:
-        if stop in text:
-            text = text.replace(stop, stop + "\n")
+    if not text.isascii():
+        text = _part_sentences(text, counts)
     if not markup and is_hard_wrapped(text):
         return BLANK_LINES.split(text)
     return text.split("\n")
 
 
+def _part_sentences(text: str, counts: Counter[str] | None) -> str:
+    """`text` with a space where a sentence ends without one, its closing quotation marks before it; these are counted.
+
+    A text that merely quotes a line in such a script is cut there, quotation marks or not, into paragraphs.
+    """
+    marks = sum(text.count(mark) for mark in GLUED if mark in text)
+    if not marks:
+        return text
+    if marks * GLUED_SHARE >= len(text):
+        text, ends = GLUED_END.subn(r"\1 ", text)
+        if counts is not None:
+            counts[BY_SCRIPT] += ends
+        return text
+    for stop in FULL_STOPS:
+        text = text.replace(stop, stop + "\n")
+    return text
+
+
 def clean_word(word: str, form: Form = "NFC") -> str:
-    """A word in a Unicode normal form, without invisible characters, with HTML entities resolved."""
+    """A word in a Unicode normal form, without invisible characters, with HTML entities resolved; by "none" as it is."""
+    if form == "none":
+        return word
     if "&" in word and ";" in word:
         word = html.unescape(word)
     if word.isascii():

@@ -29,8 +29,8 @@ WORD = np.dtype(
         ("facts", quality.FACTS),
         ("start", "<i4"),
         ("length", "<i4"),
-        ("ends", "?"),
-        ("starts", "?"),
+        ("ends", "u1"),  # kinds, as of text.sentences
+        ("starts", "u1"),
     ],
     align=True,
 )
@@ -94,12 +94,13 @@ class DocumentBatch:
     """Documents as they came out of the encoder, with what judges them.
 
     words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
-    paragraphs, empty ones too.
+    paragraphs, empty ones too; by_script: sentence ends that other rules than the plain ones found.
     """
 
     words: quality.WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
+    by_script: int = 0
 
 
 def word_facts(documents: list[list[str]], form: clean.Form) -> quality.WordFacts:
@@ -227,7 +228,8 @@ class WordEncoder:
             return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
-        begins[1:-1] |= self._table["ends"][numbers[:-1]] & self._table["starts"][numbers[1:]]
+        found, by_script = self._sentence_begins(numbers, documents)
+        begins[1:-1] |= found
         sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
@@ -238,4 +240,17 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)
+        return DocumentBatch(
+            words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, by_script
+        )
+
+    def _sentence_begins(self, numbers: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
+        """(bool [w - 1]: whether a sentence begins at each word but the first; how many of them by more than PLAIN)."""
+        starts = self._table["starts"][numbers]
+        shared = self._table["ends"][numbers[:-1]] & starts[1:]
+        plain = (shared & sentences.PLAIN) > 0
+        kinds = sentences.allowed(starts, documents)
+        if (kinds == sentences.PLAIN).all():
+            return plain, 0
+        found = (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0
+        return found, int(found.sum() - plain.sum())

@@ -123,7 +123,7 @@ def _source(
                 f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
             )
         vocabulary = Vocabulary(
-            tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.word_start
+            tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
         )
     else:
         vocabulary = tokenizer

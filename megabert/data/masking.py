@@ -4,7 +4,8 @@ Random numbers are hashes of (seed, epoch, row id, position), so no state exists
 [SEP], padding and every other special id are neither predicted nor drawn as a replacement. What the strategies do:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
-    word   whole words in random order; one that does not fit the budget is passed over    (BERT's whole-word masking)
+    word   whole words in random order; one that does not fit the budget is passed over    (BERT's whole-word masking);
+           where a script puts no spaces between words, a piece is a word
     span   runs of 1 to 10 whole words from random anchors, P(k) ~ 0.2 * 0.8^(k-1)         (Joshi et al. 2020, 3.1)
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
 
@@ -90,7 +91,8 @@ class Masking:
 
 
 class Vocabulary:
-    """What masking knows of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab])."""
+    """What masking knows of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab];
+    `Tokenizer.unit_start`)."""
 
     def __init__(
         self, size: int, mask_id: int, special_ids: Iterable[int], word_start: np.ndarray | None = None

@@ -1,12 +1,14 @@
-"""Tokenizers, SentencePiece and WordPiece: one file, known by its SHA-256; text yields no special id but [UNK].
+"""Tokenizers, SentencePiece and WordPiece: known by the SHA-256 of their file; text yields no special id but [UNK].
 
 The file is hashed before it is parsed, and what is parsed is what was hashed. Its content says which kind it is:
 
     sentencepiece  a SentencePiece model with [PAD], [UNK], [CLS], [SEP] and [MASK] at ids 0 to 4, all but [UNK] control
                    symbols
     wordpiece      BERT's published `vocab.txt`: UTF-8, one piece a line, [PAD] first, the other special pieces anywhere.
-                   A vocab.txt does not say whether it is cased: it is where lower-casing would change some piece outside
-                   square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two releases)
+                   A vocab.txt does not say what is done to text before: a tokenizer_config.json beside it does, as in
+                   Hugging Face's folders, or whoever loads it. Without either it is guessed: cased where lower-casing
+                   would change some piece outside square brackets; otherwise text is lower-cased and loses its accents
+                   (Devlin et al. 2019's two releases). Where that is not the guess the SHA-256 is of both files' content
 
 A document that spells "[MASK]" is text like any other: `[`, `mask`, `]`. (transformers' BertTokenizer gives the
 special id there; everywhere else its ids are the same.)
@@ -16,17 +18,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
+
+from megabert.common.canonical_json import canonical
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}  # of a SentencePiece model
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -35,13 +41,44 @@ CONTINUATION = "##"  # WordPiece's mark of a piece inside a word
 MAX_BYTES = 256 << 20  # a model of a million pieces takes about 20 MB
 MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
 CHUNK = 4096  # texts handed to a thread at once
+# Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
+# Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
+# half-width kana; ideographs beyond the first plane.
+NO_SPACES = (
+    (0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x1AAF), (0x1B00, 0x1B7F), (0x2E80, 0x312F),
+    (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
+    (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x3FFFF),
+)  # fmt: skip
+TRAILING_VOWELS = (
+    "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
+)
+
+
+CONFIG = "tokenizer_config.json"  # beside a vocab.txt
+NOTHING_SAID: Mapping[str, bool | None] = {}
+FIELDS = {
+    "lowercase": "do_lower_case",
+    "strip_accents": "strip_accents",
+    "ideographs": "tokenize_chinese_chars",
+}
+
+
+@dataclass(frozen=True)
+class Casing:
+    """What BERT's tokenizer does to text: lower-cases it, drops accents (all of Unicode's non-spacing marks, of any script),
+    puts space around ideographs."""
+
+    lowercase: bool
+    strip_accents: bool
+    ideographs: bool = True
 
 
 class Tokenizer:
     """What both kinds share; `load` makes one. Every array has one entry a piece.
 
     `pieces` are as they stand in a text, those that start a word with a space before; `word_start` is bool
-    [vocab_size], false for special pieces. `word_local`: for any words without whitespace in them, encoding
+    [vocab_size], false for special pieces; so is `unit_start`, the pieces that begin what word and span masking take as one
+    word: in scripts without spaces between words (Chinese, Japanese, Thai, …) a piece is one. `word_local`: for any words without whitespace in them, encoding
     `" ".join(words)` equals encoding them one by one. `processor` is the library's own object, `data` the tokenizer
     file, whose usual name is `file_name`.
     """
@@ -67,14 +104,21 @@ class Tokenizer:
         )
         self.word_start = word_start
         self.word_start[list(special_ids.values())] = False
+        self.unit_start = word_start | np.array([_is_unit(piece) for piece in pieces], bool)
+        self.unit_start[list(special_ids.values())] = False
         self.pieces = [
             f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)
         ]
         self.word_local = True
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Tokenizer:
-        """Read, hash, parse and check a tokenizer file. ValueError names the file and what is wrong with it."""
+    def load(
+        path: str | os.PathLike[str], lowercase: bool | None = None, strip_accents: bool | None = None
+    ) -> Tokenizer:
+        """Read, hash, parse and check a tokenizer file. ValueError names the file and what is wrong with it.
+
+        `lowercase` and `strip_accents` of a vocab.txt go before what a tokenizer_config.json beside it says.
+        """
         path = Path(path)
         try:
             with open(path, "rb") as file:
@@ -85,24 +129,43 @@ class Tokenizer:
             raise ValueError(f"{path}: is a folder; name the tokenizer file in it") from None
         if not 0 < len(data) <= MAX_BYTES:
             raise ValueError(f"{path}: is empty or larger than {MAX_BYTES >> 20} MiB, so no tokenizer")
-        return Tokenizer.parse(data, path)
+        said = {"lowercase": lowercase, "strip_accents": strip_accents}
+        beside = path.with_name(CONFIG)
+        if _first_byte_that_is_no_text(data) is None and beside.is_file():
+            said = _read_casing(beside) | {name: value for name, value in said.items() if value is not None}
+        return Tokenizer.parse(data, path, said)
 
     @staticmethod
-    def parse(data: bytes, path: Path) -> Tokenizer:
-        """The tokenizer whose file holds `data`; errors as of `load`, `path` is what they name."""
+    def parse(data: bytes, path: Path, said: Mapping[str, bool | None] = NOTHING_SAID) -> Tokenizer:
+        """The tokenizer whose file holds `data`; errors as of `load`, `path` is what they name.
+
+        `said`: fields of `Casing` that are known, for a vocab.txt.
+        """
         sha256 = hashlib.sha256(data).hexdigest()
         not_text = _first_byte_that_is_no_text(data)
         made: Tokenizer
         if not_text is None:
-            made = _WordPiece(path, sha256, data.decode())
+            made = _WordPiece(path, sha256, data.decode(), said)
         else:
             made = _SentencePiece(path, sha256, data, not_text)
         made.data = data
         return made
 
+    def files(self) -> dict[str, bytes]:
+        """The files that `load` makes this tokenizer of, by name; the first is the one to load."""
+        return {self.file_name: self.data}
+
+    def doubt(self) -> str:
+        """Why what is done to text before may not be what the pieces were made for; "" where there is no doubt."""
+        return ""
+
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
         raise NotImplementedError
+
+    def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word as it stands in a text without spaces, after another one: without the space before it."""
+        return self.encode_batch(words)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
         """Ids of each text, those of `encode_batch`, and int64 [n, 2]: first character of each token, and one past its last.
@@ -130,6 +193,19 @@ class Tokenizer:
         raise NotImplementedError
 
 
+def writes_without_spaces(character: str) -> bool:
+    """Whether a character's script puts no space between words."""
+    return any(first <= ord(character) <= last for first, last in NO_SPACES)
+
+
+def _is_unit(piece: str) -> bool:
+    """Whether a piece begins with a character of `NO_SPACES` that does not belong to the one before it."""
+    first = piece[:1]
+    if not first or not writes_without_spaces(first) or first in TRAILING_VOWELS:
+        return False
+    return unicodedata.category(first) not in ("Mn", "Mc", "Lm")
+
+
 @functools.cache
 def _blank() -> np.ndarray:
     """bool [every code point]: whether Unicode calls it a separator, a control or a format character."""
@@ -143,6 +219,23 @@ def _without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
     solid = np.append(np.flatnonzero(~blank), len(text))  # characters that are none
     offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
     return offsets
+
+
+def _in_brackets(piece: str) -> bool:
+    return piece[:1] == "[" and piece[-1:] == "]"
+
+
+def _read_casing(path: Path) -> dict[str, bool | None]:
+    """What Hugging Face's tokenizer_config.json says of the fields of `Casing`; None where it says nothing."""
+    try:
+        found = json.loads(path.read_bytes()[:MAX_BYTES])
+        said = {name: found.get(field) for name, field in FIELDS.items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{path}: is no JSON object; remove it or save the tokenizer anew") from None
+    for name, value in said.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{path}: {FIELDS[name]} is {value!r:.40}, must be true or false")
+    return said
 
 
 def _first_byte_that_is_no_text(data: bytes) -> int | None:
@@ -199,6 +292,18 @@ class _SentencePiece(Tokenizer):
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
 
+    def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
+        return [self._without_space(ids) for ids in self.encode_batch(words)]
+
+    def _without_space(self, ids: list[int]) -> list[int]:
+        if not ids or not self.word_start[ids[0]]:
+            return ids
+        bare = self.pieces[ids[0]][1:]
+        if not bare:
+            return ids[1:] or ids
+        inside = self.processor.piece_to_id(bare)
+        return ids if inside == self.unk_id else [inside, *ids[1:]]
+
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)
         return [(e["ids"], e["offsets"]) for e in encoded]
@@ -212,7 +317,7 @@ class _WordPiece(Tokenizer):
 
     kind, file_name = "wordpiece", "vocab.txt"
 
-    def __init__(self, path: Path, sha256: str, text: str) -> None:
+    def __init__(self, path: Path, sha256: str, text: str, said: Mapping[str, bool | None]) -> None:
         # Its own thread pool would make every later fork print a warning; whoever set the variable meant it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers  # here: a SentencePiece run needs none of it
@@ -237,16 +342,48 @@ class _WordPiece(Tokenizer):
             )
         if len(pieces) == len(SPECIAL_PIECES):
             raise ValueError(f"{path}: holds special pieces alone")
-        self.cased = any(p != p.lower() and not (p[0] == "[" and p[-1] == "]") for p in pieces)
+        cased = any(p != p.lower() and not _in_brackets(p) for p in pieces)
+        self._guess = Casing(not cased, not cased)
+        lowercase = said.get("lowercase")
+        self._guessed = lowercase is None and said.get("strip_accents") is None
+        known = {name: value for name, value in said.items() if value is not None}
+        of_case = self._guess if lowercase is None else Casing(lowercase, lowercase)
+        self.casing = replace(of_case, **known)
+        if self.casing != self._guess:
+            sha256 = hashlib.sha256(text.encode() + b"\0" + canonical(asdict(self.casing))).hexdigest()
         self.processor = tokenizers.Tokenizer(
             tokenizers.models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD)
         )
-        self.processor.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=not self.cased)
+        self.processor.normalizer = tokenizers.normalizers.BertNormalizer(
+            handle_chinese_chars=self.casing.ideographs,
+            strip_accents=self.casing.strip_accents,
+            lowercase=self.casing.lowercase,
+        )
         self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
         special = {name: ids[piece] for name, piece in zip(SPECIAL_IDS, SPECIAL_PIECES, strict=True)}
         starts = np.array([not p.startswith(CONTINUATION) for p in pieces], bool)
         super().__init__(path, sha256, [p.removeprefix(CONTINUATION) for p in pieces], special, starts)
+
+    def files(self) -> dict[str, bytes]:
+        if self.casing == self._guess:
+            return super().files()
+        fields = {FIELDS[name]: value for name, value in asdict(self.casing).items()}
+        return super().files() | {CONFIG: canonical(fields)}
+
+    def doubt(self) -> str:
+        """Of a guess: dropping accents is what one does to Latin letters, and ruins most other scripts."""
+        if not self._guessed or not self.casing.strip_accents:
+            return ""
+        changed = self.processor.normalizer.normalize_str
+        for piece in self.pieces:
+            bare = piece.strip()
+            if bare[:1] >= "\u0370" and not _in_brackets(bare) and changed(bare).strip() != bare:
+                return (
+                    f"{self.path}: no {CONFIG} beside it says whether it is cased, and without accents its piece {bare!r:.40} "
+                    f"would be {changed(bare).strip()!r:.40}"
+                )
+        return ""
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         texts = list(texts)

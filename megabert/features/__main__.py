@@ -27,7 +27,6 @@ from megabert.features.compare import comparison, uses_of
 from megabert.features.extraction import LAYERS, POOLS, Extractor
 from megabert.features.texts import texts_of
 from megabert.features.writers import Form
-from megabert.pretrained import Pretrained
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def extract(
     total = sum(1 for _ in texts_of(path, columns))
     if not total:
         raise ValueError(f"{path}: has no text in it")
-    extractor = Extractor(_load(source, tokenizer), **options)
+    extractor = Extractor(pretrained.load(source, tokenizer), **options)
     found = extractor.found
     about = {
         "model": str(source), "step": found.step, "tokenizer_sha256": found.tokenizer.sha256,
@@ -64,13 +63,6 @@ def extract(
             truncated += int(part.truncated.sum())
             bar.update(len(part.lengths))
     return Done(total, truncated, extractor.max_length)
-
-
-def _load(source: str, tokenizer: str) -> Pretrained:
-    found = pretrained.load(source, tokenizer)
-    if found.warning:
-        log.warning(f"{source}: {found.warning}")
-    return found
 
 
 @command
@@ -120,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.compare:
         if not args.texts or args.input or args.output or args.text:
             raise ValueError("--compare WORD TEXT…: takes texts, and no --input, --output and --text")
-        extractor = Extractor(_load(args.model, args.tokenizer), **options)
+        extractor = Extractor(pretrained.load(args.model, args.tokenizer), **options)
         print(comparison(args.compare, uses_of(args.compare, args.texts, extractor), args.layers))
         return OK
     if not args.input or not args.output or args.texts:

@@ -195,8 +195,6 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     for chosen in runs.values():
         check(chosen)
     start = pretrained.load(args.model, args.tokenizer)
-    if start.warning and world.is_main:
-        log.warning(start.warning)
     data = read(args, task, start, settings)
     for name, split in data.splits.items():
         log.info(f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import Tokenizer, writes_without_spaces
 from megabert.finetune.datasets import Example, Question, Text, Words
 from megabert.finetune.tasks import Task
 
@@ -170,19 +171,37 @@ def _cut(
 def _tags(
     examples: Sequence[Words], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
 ) -> Iterator[Item]:
-    """Every word is encoded on its own; its first piece carries the tag."""
+    """Every word is encoded on its own; its first piece that is more than a space carries the tag.
+
+    A word that follows another one in a script without spaces (a character or a word of Chinese) is encoded without the
+    space that stands before words elsewhere.
+    """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
-    unknown, room = np.array([tokenizer.unk_id], np.int32), max_length - 2
-    encoded = zip(distinct, _ids(tokenizer, distinct), strict=True)
-    pieces = {word: ids[:room] if len(ids) else unknown for word, ids in encoded}
+    room = max_length - 2
+    pieces = dict(
+        zip(distinct, (_word(ids, tokenizer, room) for ids in tokenizer.encode_batch(distinct)), strict=True)
+    )
+    glued = [word for word in distinct if writes_without_spaces(word[0])]
+    inside = dict(
+        zip(glued, (_word(ids, tokenizer, room) for ids in tokenizer.encode_inside(glued)), strict=True)
+    )
     for i, example in enumerate(examples):
-        words = [pieces[word] for word in example.words]
+        words = [
+            inside[word] if word in inside and before and writes_without_spaces(before[-1]) else pieces[word]
+            for before, word in pairwise(("", *example.words))
+        ]
+        lead = np.array([len(ids) > 1 and tokenizer.pieces[ids[0]].isspace() for ids in words], np.int64)
         at = np.cumsum([0, *map(len, words)])  # [words + 1], first token of each
         targets = np.array([_class(example.where, tag, classes) for tag in example.tags or ()], np.int64)
         for first, start, end, last in _word_windows(at, room, stride):
             ids, second = _row(tokenizer, np.concatenate(words[first:last]))
-            positions = 1 + at[start:end] - at[first]
+            positions = 1 + at[start:end] - at[first] + lead[start:end]
             yield Item(i, ids, second, positions, targets[start:end], NO_SPANS)
+
+
+def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
+    """int32 [n]: at most `room` ids of a word; one of a character that no piece has is the unknown one."""
+    return np.array(ids[:room] or [tokenizer.unk_id], np.int32)
 
 
 def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:

@@ -83,7 +83,8 @@ def save(
     tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
         save_file({name: w.contiguous() for name, w in weights.items()}, new / WEIGHTS)
-        (new / tokenizer.file_name).write_bytes(tokenizer.data)
+        for name, data in tokenizer.files().items():
+            (new / name).write_bytes(data)
         (new / DESCRIPTION).write_bytes(canonical(tree))
 
 

@@ -36,7 +36,7 @@ RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 @dataclass(frozen=True)
 class Foreign:
     """`weights` are fp32 under our names; `initialised`: heads that the folder did not have; `ignored`: its tensors that
-    ours has no place for; `warning`: what to tell the user of its tokenizer, or ""."""
+    ours has no place for."""
 
     folder: Path
     config: Config
@@ -44,7 +44,6 @@ class Foreign:
     tokenizer: Tokenizer
     initialised: tuple[str, ...]
     ignored: tuple[str, ...]
-    warning: str
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of step 0 holds besides the weights, but for the step."""
@@ -71,16 +70,17 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
     file, tensors = read_weights(folder)
     weights, initialised, ignored = complete(tensors, model, str(file))
     found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    if doubt := found.doubt():
+        raise ValueError(
+            f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there'
+        )
     if found.vocab_size != model.vocab_size:
         raise ValueError(
             f"{found.path}: {found.vocab_size} pieces, but {config_file} says vocab_size={model.vocab_size}"
         )
     ours = hf_names.from_huggingface(weights, model)
-    warning = case_warning(folder, found)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
-    return Foreign(
-        folder, Config(model=model, data=data), ours, found, tuple(initialised), tuple(ignored), warning
-    )
+    return Foreign(folder, Config(model=model, data=data), ours, found, tuple(initialised), tuple(ignored))
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -233,7 +233,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(
             f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer"
         )
-    model = read_json(path).get("model")
+    tree = read_json(path)
+    model = tree.get("model")
     model = model if isinstance(model, dict) else {}
     settings = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": CONTINUATION}
     for field, want in (settings | {"max_input_chars_per_word": MAX_WORD}).items():
@@ -252,21 +253,21 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(
             f"{path}: model.vocab has a piece with a line end in it, which a vocab.txt cannot hold"
         )
-    return Tokenizer.parse("".join(f"{piece}\n" for piece in pieces).encode(), path)
+    return Tokenizer.parse("".join(f"{piece}\n" for piece in pieces).encode(), path, _casing(tree, path))
 
 
-def case_warning(folder: Path, tokenizer: Tokenizer) -> str:
-    """What to tell the user where the folder's tokenizer treats case otherwise than ours over the same pieces; or ""."""
-    lowercase = None
-    if (folder / "tokenizer_config.json").is_file():
-        lowercase = read_json(folder / "tokenizer_config.json").get("do_lower_case")
-    if lowercase is None and (folder / "tokenizer.json").is_file():
-        normalizer = read_json(folder / "tokenizer.json").get("normalizer")
-        lowercase = normalizer.get("lowercase") if isinstance(normalizer, dict) else None
-    cased = getattr(tokenizer, "cased", None)
-    if cased is None or not isinstance(lowercase, bool) or lowercase is not cased:
-        return ""
-    theirs, ours = ("lower-cases", "does not") if lowercase else ("does not lower-case", "does")
-    return (
-        f"its tokenizer {theirs} text, ours over the same pieces {ours}: the model sees other ids than before"
-    )
+def _casing(tree: dict[str, Any], path: Path) -> dict[str, bool | None]:
+    """What a tokenizer.json's BertNormalizer does, by the fields of `Casing`; {} where it has none."""
+    found = tree.get("normalizer")
+    if not isinstance(found, dict) or found.get("type") != "BertNormalizer":
+        return {}
+    fields = {
+        "lowercase": "lowercase",
+        "strip_accents": "strip_accents",
+        "ideographs": "handle_chinese_chars",
+    }
+    said = {name: found.get(field) for name, field in fields.items()}
+    for name, value in said.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{path}: normalizer.{fields[name]} is {value!r:.40}, must be true or false")
+    return said

@@ -19,7 +19,7 @@ import json
 import os
 from typing import Any
 
-from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Tokenizer
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Casing, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's kinds of pieces
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds of models
@@ -75,8 +75,11 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
     }
     if not sentencepiece:
-        lowercase = not getattr(tokenizer, "cased")  # noqa: B009
-        config |= {"do_lower_case": lowercase, "strip_accents": None, "tokenize_chinese_chars": True}
+        casing: Casing = getattr(tokenizer, "casing")  # noqa: B009
+        strip = None if casing.strip_accents == casing.lowercase else casing.strip_accents
+        config |= {
+            "do_lower_case": casing.lowercase, "strip_accents": strip, "tokenize_chinese_chars": casing.ideographs,
+        }  # fmt: skip
     tokens: dict[str, Any] = dict(NAMES)
     if sentencepiece:
         flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}

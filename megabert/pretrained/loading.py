@@ -29,8 +29,7 @@ TOKENIZER_FILES = ("tokenizer.model", "vocab.txt")  # in a run folder
 class Pretrained:
     """`weights` are fp32 by parameter name; `state` is what the checkpoint holds besides; `run_dir` is its folder.
 
-    Of a Hugging Face folder, `initialised` are the heads that it did not have and that are those of a new model, and
-    `warning` is what to tell the user of its tokenizer.
+    Of a Hugging Face folder, `initialised` are the heads that it did not have and that are those of a new model.
     """
 
     run_dir: Path
@@ -39,7 +38,6 @@ class Pretrained:
     config: Config
     tokenizer: Tokenizer
     initialised: tuple[str, ...] = ()
-    warning: str = ""
 
     @property
     def step(self) -> int:
@@ -67,9 +65,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     if hf_read.is_model_folder(path):
         read = hf_read.read(path, tokenizer)
         state = read.state() | {"step": 0}
-        return Pretrained(
-            path, read.weights, state, read.config, read.tokenizer, read.initialised, read.warning
-        )
+        return Pretrained(path, read.weights, state, read.config, read.tokenizer, read.initialised)
     if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
         raise ValueError(
             f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(hf_read.WEIGHTS)}, so it is no "

@@ -148,7 +148,8 @@ def open_run(
     if writes and world.is_main:
         write_whole(run_dir / "config.json", canonical(provenance))
         # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
-        write_whole(run_dir / dataset.tokenizer_path.name, tokenizer.data)
+        for name, data in tokenizer.files().items():
+            write_whole(run_dir / name, data)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
     log.info(
         engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device"

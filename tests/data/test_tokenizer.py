@@ -183,7 +183,7 @@ def vocab(request, tmp_path_factory):
 def test_wordpiece_ids_are_transformers_own(vocab):
     tokenizer, peer = Tokenizer.load(vocab), wordpiece.peer(vocab)
     assert tokenizer.kind == "wordpiece" and tokenizer.vocab_size == len(peer)
-    assert tokenizer.cased is not peer.do_lower_case
+    assert tokenizer.casing.lowercase is peer.do_lower_case and not tokenizer.doubt()
     texts = [*wordpiece.odd_texts(2000), *wordpiece.real_texts(3 << 19)]
     want = peer(texts, add_special_tokens=False)["input_ids"]
     got = tokenizer.encode_batch(texts)

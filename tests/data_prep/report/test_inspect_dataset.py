@@ -92,7 +92,7 @@ def test_masked_rows_are_the_trainers(folder, screen):
     screen(200)
     dataset = Dataset(folder)
     t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.word_start)
+    vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
     seen = {"mask": 0, "random": 0, "kept": 0}
     for strategy in ("token", "word", "span"):
         for i, part in sample(inspect(folder, 24, 5, strategy)).items():
