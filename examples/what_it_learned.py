@@ -30,7 +30,7 @@ from megabert.training import evaluation
 
 EXAMPLES = 3
 WORDS = 8, 18  # of a sentence that is shown
-COMMON = 100  # an answer is a word that the training rows hold at least so often
+COMMON = 20_000  # an answer is a word that is at least one piece in so many of the training rows
 SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?]")
 WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ .,;!?])")
 WIDTH, HEIGHT = 60, 8  # characters of the loss curve
@@ -67,7 +67,7 @@ def untrained(found: Pretrained) -> Pretrained:
 def sentences(held_out: Dataset, tokenizer: Tokenizer, counts: np.ndarray) -> list[tuple[str, str]]:
     """(sentence with [MASK], the word under it) of the first sentences that fit."""
     chosen: list[tuple[str, str]] = []
-    common = {tokenizer.pieces[i].strip() for i in np.flatnonzero(counts >= COMMON)}
+    common = {tokenizer.pieces[i].strip() for i in np.flatnonzero(counts * COMMON >= counts.sum())}
     for row in range(held_out.rows):
         rows = held_out.read(np.array([row]))
         start = 0
@@ -127,7 +127,7 @@ def main(run: str, data: str) -> None:
         print(f"      trained:   {answers(after, text)}")
 
     ours, frequent, hidden = right(found, held_out, most_frequent)
-    piece = found.tokenizer.pieces[most_frequent].strip()
+    piece = found.tokenizer.pieces[most_frequent].strip() or "a blank"
     print(
         f"\nright: {ours:.1%} of {hidden:,} held-out masks; always saying the most frequent piece ({piece!r}): {frequent:.1%}"
     )
