@@ -115,6 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--search", required=True, metavar="NAME", help=f"{', '.join(names())}, or a .toml file")
     add("--text", type=Path, default=dataset.default_text(), help="as of speedrun.py")
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
+    add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--runs", type=int, default=0, metavar="N", help="stop after so many; 0 goes on to the end")
     add(
         "--winner",
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace, search: Search, job: Job) -> dict[str, Any]:
     """Trains and scores one run; its row. Raises ValueError where it failed otherwise than by diverging."""
     from benchmarks.race import scoring, training
 
-    recipe, track = search.trial(job.trial), tracks.track_of(job.track)
+    recipe, track = search.trial(job.trial), tracks.track_of(job.track, args.threads)
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
     folder = args.run / "searches" / search.name / f"{search.digest}-{job.trial}-{job.track}-{job.seed}"
     row = {"rung": job.rung, "trial": job.trial, "track": job.track, "seed": job.seed}

@@ -54,6 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
+    add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the track's table (and make --plot)")
     add("--plot", type=Path, help="all curves of the track, .svg or .png")
     hardware.add_json(parser, "the records file", default=hardware.ROOT / hardware.RESULTS / "speedrun.json")
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # the run that trains is ended too
     try:
-        track = tracks.track_of(args.track)
+        track = tracks.track_of(args.track, args.threads)
         chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
         if track.cores > (os.cpu_count() or 1):
             raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")

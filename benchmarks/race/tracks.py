@@ -28,17 +28,17 @@ class Track:
         return self.name in NAMES
 
 
-def track_of(name: str) -> Track:
+def track_of(name: str, threads: int = 2) -> Track:
     """The track of a name: one of NAMES, or another budget written the same way, which holds no records.
 
-    Raises ValueError for what is no budget.
+    `threads` are those of a track of tokens; a track of minutes says its own. Raises ValueError for what is no budget.
     """
     if found := MINUTES.fullmatch(name):
         track = Track(name, minutes=float(found[1]), cores=int(found[2]))
         if track.minutes and track.cores:
             return track
     if (found := TOKENS.fullmatch(name)) and float(found[1]):
-        return Track(name, tokens=round(float(found[1]) * {"k": 1e3, "m": 1e6}[found[2]]))
+        return Track(name, cores=threads, tokens=round(float(found[1]) * {"k": 1e3, "m": 1e6}[found[2]]))
     raise ValueError(
         f"--track {name}: no budget; write one of {', '.join(NAMES)}, or as 6min-1cores or 300k-tokens"
     )
