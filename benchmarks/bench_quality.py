@@ -235,7 +235,8 @@ def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
         "recipe": asdict(recipe),
         "curve": [],
     }
-    for point, model in hf_plain_loop.train(args.data, tokenizer, cfg.model, recipe, args.eval_every):
+    every = args.eval_every / (60 * recipe.minutes)
+    for point, model in hf_plain_loop.train(args.data, tokenizer, cfg.model, recipe, every):
         theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
         weights = from_huggingface(theirs, cfg.model)
         result["curve"].append(point | score(weights, cfg, args.data, "bfloat16"))

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From text to a trained and evaluated BERT on one machine: shards, preset tiny with two ZeRO ranks stopped half way and
-# resumed, held-out figures before and after. `make quickstart` calls it inside the environment.
+# resumed, held-out figures, three sentences filled in before and after, the loss curve. `make quickstart` calls it inside
+# the environment.
 #   CORPUS="path …"  text instead of the built-in corpus     OUT=dir   where everything goes (runs/quickstart)
 #   STEPS=n          updates (600)                           RANKS=n   ranks (2; 1 on a machine with one GPU)
 #   SEQ_LEN, VOCAB   row length and tokenizer size           EXTRA="section.key=value …"  further overrides
@@ -55,7 +56,6 @@ python -m megabert.evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/half.js
 
 section "3/4 the same command again: resumed to step $STEPS"
 train
-python -m megabert.evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/end.json"
 
 section "4/4 held-out text, the same masked positions each time ($((SECONDS - started)) s so far)"
 python - "$OUT" <<'PYTHON'
@@ -65,8 +65,8 @@ from pathlib import Path
 
 out = Path(sys.argv[1])
 lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-start = next(line for line in lines if line["step"] == 0 and "eval/mlm_loss" in line)
-rows = [start, *(json.loads((out / name).read_text()) for name in ("half.json", "end.json"))]
+start, *_, end = (line for line in lines if "eval/mlm_loss" in line)
+rows = [start, json.loads((out / "half.json").read_text()), end]
 keys = [k for k in ("eval/mlm_loss", "eval/mlm_accuracy", "eval/perplexity", "eval/nsp_accuracy") if k in start]
 print(f"{'':30}" + "".join(f"{k.removeprefix('eval/'):>16}" for k in keys))
 for name, row in zip(("untrained", "stopped", "resumed and finished"), rows, strict=True):
@@ -74,6 +74,8 @@ for name, row in zip(("untrained", "stopped", "resumed and finished"), rows, str
 if rows[-1]["eval/mlm_loss"] >= start["eval/mlm_loss"]:
     sys.exit("error: the held-out loss did not fall")
 PYTHON
+echo
+python examples/what_it_learned.py "$OUT/run" "$OUT/data"
 
 echo
 echo "everything is in $OUT; see it with"

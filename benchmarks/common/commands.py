@@ -12,16 +12,24 @@ from typing import Any
 from benchmarks.common import hardware
 
 
+class CommandFailed(ValueError):
+    """A command ended with the exit code `code`."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 def call(command: list[str], threads: int, log: Path) -> None:
-    """Runs a command to its end, its output in `log`. Raises ValueError when it fails."""
+    """Runs a command to its end, its output in `log`. Raises CommandFailed when it fails."""
     env = hardware.clone_environment(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         code = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
     if code:
         last = (log.read_text().splitlines() or [""])[-1]
-        raise ValueError(
-            f"{hardware.shown(command)} failed (exit {code}: {last:.200}); its output is in {log}"
+        raise CommandFailed(
+            f"{hardware.shown(command)} failed (exit {code}: {last:.200}); its output is in {log}", code
         )
 
 

@@ -1,9 +1,10 @@
-"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py`.
+"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py` and the race.
 
 The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
 longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, bf16 autocast, torch's fused AdamW (decay not on
 biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning rate with linear warm-up and linear decay to
-zero over the time budget. Time is the loop's own, data included.
+zero over the budget, of time or of tokens. Time is the loop's own, data included. With `causal` it learns left to right
+first, as `BertLMHeadModel` would (the same weights under a causal mask), and masked LM after that.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in every
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a Hugging Face user chooses."""
+    """What a Hugging Face user chooses. The budget is `tokens` where that is above 0, else `minutes`."""
 
     minutes: float
     batch: int
+    tokens: int = 0  # real ones, padding not counted
     lr: float = 5e-4
     dropout: float = 0.1
-    warmup: float = 0.06  # share of the time budget
+    warmup: float = 0.06  # share of the budget
+    causal: float = 0.0  # share of the budget that is trained left to right, before the rest
+    masking: float = 0.15  # share of the tokens that is predicted
     weight_decay: float = 0.01
     clip: float = 1.0
     beta1: float = 0.9
@@ -77,7 +81,7 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": ids.tolist(), "special_tokens_mask": special.astype(int).tolist()}
 
 
-def collator(tokenizer: Tokenizer) -> DataCollatorForLanguageModeling:
+def collator(tokenizer: Tokenizer, masking: float = 0.15) -> DataCollatorForLanguageModeling:
     """Their collator over our ids: it asks a tokenizer for its size and its special ids only."""
     table = {name: i for i, name in enumerate(SPECIALS)}
     table |= {f"<{i}>": i for i in range(len(SPECIALS), tokenizer.vocab_size)}
@@ -90,7 +94,7 @@ def collator(tokenizer: Tokenizer) -> DataCollatorForLanguageModeling:
         mask_token="[MASK]",
     )
     assert len(fast) == tokenizer.vocab_size
-    return DataCollatorForLanguageModeling(fast, mlm=True, mlm_probability=0.15)
+    return DataCollatorForLanguageModeling(fast, mlm=True, mlm_probability=masking)
 
 
 def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
@@ -124,10 +128,33 @@ def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str,
         )
 
 
-def rate(recipe: Recipe, seconds: float) -> float:
-    """Learning rate after so much training: linear up over `warmup` of the budget, then linear down to zero."""
-    used = min(seconds / (60 * recipe.minutes), 1.0)
-    return recipe.lr * min(used / recipe.warmup, (1 - used) / (1 - recipe.warmup))
+def budget_used(recipe: Recipe, seconds: float, tokens: int) -> float:
+    """Share of the budget after so much training, at most 1."""
+    return min(tokens / recipe.tokens if recipe.tokens else seconds / (60 * recipe.minutes), 1.0)
+
+
+def rate(recipe: Recipe, used: float) -> float:
+    """Learning rate at a share of the budget: linear up over `warmup` of it, then linear down to zero."""
+    up = used / recipe.warmup if recipe.warmup else 1.0
+    return recipe.lr * min(up, (1 - used) / (1 - recipe.warmup))
+
+
+def left_to_right(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch of the collator as the causal model takes it: nothing hidden, each token predicts the next.
+
+    `original` [B, T]: the ids before masking. The padding is at the end, where no real token looks.
+    """
+    length = original.shape[1]
+    labels = original.new_full(original.shape, -100)
+    real = batch["attention_mask"][:, 1:].bool()
+    labels[:, :-1] = original[:, 1:].where(real, -100)
+    mask = torch.ones(length, length, dtype=torch.bool).tril().expand(len(original), 1, length, length)
+    return {"input_ids": original, "attention_mask": mask, "labels": labels}
+
+
+def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The ids [B, T] that the collator was given."""
+    return batch["labels"].where(batch["labels"] >= 0, batch["input_ids"])
 
 
 def train(
@@ -135,28 +162,33 @@ def train(
 ) -> Iterator[tuple[dict[str, float], BertForMaskedLM]]:
     """Trains for the budget on the CPU or the first GPU.
 
-    Yields (seconds of training, step, real tokens so far; the model) before the first step, every `every` seconds of
-    training and at the end. What the caller does with the model then is not training time.
+    Yields (seconds of training, step, real tokens so far; the model) before the first step, after every `every`, a share of
+    the budget, and at the end. What the caller does with the model then is not training time.
     """
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_of(size, recipe.dropout)
     torch.nn.Module.to(model, device)
     optimizer = optimizer_of(model, recipe)
-    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer), recipe)
+    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer, recipe.masking), recipe)
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
     while True:
-        over = seconds >= 60 * recipe.minutes
-        if over or seconds >= due:
+        used = budget_used(recipe, seconds, tokens)
+        over = used >= 1
+        if over or used >= due:
             yield {"seconds": round(seconds, 2), "step": step, "tokens": tokens}, model
             due += every
         if over:
             return
         model.train()
         started = time.perf_counter()
-        batch = {name: value.to(device) for name, value in next(stream).items()}
+        batch = next(stream)
+        real = int(batch["attention_mask"].sum())
+        if used < recipe.causal:
+            batch = left_to_right(batch, unmasked(batch))
+        batch = {name: value.to(device) for name, value in batch.items()}
         for group in optimizer.param_groups:
-            group["lr"] = max(rate(recipe, seconds), recipe.lr * 1e-3)  # the first step is not wasted
+            group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the first step is not wasted
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
@@ -167,4 +199,4 @@ def train(
             torch.cuda.synchronize()
         seconds += time.perf_counter() - started
         step += 1
-        tokens += int(batch["attention_mask"].sum())
+        tokens += real

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from megabert.checkpoint import write_start
+from megabert.config import Config, ModelConfig
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
+from tests.helpers import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "model.hidden=32 schedule.total_steps=8 schedule.warmup_steps=2 log.interval=4 eval.rows=64 batch.global_size=32"
@@ -60,3 +69,47 @@ def test_own_text(corpus, tmp_path) -> None:
     vectors = np.load(tmp_path / "out/vectors.npz")
     assert len(vectors.files) >= 1 and any(32 in vectors[name].shape for name in vectors.files)
     assert (tmp_path / "out/hf/model.safetensors").is_file()
+
+
+OLD = ROOT / "tests/data/old_formats/dataset"  # 28 held-out rows
+
+
+def test_what_it_learned(tmp_path, capsys) -> None:
+    """Of a model that says the most frequent piece whatever it reads: its two shares are one, and that is counted here."""
+    shutil.copy(OLD / "tokenizer.model", tmp_path / "tokenizer.model")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
+    rows = Dataset(OLD).read(np.arange(536)).ids.ravel()
+    most = int(np.bincount(rows[rows > 4]).argmax())
+    cfg = ModelConfig(
+        layers=1, hidden=16, heads=1, vocab_size=tokenizer.vocab_size, max_positions=64, nsp=False
+    )
+    weights = runs.model(cfg).state_dict()
+    weights["embeddings.word.bias"][most] = 1e3
+    state = {
+        "config": Config(model=cfg).model_dump(),
+        "dataset": "d" * 64,
+        "tokenizer": tokenizer.sha256,
+        "seconds": 1.0,
+    }
+    write_start(tmp_path, weights, state)
+    lines = [{"step": n, "train/loss": 9.0 - n / 10} for n in range(1, 61)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runpy.run_path(str(ROOT / "examples/what_it_learned.py"))["main"](str(tmp_path), str(OLD))
+    shown = capsys.readouterr().out
+    figures = re.search(r"right: ([\d.]+%) of ([\d,]+) held-out masks; .*? \('(.*)'\): ([\d.]+%)", shown)
+    assert figures and figures[1] == figures[4] and figures[3] == "a blank" and tokenizer.pieces[most] == " "
+    held_out = Dataset(OLD / "held_out").read(np.arange(28)).ids
+    share = (held_out == most).sum() / (held_out > 4).sum()
+    assert abs(float(figures[1][:-1]) / 100 - share) < 0.03
+    assert 150 < int(figures[2]) < 0.16 * held_out.size
+    assert shown.count("[MASK]") == 1 + 3 and shown.count("untrained: ") == shown.count("  trained:   ") == 3
+    assert all(
+        line.split(": ")[1].lstrip().startswith("'' 100%")
+        for line in shown.splitlines()
+        if "  trained:" in line
+    )
+    curve = [line.split("|")[1] for line in shown.splitlines()[1:9]]
+    assert curve[0].startswith("*") and curve[-1].endswith("*") and len(curve[-1]) == 60, (
+        "down, from left to right"
+    )
+    assert shown.splitlines()[1].startswith("   8.90 |") and shown.splitlines()[8].startswith("   3.00 |")

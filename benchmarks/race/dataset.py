@@ -1,0 +1,171 @@
+"""Text, held-out documents and shards of the race: the same bytes for every entry with one vocabulary.
+
+One document in a hundred, by the hash of its bytes, is held out before anything is built: no vocabulary, training or
+search sees it. The rest is built into shards by data_prep, which sets another hundredth aside as the search split: that
+is what recipes are chosen by.
+"""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import hardware
+from benchmarks.common.commands import call
+from megabert.common.atomic_io import appearing
+from megabert.data.shards import Dataset, Manifest
+from megabert.data.tokenizer import Tokenizer
+
+SEQ_LEN = 128
+ONE_IN = 100  # documents held out, and as many again for the search
+MARK = "split.json"
+WIKI_DOCUMENT = re.compile(rb"<doc .*?</doc>\n?", re.S)
+
+
+@dataclass(frozen=True)
+class RaceData:
+    """`train` is the dataset folder that is trained on, the search split in it; `held_out` that of the held-out documents,
+    whose SHA-256 is `documents`."""
+
+    train: Path
+    held_out: Path
+    documents: str
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return Manifest.load(self.train)
+
+    @property
+    def tokens_a_row(self) -> float:
+        """Real tokens of a training row, the mean over the dataset."""
+        return self.manifest.statistics["tokens"] / self.manifest.rows
+
+    @property
+    def search_split(self) -> Path:
+        path = Dataset(self.train).held_out_path
+        if path is None:
+            raise ValueError(f"{self.train}: no search split; the text is too small")
+        return path
+
+    def identity(self) -> dict[str, str]:
+        """What a result was measured on: the held-out documents, and the fingerprints of both datasets."""
+        held_out = Manifest.load(self.held_out).fingerprint
+        return {"documents": self.documents, "train": self.manifest.fingerprint, "held_out": held_out}
+
+
+def default_text() -> Path:
+    """The folder that has `enwiki` and `novels`: MEGABERT_DATA, or `../shared/data` beside the checkout."""
+    return Path(os.environ.get("MEGABERT_DATA") or hardware.ROOT.parent / "shared/data")
+
+
+def files_of(text: Path) -> list[tuple[str, Path]]:
+    """(name, file) of the race's text, in order; [] where neither folder is there."""
+    found = sorted(text.glob("enwiki/*/wiki_*")) + sorted(text.glob("novels/*.txt"))
+    return [("_".join(path.relative_to(text).with_suffix("").parts), path) for path in found]
+
+
+def documents_of(path: Path) -> Iterator[bytes]:
+    """A WikiExtractor file's `<doc …>` elements; any other file is one document."""
+    raw = bz2.decompress(path.read_bytes()) if path.suffix == ".bz2" else path.read_bytes()
+    if raw.lstrip().startswith(b"<doc "):
+        yield from WIKI_DOCUMENT.findall(raw)
+    else:
+        yield raw
+
+
+def built_in() -> Iterator[bytes]:
+    """The documentation that every Python installation carries, a document a line of JSON."""
+    from data_prep.readers import pydoc_corpus
+
+    for path, _ in pydoc_corpus.files():
+        for text in pydoc_corpus.documents(path):
+            yield json.dumps({"text": text}).encode() + b"\n"
+
+
+def is_held_out(document: bytes) -> bool:
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") % ONE_IN == 0
+
+
+def split(text: Path, target: Path) -> None:
+    """Writes the documents of `text` into `target/train` and `target/held_out`, where they are not there yet.
+
+    Raises ValueError where no document came to be held out.
+    """
+    if (target / MARK).is_file():
+        return
+    named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
+    named = named or [("built-in.jsonl", built_in())]
+    counts, digest = {"train": 0, "held_out": 0}, hashlib.sha256()
+    with appearing(target, MARK, overwrite=True) as folder:
+        for name, documents in named:
+            parts: dict[str, list[bytes]] = {"train": [], "held_out": []}
+            for document in documents:
+                part = "held_out" if is_held_out(document) else "train"
+                parts[part].append(document)
+                if part == "held_out":
+                    digest.update(hashlib.sha256(document).digest())
+            for part, chosen in parts.items():
+                counts[part] += len(chosen)
+                if chosen:
+                    (folder / part).mkdir(exist_ok=True)
+                    (folder / part / name).write_bytes(b"".join(chosen))
+        if not counts["held_out"] or not counts["train"]:
+            raise ValueError(
+                f"{text}: {counts['train']} documents, none of {ONE_IN} held out; give more text"
+            )
+        (folder / MARK).write_text(json.dumps({"counts": counts, "documents": digest.hexdigest()}) + "\n")
+
+
+def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
+    """The shards of `text` with a vocabulary of so many pieces, or with that of a tokenizer file; built where they are not.
+
+    Raises ValueError where a build fails.
+    """
+    name = "built-in"
+    if files_of(text):
+        name = f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
+    split(text, work / name / "text")
+    trained = isinstance(vocabulary, int)
+    folder = work / name / (f"vocab-{vocabulary}" if trained else f"vocab-{Path(vocabulary).stem}")
+    made = ["--vocab-size", str(vocabulary)] if trained else ["--tokenizer", str(vocabulary)]
+    documents = json.loads((work / name / "text" / MARK).read_text())["documents"]
+    data = RaceData(folder / "train", folder / "held_out", documents)
+    build(work / name / "text/train", data.train, *made, "--held-out", str(1 / ONE_IN))
+    tokenizer = str(Dataset(data.train).tokenizer_path)
+    build(work / name / "text/held_out", data.held_out, "--tokenizer", tokenizer, "--held-out", "0")
+    return data
+
+
+def build(text: Path, output: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "data_prep", "build", "--input", str(text), "--output", str(output)]
+    command += ["--seq-len", str(SEQ_LEN), "--no-nsp", "--quiet", *options]
+    call(command, threads=1, log=output.with_name(f"{output.name}.log"))
+
+
+def bytes_a_token(folder: Path) -> float:
+    """Mean UTF-8 bytes of the tokens that can be masked in a dataset's rows, the space before a word counted to it."""
+    dataset = Dataset(folder)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    counts = token_counts(dataset)
+    counts[list(tokenizer.special_ids.values())] = 0
+    sizes = np.array([len(piece.encode()) for piece in tokenizer.pieces])
+    return float(counts @ sizes / counts.sum())
+
+
+def token_counts(dataset: Dataset) -> np.ndarray:
+    """int64 [vocab]: how often each id is in the rows; the padding counts as id 0."""
+    counts = np.zeros(dataset.manifest.vocab_size, np.int64)
+    for first in range(0, dataset.rows, 8192):
+        rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
+        counts += np.bincount(rows.ids.ravel(), minlength=len(counts))
+    return counts

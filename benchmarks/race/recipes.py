@@ -1,0 +1,129 @@
+"""Recipes of the race: what an entry sets, as a small TOML file.
+
+about = "what it is, in a line"
+change = "what made it better than the record before"
+system = "megabert"            # or "huggingface": the plain loop of benchmarks/peers
+preset = "mini"                # the size of either, and of ours every other setting
+vocabulary = 30_000            # pieces, or a tokenizer file
+
+[keys]                         # ours: section.key of the configuration; the peer's: fields of its Recipe
+"optimizer.lr" = 1.5e-3
+warmup = 0.06                  # share of the budget, of either
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import hardware
+from benchmarks.race.tracks import Track
+from megabert import config
+from megabert.config import Config
+
+FOLDER = hardware.ROOT / "benchmarks/recipes"
+OURS, PEER = "megabert", "huggingface"
+WARM_UP = "warmup"
+BUDGET = (
+    "schedule.total_steps",
+    "schedule.warmup_steps",
+    "schedule.budget_minutes",
+    "schedule.budget_warmup",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """See the module's first lines; `name` is the file's."""
+
+    name: str
+    about: str
+    change: str = ""
+    system: str = OURS
+    preset: str = "mini"
+    vocabulary: int | str = 30_000
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of what is trained: two recipes that differ in words alone are the same."""
+        tree = {
+            name: value for name, value in asdict(self).items() if name not in ("name", "about", "change")
+        }
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def warmup(self) -> float:
+        return float(self.keys.get(WARM_UP, 0.06))
+
+    def with_keys(self, keys: Mapping[str, Any]) -> Recipe:
+        return replace(self, keys={**self.keys, **keys})
+
+    def overrides(self) -> list[str]:
+        """Ours as `section.key=value`, without what the track decides."""
+        return [f"{key}={written(value)}" for key, value in self.keys.items() if key != WARM_UP]
+
+
+def written(value: Any) -> str:
+    """A value as an override says it, which is TOML's way but for strings."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Recipe:
+    """A recipe of benchmarks/recipes, or the file of that path. Raises ValueError naming file and field."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        raise ValueError(f"--recipe {name}: no such recipe or file; recipes: {', '.join(names())}")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    known = {"about", "change", "system", "preset", "vocabulary", "keys"}
+    if unknown := sorted(set(tree) - known):
+        raise ValueError(f"{path}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}")
+    if not tree.get("about"):
+        raise ValueError(f"{path}: about is missing: say in a line what it is")
+    recipe = Recipe(name=path.stem, **tree)
+    if recipe.system not in (OURS, PEER):
+        raise ValueError(f"{path}: system must be {OURS} or {PEER}, is {recipe.system!r}")
+    for key in recipe.keys:
+        if recipe.system == OURS and key in BUDGET:
+            raise ValueError(
+                f"{path}: {key} is the track's; set {WARM_UP}, the share of the budget, or nothing"
+            )
+    return recipe
+
+
+def save(recipe: Recipe, path: Path) -> None:
+    """The file that `load` reads back as the same recipe."""
+    lines = [
+        f"{name} = {json.dumps(getattr(recipe, name))}" for name in ("about", "change", "system", "preset")
+    ]
+    lines += [f"vocabulary = {json.dumps(recipe.vocabulary)}", "", "[keys]"]
+    lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in recipe.keys.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def our_config(recipe: Recipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
+    """The overrides of a run of ours on a track, and the configuration they make. Raises ValueError."""
+    overrides = [*recipe.overrides(), f"seed={seed}"]
+    if track.minutes:
+        overrides += ["schedule.name=budget", f"schedule.budget_minutes={track.minutes}"]
+        overrides += [f"schedule.budget_warmup={recipe.warmup}", "schedule.total_steps=1000000000"]
+    else:
+        rows = config.load(recipe.preset, overrides).batch.global_size
+        updates = max(1, round(track.tokens / (rows * tokens_a_row)))
+        if "schedule.name" not in recipe.keys:
+            overrides += ["schedule.name=linear"]
+        overrides += [f"schedule.total_steps={updates}"]
+        overrides += [f"schedule.warmup_steps={round(recipe.warmup * updates)}"]
+    return overrides, config.load(recipe.preset, overrides)

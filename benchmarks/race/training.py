@@ -1,0 +1,114 @@
+"""Training of an entry in a process of its own, and the points of its curve: weights after so much training."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.common import hardware
+from benchmarks.common.commands import call
+from benchmarks.race import recipes
+from benchmarks.race.dataset import RaceData
+from benchmarks.race.recipes import Recipe
+from benchmarks.race.tracks import Track
+
+POINTS = 10  # of a curve, about
+ROWS_A_SECOND = (
+    150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
+)
+KEPT = 24  # points at most; of more, the last ones
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stood when its weights were kept: seconds of training, updates, real tokens."""
+
+    seconds: float
+    step: int
+    tokens: int
+    weights: Path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run. `config`: of the model that its weights are of, as nested dicts."""
+
+    command: str
+    points: tuple[Point, ...]
+    tokens_per_second: float | None
+    config: dict[str, Any]
+
+
+def train(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+    """Trains an entry for the track's budget in the folder `run`, or finishes what was begun there (the peer: begins again).
+
+    Raises CommandFailed where training ends with an error, ValueError where the recipe does not fit.
+    """
+    if recipe.system == recipes.PEER:
+        return train_peer(recipe, track, data, run, seed)
+    return train_ours(recipe, track, data, run, seed)
+
+
+def train_ours(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+    overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
+    rows = config.batch.global_size
+    seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
+    interval = max(1, round(seen / rows / POINTS))
+    overrides += [f"checkpoint.interval={interval}", f"checkpoint.keep={KEPT}", "eval.interval=0"]
+    command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--config", recipe.preset]
+    command += ["--data", str(data.train), "--run", str(run), *overrides]
+    call(command, track.cores, run.with_name(f"{run.name}.log"))
+    points, tree = [], {}
+    for folder in sorted(run.glob("checkpoints/step-*")):
+        state = json.loads((folder / "manifest.json").read_text())["state"]
+        tokens = round(state["step"] * rows * data.tokens_a_row)
+        points.append(Point(round(state["seconds"], 2), state["step"], tokens, folder))
+        tree = state["config"]
+    return Trained(hardware.shown(command), tuple(points), rate(run), tree)
+
+
+def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+    command = [sys.executable, "-m", "benchmarks.race.peer", "--data", str(data.train), "--run", str(run)]
+    command += ["--preset", recipe.preset, "--points", str(POINTS)]
+    fields = {"minutes": track.minutes, "tokens": track.tokens, "seed": seed, **recipe.keys}
+    command += ["--recipe", json.dumps(fields, sort_keys=True)]
+    call(command, track.cores, run.with_name(f"{run.name}.log"))
+    finished = json.loads((run / "finished.json").read_text())
+    points = [
+        Point(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")
+        for line in lines_of(run)
+        if "tokens" in line
+    ]
+    return Trained(hardware.shown(command), tuple(points), rate(run), finished["config"])
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rate(run: Path) -> float | None:
+    """Median of the real tokens a second that were logged."""
+    rates = [line["perf/tokens_per_sec"] for line in lines_of(run) if "perf/tokens_per_sec" in line]
+    return round(statistics.median(rates), 1) if rates else None
+
+
+def weights_of(point: Point) -> dict[str, Tensor]:
+    """fp32 weights by parameter name, under our names."""
+    if (point.weights / "manifest.json").is_file():
+        from megabert import checkpoint
+
+        return checkpoint.load_weights(point.weights)[0]
+    from safetensors.torch import load_file
+
+    return load_file(point.weights / WEIGHTS)
+
+
+def without_weights(point: Point) -> dict[str, Any]:
+    return {name: value for name, value in asdict(point).items() if name != "weights"}

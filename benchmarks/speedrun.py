@@ -1,0 +1,129 @@
+"""Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
+
+    python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
+    python benchmarks/speedrun.py --track 30min-2cores --show
+
+A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging
+Face's plain loop. The score is the held-out masked-LM loss at 15% in bits a byte, so that vocabularies compare; loss and
+accuracy stand beside it. The records file is written after each seed, and the same command again goes on with what is
+missing; a killed run of ours goes on from its newest checkpoint. Tracks of minutes need a machine with nothing else to
+do; its load at the start of each run is in the file. Tracks of tokens do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+from benchmarks.common import hardware
+from benchmarks.race import dataset, recipes, records, tracks
+from benchmarks.race.recipes import Recipe
+from benchmarks.race.records import Records
+from benchmarks.race.tracks import Track
+
+FIRST_SEED = 42
+BUSY = 0.5  # processes that were running on the average of the last minute
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--track",
+        required=True,
+        help=f"{', '.join(tracks.NAMES)}; or a budget of your own, as 6min-1cores or 300k-tokens",
+    )
+    add(
+        "--recipe",
+        nargs="+",
+        default=["plain"],
+        metavar="NAME",
+        help=f"{', '.join(recipes.names())}, or a .toml file",
+    )
+    add(
+        "--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record"
+    )
+    add("--text", type=Path, default=dataset.default_text(),
+        help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
+    add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
+    add("--threads", type=int, default=2, help="of a run on a track of tokens")
+    add("--show", action="store_true", help="only print the track's table (and make --plot)")
+    add("--plot", type=Path, help="all curves of the track, .svg or .png")
+    hardware.add_json(parser, "the records file", default=hardware.ROOT / hardware.RESULTS / "speedrun.json")
+    args = parser.parse_args(argv)
+    if not args.show:
+        hardware.refuse_dirty(parser, args)
+    return args
+
+
+def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records) -> None:
+    """Runs the seeds of a recipe that the records do not have. Raises ValueError."""
+    data = dataset.prepare(args.run, args.text, recipe.vocabulary)
+    entry = kept.entry(track, recipe, data.identity())
+    for seed in range(FIRST_SEED, FIRST_SEED + args.seeds):
+        if str(seed) in entry["seeds"]:
+            continue
+        about = records.circumstances()
+        if track.minutes and about["load"] > BUSY:
+            print(
+                f"warning: the machine is busy (load {about['load']}): minutes on it say little",
+                file=sys.stderr,
+            )
+        print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
+        run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
+        entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)
+        kept.write()
+        shutil.rmtree(run)
+
+
+def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, seed: int) -> dict[str, object]:
+    """Trains one seed and scores it on the held-out documents: the figures of the end, and the curve."""
+    from benchmarks.race import scoring, training
+
+    trained = training.train(recipe, track, data, run, seed)
+    *_, last = trained.points
+    scorer = scoring.Scorer(data.held_out, scoring.HELD_OUT_ROWS, track.cores)
+    found = scorer.score(training.weights_of(last), trained.config)
+    along = scoring.Scorer(data.held_out, scoring.CURVE_ROWS, track.cores)
+    curve = [
+        training.without_weights(point) | along.score(training.weights_of(point), trained.config)
+        for point in trained.points
+    ]
+    about = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
+    return about | training.without_weights(last) | found | {"curve": curve}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the run that trains is ended too
+    try:
+        track = tracks.track_of(args.track, args.threads)
+        chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
+        if track.cores > (os.cpu_count() or 1):
+            raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
+        kept = Records(args.json)
+        for recipe in chosen:
+            enter(args, track, recipe, kept)
+        if args.plot:
+            from benchmarks.race import picture
+
+            picture.plot(kept.of(track.name), track.name, args.plot)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(records.table(kept, track.name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

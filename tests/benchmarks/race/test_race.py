@@ -1,0 +1,172 @@
+"""The race's parts: budgets, the held-out split, recipes and their files, bits a byte, records, the picture."""
+
+from __future__ import annotations
+
+import bz2
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import recipe_search
+from benchmarks.race import dataset, picture, recipes, records, scoring, tracks
+from benchmarks.race.recipes import Recipe
+from benchmarks.race.records import Records
+from megabert.data.shards import Dataset
+from tests.conftest import ROOT
+
+OLD = ROOT / "tests/data/old_formats/dataset"
+DATA = {"documents": "d", "train": "t", "held_out": "h"}
+
+
+def test_a_track_is_a_budget_of_minutes_or_of_tokens() -> None:
+    assert all(tracks.track_of(name).official for name in tracks.NAMES)
+    half_hour, tiny = tracks.track_of("30min-2cores"), tracks.track_of("1.5k-tokens")
+    assert (half_hour.minutes, half_hour.cores, half_hour.tokens) == (30.0, 2, 0)
+    assert (tiny.minutes, tiny.tokens, tiny.official) == (0.0, 1500, False)
+    for wrong in ("30min", "0min-2cores", "0m-tokens", "5m", "1min-0cores"):
+        with pytest.raises(ValueError, match="--track"):
+            tracks.track_of(wrong)
+
+
+def test_a_document_in_a_hundred_is_held_out_and_none_is_on_both_sides(tmp_path: Path) -> None:
+    articles = [f'<doc id="{n}">\nTitle {n}\n\nText {n}.\n</doc>\n'.encode() for n in range(2000)]
+    for folder in ("AA", "AB"):
+        (tmp_path / "text/enwiki" / folder).mkdir(parents=True)
+        half = articles[:1000] if folder == "AA" else articles[1000:]
+        (tmp_path / "text/enwiki" / folder / "wiki_00.bz2").write_bytes(bz2.compress(b"".join(half)))
+    (tmp_path / "text/novels").mkdir()
+    (tmp_path / "text/novels/One.txt").write_bytes(b"A novel.\r\n")
+    dataset.split(tmp_path / "text", tmp_path / "out")
+    parts = {
+        part: b"".join(path.read_bytes() for path in sorted((tmp_path / "out" / part).iterdir()))
+        for part in ("train", "held_out")
+    }
+    found = {part: set(dataset.WIKI_DOCUMENT.findall(text)) for part, text in parts.items()}
+    assert not found["train"] & found["held_out"] and found["train"] | found["held_out"] == set(articles)
+    assert 5 < len(found["held_out"]) < 40 and b"A novel." in b"".join(parts.values())
+    mark = json.loads((tmp_path / "out" / dataset.MARK).read_text())
+    assert mark["counts"] == {part: len(f) + (b"novel" in parts[part]) for part, f in found.items()}
+    (tmp_path / "text/novels/One.txt").write_bytes(b"Another novel.\r\n")
+    dataset.split(tmp_path / "text", tmp_path / "again")
+    assert json.loads((tmp_path / "again" / dataset.MARK).read_text())["documents"] == mark["documents"]
+
+
+def test_bits_a_byte_is_the_same_loss_whatever_the_pieces() -> None:
+    """A model that knows nothing of a text of independent bytes: 8 bits a byte, with pieces of one byte or of two."""
+    ones, twos = (scoring.figures(math.log(256**n), 0.0, float(n))["bits"] for n in (1, 2))
+    assert ones == twos == 8.0
+    rows = Dataset(OLD).read(np.arange(536))
+    size = dataset.bytes_a_token(OLD)
+    text = sum(len(piece) for piece in decoded(rows.ids))
+    assert size == pytest.approx(text / (rows.ids > 4).sum())
+
+
+def decoded(ids: np.ndarray) -> list[bytes]:
+    from megabert.data.tokenizer import Tokenizer
+
+    pieces = Tokenizer.load(OLD / "tokenizer.model").pieces
+    return [pieces[i].encode() for i in ids.ravel().tolist() if i > 4]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None:
+    recipe = recipes.load(name)
+    if recipe.system == recipes.PEER:
+        peer = pytest.importorskip("benchmarks.race.peer")
+        peer.recipe_of({"minutes": 1.0, "tokens": 0, "seed": 1, **recipe.keys})
+        with pytest.raises(ValueError, match="lrr"):
+            peer.recipe_of({"minutes": 1.0, "lrr": 1})
+        return
+    for track in map(tracks.track_of, tracks.NAMES):
+        _, config = recipes.our_config(recipe, track, tokens_a_row=115.0, seed=43)
+        assert config.seed == 43 and not config.model.nsp
+        if track.minutes:
+            assert config.schedule.budget_minutes == track.minutes
+        else:
+            seen = config.schedule.total_steps * config.batch.global_size * 115.0
+            assert seen == pytest.approx(track.tokens, rel=0.001)
+
+
+@pytest.mark.parametrize("name", recipe_search.names())
+def test_every_search_draws_recipes_that_train(name: str) -> None:
+    search = recipe_search.load(name)
+    track = tracks.track_of("5m-tokens")
+    for trial in range(search.rungs[0].trials):
+        recipe = search.trial(trial)
+        if recipe.system == recipes.OURS:
+            recipes.our_config(recipe, track, tokens_a_row=115.0, seed=1)
+        else:
+            pytest.importorskip("benchmarks.race.peer").recipe_of({"minutes": 0.0, **recipe.keys})
+
+
+def test_a_recipe_is_read_as_it_was_written_and_known_by_what_it_trains(tmp_path: Path) -> None:
+    keys = {"optimizer.lr": 1e-3, "model.norm": "pre", "model.nsp": False, "warmup": 0.1}
+    recipe = Recipe("one", about='says "so"', change="a change", vocabulary=8000, keys=keys)
+    recipes.save(recipe, tmp_path / "one.toml")
+    assert recipes.load(str(tmp_path / "one.toml")) == recipe
+    assert replace(recipe, name="two", about="", change="").digest == recipe.digest
+    assert recipe.with_keys({"optimizer.lr": 2e-3}).digest != recipe.digest
+    overrides, config = recipes.our_config(recipe, tracks.track_of("1m-tokens"), tokens_a_row=100.0, seed=1)
+    assert "model.norm=pre" in overrides and "model.nsp=false" in overrides
+    assert (config.schedule.total_steps, config.schedule.warmup_steps) == (625, 62)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("keys = 1\nabout = 1\nlr = 2", "unknown field lr"),
+        ("change = ''", "about is missing"),
+        ("about = 'a'\nsystem = 'x'", "system must be"),
+        ("about = 'a'\n[keys]\n'schedule.total_steps' = 5", "schedule.total_steps is the track's"),
+        ("about =", "recipe.toml"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_that_names_file_and_field(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        recipes.load(str(tmp_path / "recipe.toml"))
+    assert "recipe.toml" in str(error.value)
+
+
+def result(bits: float, date: str) -> dict:
+    curve = [{"seconds": 6.0 * n, "tokens": 1000 * n, "loss": 9.0 - n, "accuracy": 0.1 * n} for n in range(3)]
+    figures = {"bits": bits, "loss": 3 * bits, "accuracy": 0.2, "tokens": 2e6}
+    return {"date": date, "hardware": "2 cores, X; no GPU", "curve": curve} | figures
+
+
+def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> None:
+    kept, track = Records(tmp_path / "records.json"), tracks.track_of("5m-tokens")
+    for name, day, scores in (
+        ("first", 1, (2.0, 2.1, 2.2)),
+        ("worse", 2, (2.3, 2.3, 2.3)),
+        ("two seeds", 3, (1.0, 1.0)),
+        ("better", 4, (1.9, 2.0, 1.8)),
+    ):
+        recipe = Recipe(name, about=name, keys={"optimizer.lr": day / 1000})
+        entry = kept.entry(track, recipe, DATA)
+        for seed, bits in enumerate(scores, 42):
+            entry["seeds"][str(seed)] = result(bits, f"2026-11-0{day}T00:00:0{seed - 42}+00:00")
+    kept.write()
+    again = Records(kept.path)
+    entries = again.of("5m-tokens")
+    assert [entry["recipe"] for entry in entries] == ["two seeds", "better", "first", "worse"]
+    dates = records.record_dates(entries)
+    assert {e["recipe"]: dates[e["digest"]][:10] for e in entries if e["digest"] in dates} == {
+        "first": "2026-11-01",
+        "better": "2026-11-04",
+    }
+    lines = records.table(again, "5m-tokens").splitlines()
+    assert lines[3].startswith("| better | 1.9000 ± 0.1000 |") and "2026-11-04" in lines[3]
+    assert (
+        again.entry(track, Recipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA)
+        is again.entries[3]
+    )
+    with pytest.raises(ValueError, match="other held-out documents"):
+        again.entry(track, Recipe("other", about="x"), DATA | {"documents": "e"})
+    pytest.importorskip("matplotlib")
+    picture.plot(entries, "5m-tokens", tmp_path / "plot.svg")
+    assert "million real tokens" in (tmp_path / "plot.svg").read_text()
