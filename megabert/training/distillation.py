@@ -104,7 +104,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> BertForPreTra
     model, or cannot teach this one.
     """
     if not config.distill.teacher:
-        dtype, causal = DTYPES[config.precision], config.data.masking.causal
+        dtype, causal = DTYPES[config.precision], config.causal_updates
         return BertForPreTraining(config.model, config.ops, device.type, dtype, causal)
     teacher = pretrained.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:

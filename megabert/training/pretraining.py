@@ -43,11 +43,11 @@ class Pretraining:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
-        self.meter = Meter(world, config.model, engine.terms, peak, config.data.masking.causal)
+        self.meter = Meter(world, config.model, engine.terms, peak)
 
-    def updates(self, first: int) -> Loader:
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Loader:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
-        return Loader.from_config(self.config, self.dataset, self.tokenizer, **place)
+        return Loader.from_config(self.config, self.dataset, self.tokenizer, share_used=share_used, **place)
 
     def evaluation_due(self, step: int) -> bool:
         interval = self.config.eval.interval
