@@ -3,6 +3,7 @@
 from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import merge_deepspeed, to_deepspeed
 from megabert.config.schema import (
+    AverageConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -27,6 +28,7 @@ from megabert.config.schema import (
 )
 
 __all__ = [
+    "AverageConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",

@@ -44,6 +44,18 @@ class ModelConfig(Section):
         0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
     )
     nsp: bool = Field(True, description="train the next-sentence head")
+    activation: Literal["gelu", "relu2"] = Field(
+        "gelu",
+        description="of the feed-forward layers and the MLM head; relu2: the square of ReLU (So et al. 2021)",
+    )
+    tied: bool = Field(True, description="the decoder's weights are the word embedding's")
+    zero_init: bool = Field(
+        False,
+        description="the projections back into the residual stream start at zero, so that layers start as nothing",
+    )
+    frequency_bias: bool = Field(
+        False, description="the decoder's bias starts at the log-frequencies of the dataset's tokens"
+    )
     activation_checkpointing: bool = Field(
         False, description="recompute each layer in backward to save memory"
     )
@@ -95,6 +107,11 @@ class ObjectiveConfig(Section):
         ge=0,
         lt=1,
         description="share of the budget trained left to right, before masked LM (Gisserot-Boukhlef et al. 2025)",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log-sum-exp of the logits in the training loss (PaLM: 1e-4)",
     )
 
 
@@ -176,6 +193,17 @@ class ScheduleConfig(Section):
     def warmup_share(self) -> float:
         """Share of the budget spent in warm-up."""
         return self.warmup_steps / self.total_steps if self.unit == "steps" else self.budget_warmup
+
+
+class AverageConfig(Section):
+    """An average of the weights of the last updates, kept beside them (Izmailov et al. 2018; exponential: Morwani et al. 2025)."""
+
+    share: float = Field(
+        0.0, ge=0, le=1, description="share of the budget, the last one, whose weights are averaged; 0 none"
+    )
+    decay: float = Field(
+        0.0, ge=0, lt=1, description="an update leaves so much of an exponential average; 0: the plain mean"
+    )
 
 
 class ZeroConfig(Section):
@@ -303,6 +331,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    average: AverageConfig = AverageConfig()
     zero: ZeroConfig = ZeroConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -395,6 +424,8 @@ def _check(config: Config) -> None:
             f"ops.attention=varlen attends to whole sequences, which {causal} must not; "
             "set ops.attention to auto, sdpa, cudnn, native or fused_softmax"
         )
+    if config.objective.z_loss and config.distill.teacher:
+        raise ValueError("objective.z_loss is no part of a student's losses; set it to 0")
     if config.objective.causal_share:
         if masking.causal:
             raise ValueError(

@@ -213,7 +213,8 @@ def _time(
 
 def padded_parameters(model: ModelConfig) -> int:
     """Parameters with the rows that the vocabulary is padded by, and their biases."""
-    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden + 1)
+    tables = 1 if model.tied else 2
+    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
 
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:

@@ -82,9 +82,10 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
     return values
 
 
-def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, on the device at hand, in the run's precision (fp8: bf16)."""
-    weights, state = checkpoint.load_weights(run)
+def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> dict[str, float | int]:
+    """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, in the run's
+    precision (fp8: bf16)."""
+    weights, state = checkpoint.load_weights(run, average)
     tree = state["config"]
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}

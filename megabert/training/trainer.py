@@ -192,7 +192,11 @@ class Trainer:
         update = next(self.updates)
         if update.objective != self.state.objective:
             self.change_objective(update.objective)
-        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+        result = self.engine.train_update(update, lr, self.spike_policy.veto)
+        share = self.config.average.share
+        if share and self.share_used(self.state.cursor) >= 1 - share:
+            self.engine.average_weights()
+        return update, lr, result
 
     def rate(self) -> float:
         """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
