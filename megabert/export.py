@@ -21,17 +21,22 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 COPIES = (
     "cls.predictions.decoder.weight",
     "cls.predictions.decoder.bias",
-)  # tied: the embedding and its bias
+)  # of the embedding and of the head's bias, where these are tied
 
 
 def export(
-    run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False
+    run: str | Path,
+    output: str | Path,
+    tokenizer: str | Path = "",
+    overwrite: bool = False,
+    average: bool = False,
 ) -> Pretrained:
-    """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one checkpoint).
+    """Write config, weights (or their `average`), tokenizer and model card of a run's newest whole checkpoint (or of that one
+    checkpoint).
 
     Raises ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
     """
-    found = pretrained.load(run, tokenizer)
+    found = pretrained.load(run, tokenizer, average)
     model = found.config.model
     config = hf_names.to_huggingface_config(model, found.config.data.masking.causal)
     weights = hf_names.to_huggingface(found.weights, model)
@@ -42,7 +47,8 @@ def export(
     with appearing(output, CONFIG, overwrite) as folder:
         for file, data in files.items():
             (folder / file).write_bytes(data)
-        whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in COPIES}
+        copies = COPIES if model.tied else ()
+        whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
         save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / WEIGHTS).chmod(0o644)  # the library makes it readable by its owner alone
     return found
@@ -61,8 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         help="the run's tokenizer, where its dataset is no longer in its place",
     )
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
+    add("--average", action="store_true", help="the average of the run's last weights (average.share)")
     args = parser.parse_args(argv)
-    found = export(args.model, args.output, args.tokenizer, args.overwrite)
+    found = export(args.model, args.output, args.tokenizer, args.overwrite, args.average)
     model = found.config.model
     causal = found.config.data.masking.causal
     architecture = hf_names.to_huggingface_config(model, causal)["architectures"][0]

@@ -115,6 +115,24 @@ def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, 
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
+def test_squared_relu_and_a_decoder_of_its_own_load_by_themselves(norm: Any, tmp_path: Path, caplog) -> None:
+    run = runs.make(tmp_path / "run", norm=norm, nsp=False, activation="relu2", tied=False)
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
+    peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    weights, _ = load_weights(run)
+    assert peer.cls.predictions.decoder.weight.equal(
+        weights["embeddings.word.decoder"][: peer.config.vocab_size]
+    )
+    back = hf_names.from_huggingface(peer.state_dict(), pretrained.load(run).config.model)
+    assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
+    again = pretrained.load(tmp_path / "hf")
+    assert (again.config.model.activation, again.config.model.tied) == ("relu2", False)
+    assert again.initialised == ("pooler", "next-sentence head")
+    assert all(again.weights[name].equal(weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
 def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
     norm: str, tmp_path: Path, capsys, caplog

@@ -8,6 +8,7 @@ previous checkpoint in place. Before anything is loaded every file is hashed aga
     run/checkpoints/step-00001000/
         manifest.json                      files (bytes, SHA-256, pieces), counters, the run's state, its own SHA-256
         weights.safetensors                whole fp32 master weights by parameter name
+        average.safetensors                the same of their average over the run's last updates, where it takes one
         moments-00002-of-00008.safetensors the pieces of `exp_avg` and `exp_avg_sq` that one rank held, as
                                            `exp_avg:<parameter>:<first element>`; at ZeRO stage 0 rank 0 writes alone
 

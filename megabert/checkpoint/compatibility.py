@@ -7,7 +7,17 @@ from typing import Any
 
 # Fields of the config that decide what the weights and moments mean, and which rows an update holds.
 FIXED = ("model", "batch.global_size", "optimizer.name", "precision", "seed")
-FREE = ("dropout", "attention_dropout", "activation_checkpointing")  # fields of the model that may change
+FREE = (
+    "dropout",
+    "attention_dropout",
+    "activation_checkpointing",
+    "zero_init",
+    "frequency_bias",
+)  # may change
+LATER = {
+    "activation": "gelu",
+    "tied": True,
+}  # fields of the model that earlier checkpoints lack, and what they are there
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -22,6 +32,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     for name in FIXED:
         old, new = _at(saved["config"], name), _at(current["config"], name)
         if isinstance(old, dict):
+            old, new = LATER | old, LATER | new
             for field in sorted(old.keys() | new.keys()):
                 if field not in FREE:
                     _refuse(f"{name}.{field}", old.get(field), new.get(field))

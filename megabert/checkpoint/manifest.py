@@ -24,7 +24,8 @@ FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are
 MANIFEST = "manifest.json"
 SEAL = "sha256"  # the field that holds the digest of the others
 WEIGHTS = "weights.safetensors"
-FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
+AVERAGE = "average.safetensors"  # of the weights of the run's last updates, where it takes one
+FILE_NAME = re.compile(r"weights\.safetensors|average\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
 LARGEST_MANIFEST = 256 << 20  # bytes; BERT-LARGE over 1,000 ranks needs 0.3 MB
 
 
@@ -44,6 +45,7 @@ class _Counters(BaseModel):
     loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
     primed: bool = False  # moments of another run, before the first update
     amax_history: list[list[float]] = []  # of FP8 linears, an update a row
+    averaged: int = Field(0, ge=0)  # updates in the average of the weights
 
 
 _FILES = TypeAdapter(dict[str, _File])
@@ -64,8 +66,8 @@ def seal(
     return sealed({"schema": SCHEMA, "files": files, "state": state, "engine": engine}, SEAL)
 
 
-def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
-    """The manifest of a checkpoint folder; with `weights_only`, of either layout, the other files left out.
+def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
+    """The manifest of a checkpoint folder; with `only` (WEIGHTS or AVERAGE), of either layout, the other files left out.
 
     Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
     """
@@ -76,21 +78,21 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
         if sealed(manifest, SEAL) != data:
             raise Damaged(f"{path.name}/{MANIFEST} is damaged")
         schema = manifest["schema"]
-        if schema == FIRST_SCHEMA and not weights_only:
+        if schema == FIRST_SCHEMA and not only:
             raise Outdated(
                 f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
                 f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
             )
         if schema not in (FIRST_SCHEMA, SCHEMA):
             raise Damaged(f"{path.name}/{MANIFEST} has layout {schema}, this program reads {SCHEMA}")
-        if weights_only:
-            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if n == WEIGHTS}
+        if WEIGHTS not in manifest["files"]:
+            raise Damaged(f"{path.name}/{MANIFEST} names no {WEIGHTS}")
+        if only:
+            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if n == only}
         files = manifest["files"]
         for name in files:
             if not FILE_NAME.fullmatch(name):
                 raise Damaged(f"{path.name}/{MANIFEST} names {name!r}, which is no file of a checkpoint")
-        if WEIGHTS not in files:
-            raise Damaged(f"{path.name}/{MANIFEST} names no {WEIGHTS}")
         _FILES.validate_python(files)
         if schema == SCHEMA:
             _Counters.model_validate(manifest["engine"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megabert.checkpoint.manifest import (
+    AVERAGE,
     MANIFEST,
     WEIGHTS,
     Damaged,
@@ -170,6 +171,8 @@ class Checkpoints:
         files = {}
         if self.world.is_main:
             files[WEIGHTS] = write_weights(folder, snapshot.weights)
+            if snapshot.average:
+                files[AVERAGE] = write_weights(folder, snapshot.average, AVERAGE)
         if snapshot.pieces:
             name = moments_file(self.world.rank, self.world.size)
             files[name] = write_moments(folder / name, snapshot.pieces)
@@ -201,14 +204,14 @@ class Checkpoints:
         Falls back to an older one, saying so on stderr. Raises ValueError when there are checkpoints but none is whole,
         or when the newest was written in an earlier layout.
         """
-        return self._newest(None, False)
+        return self._newest(None)
 
     def before(self, step: int) -> Path | None:
         """The newest checkpoint of `step` or an earlier step that verifies; None when there is none. A collective.
 
         Falls back and raises as `latest` does.
         """
-        return self._newest(step, False)
+        return self._newest(step)
 
     def read_state(self, path: Path) -> dict[str, Any]:
         """The state saved with a checkpoint that `latest` gave."""
@@ -222,11 +225,12 @@ class Checkpoints:
         """
         assert not self.pending, "finish the save in flight first"
         manifest = read_manifest(path)
-        engine.restore(read_weights(path), Moments(path, manifest).read, manifest["engine"])
+        average = read_weights(path, AVERAGE) if AVERAGE in manifest["files"] else {}
+        engine.restore(read_weights(path), Moments(path, manifest).read, manifest["engine"], average)
         self.world.barrier()
         return manifest["state"]
 
-    def _newest(self, limit: int | None, weights_only: bool) -> Path | None:
+    def _newest(self, limit: int | None, only: str = "") -> Path | None:
         steps, pointer = self.world.broadcast(
             [self._steps(), _pointer(self.folder)] if self.world.is_main else None
         )
@@ -237,7 +241,7 @@ class Checkpoints:
             reasons.append(f"step {pointer}, the last one committed, is missing")
         for step in steps:
             path = self.folder / f"step-{step:08d}"
-            problem = self._problem(path, weights_only)
+            problem = self._problem(path, only)
             if not problem:
                 if reasons:
                     self._warn(f"{'; '.join(reasons)}: going back to {path.name}")
@@ -249,21 +253,21 @@ class Checkpoints:
             )
         return None
 
-    def _problem(self, path: Path, weights_only: bool) -> str:
-        """Why a checkpoint is not whole, "" when it is; each rank hashes its share of the files.
+    def _problem(self, path: Path, only: str) -> str:
+        """Why a checkpoint (or its file `only`) is not whole, "" when it is; each rank hashes its share of the files.
 
         Raises Outdated, on every rank, for one that was written in an earlier layout.
         """
         problem, outdated = "", ""
         try:
-            manifest = read_manifest(path, weights_only)
+            manifest = read_manifest(path, only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
             tried_again(lambda: verify_files(path, share))
             for name, entry in share:
-                if name != WEIGHTS:
+                if name not in (WEIGHTS, AVERAGE):
                     check_moments(path, name, entry)
-            if self.world.is_main and not weights_only:
+            if self.world.is_main and not only:
                 check_pieces(path, manifest)
         except Outdated as error:
             outdated = str(error)
@@ -284,24 +288,31 @@ class Checkpoints:
             log.warning(text)
 
 
-def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    Every rank reads for itself, the weights' file alone; an earlier layout's too. Raises ValueError naming `source` when it
-    holds no whole checkpoint.
+    With `average` their average over the run's last updates, and in the state "averaged", how many these were. Every rank
+    reads for itself, this one file alone; an earlier layout's too. Raises ValueError naming `source` when it holds no whole
+    checkpoint, or no average.
     """
-    path = Path(source)
+    path, name = Path(source), AVERAGE if average else WEIGHTS
     if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
-        manifest = read_manifest(path, weights_only=True)
-        verify_files(path, [(WEIGHTS, manifest["files"][WEIGHTS])])
+        manifest = read_manifest(path, name)
+        verify_files(path, manifest["files"].items())
     else:
         alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-        newest = Checkpoints(path, alone)._newest(None, weights_only=True)
+        newest = Checkpoints(path, alone)._newest(None, name)
         if newest is None:
             raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
         path = newest
-        manifest = read_manifest(path, weights_only=True)
-    return read_weights(path), manifest["state"]
+        manifest = read_manifest(path, name)
+    if name not in manifest["files"]:
+        raise ValueError(
+            f"{source}: {path.name} holds no average of weights; train with average.share above 0, up to the share of the "
+            "budget in which it is taken"
+        )
+    averaged = {"averaged": manifest["engine"]["averaged"]} if average else {}
+    return read_weights(path, name), manifest["state"] | averaged
 
 
 def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:

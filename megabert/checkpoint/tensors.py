@@ -25,9 +25,10 @@ def moments_file(rank: int, size: int) -> str:
     return f"moments-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write `weights.safetensors` durably; gives its entry in the manifest. Raises OSError when the disk does not take it."""
-    return _write(folder / WEIGHTS, dict(weights))
+def write_weights(folder: Path, weights: Mapping[str, Tensor], name: str = WEIGHTS) -> dict[str, Any]:
+    """Write whole weights, or their average, durably; gives the file's entry in the manifest. Raises OSError when the disk
+    does not take it."""
+    return _write(folder / name, dict(weights))
 
 
 def write_moments(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -40,12 +41,13 @@ def write_moments(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     return _write(path, tensors) | {"pieces": listed}
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint folder whose file was verified: a read-only map of it as long as nobody writes."""
+def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
+    """The weights of a checkpoint folder, or their average, whose file was verified: a read-only map of it as long as nobody
+    writes."""
     try:
-        return load_file(path / WEIGHTS)
+        return load_file(path / name)
     except SafetensorError as error:
-        raise Damaged(f"{path.name}/{WEIGHTS}: {error}") from error
+        raise Damaged(f"{path.name}/{name}: {error}") from error
 
 
 def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:

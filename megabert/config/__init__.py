@@ -3,6 +3,7 @@
 from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import merge_deepspeed, to_deepspeed
 from megabert.config.schema import (
+    AverageConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -12,6 +13,7 @@ from megabert.config.schema import (
     LogConfig,
     MaskingConfig,
     ModelConfig,
+    ObjectiveConfig,
     OpsConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -26,6 +28,7 @@ from megabert.config.schema import (
 )
 
 __all__ = [
+    "AverageConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
@@ -35,6 +38,7 @@ __all__ = [
     "LogConfig",
     "MaskingConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "OpsConfig",
     "OptimizerConfig",
     "ScheduleConfig",

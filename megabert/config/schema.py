@@ -44,6 +44,18 @@ class ModelConfig(Section):
         0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
     )
     nsp: bool = Field(True, description="train the next-sentence head")
+    activation: Literal["gelu", "relu2"] = Field(
+        "gelu",
+        description="of the feed-forward layers and the MLM head; relu2: the square of ReLU (So et al. 2021)",
+    )
+    tied: bool = Field(True, description="the decoder's weights are the word embedding's")
+    zero_init: bool = Field(
+        False,
+        description="the projections back into the residual stream start at zero, so that layers start as nothing",
+    )
+    frequency_bias: bool = Field(
+        False, description="the decoder's bias starts at the log-frequencies of the dataset's tokens"
+    )
     activation_checkpointing: bool = Field(
         False, description="recompute each layer in backward to save memory"
     )
@@ -70,6 +82,9 @@ class MaskingConfig(Section):
         lt=1,
         description="share of the maskable tokens that is predicted; causal predicts all and needs none of these",
     )
+    final_rate: float = Field(
+        0.0, ge=0, lt=1, description="rate that the run ends with, reached evenly from `rate`; 0 keeps `rate`"
+    )
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(
         0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token"
@@ -82,6 +97,22 @@ class MaskingConfig(Section):
     def causal(self) -> bool:
         """Whether a token may see only what is before it."""
         return self.strategy == "causal"
+
+
+class ObjectiveConfig(Section):
+    """What updates train, by the share of the run's budget used before them. Evaluation is masked LM all the same."""
+
+    causal_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the budget trained left to right, before masked LM (Gisserot-Boukhlef et al. 2025)",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log-sum-exp of the logits in the training loss (PaLM: 1e-4)",
+    )
 
 
 class DataConfig(Section):
@@ -122,19 +153,57 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Warm-up, then decay. `budget` decays by wall-clock time and ends the run when the time is used up."""
+    """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when these are used up.
 
-    name: Literal["linear", "polynomial", "cosine", "constant", "budget"] = Field(
-        "linear", description="decay shape"
+    `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear, or one minus a square root
+    for `wsd_sqrt` (Haegele et al. 2024, section 3).
+    """
+
+    name: Literal["linear", "polynomial", "cosine", "constant", "wsd", "wsd_sqrt", "budget"] = Field(
+        "linear", description="decay shape; budget: linear by minutes"
     )
-    total_steps: int = Field(100_000, gt=0, description="updates in the run")
-    warmup_steps: int = Field(10_000, ge=0, description="updates of linear warm-up")
+    by: Literal["steps", "tokens", "minutes"] = Field(
+        "steps", description="what the budget is counted in; budget counts minutes"
+    )
+    total_steps: int = Field(
+        100_000, gt=0, description="updates in the run; at most so many by tokens or minutes"
+    )
+    warmup_steps: int = Field(
+        10_000, ge=0, description="updates of linear warm-up; by tokens and minutes see budget_warmup"
+    )
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     final_ratio: float = Field(
         0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak"
     )
-    budget_minutes: float = Field(0.0, ge=0, description="training time of `budget`, kept across resumes")
-    budget_warmup: float = Field(0.06, ge=0, lt=1, description="share of the budget spent in warm-up")
+    decay_share: float = Field(
+        0.2, gt=0, le=1, description="share of the budget in which wsd and wsd_sqrt decay, the last one"
+    )
+    budget_minutes: float = Field(0.0, ge=0, description="training time by minutes, kept across resumes")
+    budget_tokens: int = Field(0, ge=0, description="real tokens of the run by tokens, over all ranks")
+    budget_warmup: float = Field(
+        0.06, ge=0, lt=1, description="share of the budget spent in warm-up, by tokens and minutes"
+    )
+
+    @property
+    def unit(self) -> str:
+        """What the budget is counted in."""
+        return "minutes" if self.name == "budget" else self.by
+
+    @property
+    def warmup_share(self) -> float:
+        """Share of the budget spent in warm-up."""
+        return self.warmup_steps / self.total_steps if self.unit == "steps" else self.budget_warmup
+
+
+class AverageConfig(Section):
+    """An average of the weights of the last updates, kept beside them (Izmailov et al. 2018; exponential: Morwani et al. 2025)."""
+
+    share: float = Field(
+        0.0, ge=0, le=1, description="share of the budget, the last one, whose weights are averaged; 0 none"
+    )
+    decay: float = Field(
+        0.0, ge=0, lt=1, description="an update leaves so much of an exponential average; 0: the plain mean"
+    )
 
 
 class ZeroConfig(Section):
@@ -185,6 +254,9 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
+    rate: float = Field(
+        0.0, ge=0, lt=1, description="masking rate of held-out rows; 0 is the one that the run ends with"
+    )
 
 
 class DistillConfig(Section):
@@ -255,9 +327,11 @@ class Config(Section):
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    average: AverageConfig = AverageConfig()
     zero: ZeroConfig = ZeroConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -266,6 +340,11 @@ class Config(Section):
     distill: DistillConfig = DistillConfig()
     spikes: SpikesConfig = SpikesConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+
+    @property
+    def causal_updates(self) -> bool:
+        """Whether any update is left to right."""
+        return self.data.masking.causal or self.objective.causal_share > 0
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
@@ -330,21 +409,38 @@ def accumulation(config: Config, world_size: int) -> int:
 
 
 def _check(config: Config) -> None:
-    model, masking = config.model, config.data.masking
+    model, masking, schedule = config.model, config.data.masking, config.schedule
+    causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
     if model.hidden % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
     if masking.mask + masking.random > 1:
         raise ValueError("data.masking.mask + data.masking.random exceed 1")
-    if masking.causal and model.nsp:
+    if config.causal_updates and model.nsp:
         raise ValueError(
-            "data.masking.strategy=causal: [CLS] sees nothing but itself, so it cannot tell whether B follows A; "
-            "set model.nsp=false"
+            f"{causal}: [CLS] sees nothing but itself, so it cannot tell whether B follows A; set model.nsp=false"
         )
-    if masking.causal and config.ops.attention == "varlen":
+    if config.causal_updates and config.ops.attention == "varlen":
         raise ValueError(
-            "ops.attention=varlen attends to whole sequences, which data.masking.strategy=causal must not; "
+            f"ops.attention=varlen attends to whole sequences, which {causal} must not; "
             "set ops.attention to auto, sdpa, cudnn, native or fused_softmax"
         )
+    if config.objective.z_loss and config.distill.teacher:
+        raise ValueError("objective.z_loss is no part of a student's losses; set it to 0")
+    if config.objective.causal_share:
+        if masking.causal:
+            raise ValueError(
+                "objective.causal_share is for runs that end with masked LM; set it to 0, or data.masking.strategy to "
+                "token, word or span"
+            )
+        if config.distill.teacher:
+            raise ValueError(
+                "objective.causal_share: distill.teacher reads in one way throughout; set it to 0"
+            )
+        if config.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs=true needs batches of one shape, and left-to-right ones have more predictions; set "
+                "cuda_graphs=false or objective.causal_share=0"
+            )
     if config.precision == "fp8":
         if model.layers < 3:
             raise ValueError(
@@ -355,15 +451,23 @@ def _check(config: Config) -> None:
                 raise ValueError(
                     f"precision=fp8 needs multiples of {FP8_MULTIPLE}: model.{name} is {width}; change it or use bf16"
                 )
-    if config.schedule.name == "budget" and not config.schedule.budget_minutes:
-        raise ValueError("schedule.name=budget needs schedule.budget_minutes above 0")
-    if config.schedule.name == "budget" and config.deterministic:
+    asked = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
+    if schedule.unit == "minutes" and not schedule.budget_minutes:
+        raise ValueError(f"{asked} needs schedule.budget_minutes above 0")
+    if schedule.unit == "tokens" and not schedule.budget_tokens:
+        raise ValueError(f"{asked} needs schedule.budget_tokens above 0")
+    if schedule.unit == "minutes" and config.deterministic:
         raise ValueError(
-            "deterministic=true: schedule.name=budget reads the clock, so that no two runs are the same; choose another"
+            f"deterministic=true: {asked} reads the clock, so that no two runs are the same; choose another"
         )
     if config.optimizer.split_qkv and config.optimizer.name != "lamb":
         raise ValueError(
             f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
         )
-    if config.schedule.warmup_steps > config.schedule.total_steps:
+    if schedule.warmup_steps > schedule.total_steps:
         raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
+    if schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1:
+        raise ValueError(
+            f"schedule.decay_share={schedule.decay_share:g} and a warm-up of {schedule.warmup_share:.2g} of the budget are more "
+            "than all of it; lower one of them"
+        )

@@ -88,6 +88,7 @@ class Update:
 
     `damage` names the rows that became fillers because they are not as written, with their row ids. `problem` is why
     the data could not be had; every row is a filler then, and `problem_code` is the exit code of that kind of problem.
+    `objective` is "masked", or "causal" where each token predicts the next.
     """
 
     step: int
@@ -96,6 +97,7 @@ class Update:
     damage: dict[int, str] = field(default_factory=dict)
     problem: str = ""
     problem_code: int = errors.OK
+    objective: str = "masked"
 
     @property
     def row_ids(self) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
-masked by (seed, epoch, row id). Ranks, workers, accumulation and micro-batch size only cut that range in different
-places, so every global batch holds the same rows under the same masks whatever they are. Every array has a static shape.
+masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers, accumulation and micro-batch size only cut
+that range in different places, so every global batch holds the same rows under the same masks whatever they are. Every array
+has a static shape, which may change where a run goes from left to right to masked LM.
 Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W), n = A m rows of one rank's update, T row
 length, S sequences a row, K prediction slots a row.
 """
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from megabert.common import errors
 from megabert.common.malloc import keep_freed_memory
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
+from megabert.data.objective import masking_at
 from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -53,21 +55,22 @@ class _Source:
 
     dataset: Dataset
     vocabulary: Vocabulary
-    masking: Masking
     seed: int
     micro_batch: int
 
-    def shape(self, rows: int) -> Shape:
+    def shape(self, rows: int, masking: Masking) -> Shape:
         m = self.dataset.manifest
-        return Shape(rows, m.seq_len, m.max_sequences, self.masking.capacity(m.seq_len))
+        return Shape(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
 
-    def make(self, row_ids: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked for `epochs` (int64 [n]).
+    def make(
+        self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking
+    ) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]).
 
         Damaged rows of a tolerant dataset become fillers and are named by row id; otherwise the first one raises
         DamagedRow.
         """
-        shape = self.shape(len(row_ids))
+        shape = self.shape(len(row_ids), masking)
         buffers = shape.empty()
         out = shape.carve(*buffers)
         chunk = max(1, CHUNK_TOKENS // shape.seq_len)
@@ -86,11 +89,11 @@ class _Source:
                 seed=self.seed,
                 epoch=epochs[part],
                 vocabulary=self.vocabulary,
-                masking=self.masking,
+                masking=masking,
             )
             out["epochs"][part, 0] = epochs[part]
             views = {k: v[part] for k, v in out.items()}
-            collate(rows, masked, ids, row_start[part], views, self.masking.causal)
+            collate(rows, masked, ids, row_start[part], views, masking.causal)
         return *buffers, damaged
 
     def _rows(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
@@ -113,9 +116,7 @@ class _Source:
         return rows, damage
 
 
-def _source(
-    dataset: Dataset, tokenizer: Tokenizer | Vocabulary, masking: MaskingOptions, seed: int, micro_batch: int
-) -> _Source:
+def _source(dataset: Dataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
     manifest = dataset.manifest
     if isinstance(tokenizer, Tokenizer):
         if tokenizer.sha256 != manifest.tokenizer["sha256"]:
@@ -133,11 +134,12 @@ def _source(
         )
     if micro_batch < 1:
         raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-    return _Source(dataset, vocabulary, Masking.of(masking), seed, micro_batch)
+    return _Source(dataset, vocabulary, seed, micro_batch)
 
 
 class _Updates(torch.utils.data.Dataset):
-    """Step -> the buffers of one rank's update, its damaged rows, and why there are no rows at all ("": there are).
+    """(Step, masking) -> the masking, the buffers of one rank's update, its damaged rows, and why there are no rows at all
+    ("": there are).
 
     A rank whose rows cannot be had gets fillers, the reason and its exit code: it still takes part in what all ranks do together.
     """
@@ -151,7 +153,10 @@ class _Updates(torch.utils.data.Dataset):
         micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
         return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[int, str], str, int]:
+    def __getitem__(
+        self, asked: tuple[int, Masking]
+    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
+        step, masking = asked
         manifest = self.source.dataset.manifest
         epochs, positions = np.divmod(self.positions(step), manifest.rows)
         row_ids = np.empty_like(positions)
@@ -162,19 +167,21 @@ class _Updates(torch.utils.data.Dataset):
             )
         problem, code = "", errors.OK
         try:
-            narrow, wide, damage = self.source.make(row_ids, epochs)
+            narrow, wide, damage = self.source.make(row_ids, epochs, masking)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
-            narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs)
-        return torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code
+            narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs, masking)
+        return masking, torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code
 
 
-class _StepsFrom(torch.utils.data.Sampler):
-    def __init__(self, start: int) -> None:
-        self.start = start
+class _Asked(torch.utils.data.Sampler):
+    """Steps from `start` on, each with the masking it will have as far as is known when it is asked for."""
 
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.start)
+    def __init__(self, start: int, masking_of: Callable[[int], Masking]) -> None:
+        self.start, self.masking_of = start, masking_of
+
+    def __iter__(self) -> Iterator[tuple[int, Masking]]:
+        return ((step, self.masking_of(step)) for step in itertools.count(self.start))
 
 
 def _start_worker(_: int) -> None:
@@ -212,6 +219,9 @@ class Loader:
     `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Signals that ask a
     run to stop pass them by: the run needs them until it has saved. Raises ValueError for a batch that does not divide
     or a tokenizer that is not the dataset's. `close` ends the workers.
+
+    `masking_of(step)` says how an update is masked (without it `masking` holds for all). What it says when the update is
+    taken counts: one that a worker made for another answer is made again, in this process.
     """
 
     def __init__(
@@ -223,6 +233,7 @@ class Loader:
         micro_batch: int,
         seed: int,
         masking: MaskingOptions | None = None,
+        masking_of: Callable[[int], Masking] | None = None,
         rank: int = 0,
         world: int = 1,
         workers: int = 0,
@@ -231,22 +242,25 @@ class Loader:
         pin_memory: bool = False,
         start_method: str = START_METHOD,
     ) -> None:
-        self.source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+        self.source = _source(dataset, tokenizer, seed, micro_batch)
+        fixed = Masking.of(masking or Masking())
+        self._masking_of = masking_of or (lambda step: fixed)
         if global_batch < 1 or global_batch % (micro_batch * world):
             raise ValueError(
                 f"batch.global_size={global_batch} is not a multiple of batch.micro_size={micro_batch} x {world} ranks"
             )
         assert 0 <= rank < world and start_step >= 0
         self.step, self.global_batch, self.rows = start_step, global_batch, global_batch // world
-        updates = _Updates(self.source, global_batch, rank, world)
+        self._updates = _Updates(self.source, global_batch, rank, world)
         self._pin = pin_memory
-        self._items: Any = map(updates.__getitem__, itertools.count(start_step))
+        asked = _Asked(start_step, self._masking_of)
+        self._items: Any = map(self._updates.__getitem__, asked)
         self._workers: list[Any] = []
         if workers:
             loader = torch.utils.data.DataLoader(
-                updates,
+                self._updates,
                 batch_size=None,
-                sampler=_StepsFrom(start_step),
+                sampler=asked,
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 collate_fn=_as_it_is,
@@ -273,11 +287,17 @@ class Loader:
         dataset: Dataset,
         tokenizer: Tokenizer | Vocabulary,
         *,
+        share_used: Callable[[int], float] = lambda step: 0.0,
         rank: int = 0,
         world: int = 1,
         start_step: int = 0,
     ) -> Loader:
-        """The loader that a configuration asks for; memory is pinned where there is a CUDA device."""
+        """The loader that a configuration asks for; memory is pinned where there is a CUDA device.
+
+        `share_used(step)`: how much of the run's budget is used before update `step` of the data, from 0 to 1; without it
+        all updates are as the run's first one.
+        """
+        seq_len = dataset.manifest.seq_len
         accumulation = max(1, config.batch.global_size // (config.batch.micro_size * world))
         return Loader(
             dataset,
@@ -285,7 +305,7 @@ class Loader:
             global_batch=config.batch.global_size,
             micro_batch=config.batch.micro_size,
             seed=config.seed,
-            masking=config.data.masking,
+            masking_of=lambda step: masking_at(config, share_used(step), seq_len),
             rank=rank,
             world=world,
             workers=config.data.workers,
@@ -301,7 +321,7 @@ class Loader:
         if self._items is None:
             raise StopIteration
         try:
-            narrow, wide, damage, problem, code = next(self._items)
+            made_for, narrow, wide, damage, problem, code = next(self._items)
         except RuntimeError as error:  # torch's only word for a worker that is gone
             dead = [worker.pid for worker in self._workers if not worker.is_alive()]
             if not dead:
@@ -309,11 +329,14 @@ class Loader:
             raise errors.Failed(
                 f"a loader process died (pid {dead[0]}): {str(error).splitlines()[0]}"
             ) from error
+        masking = self._masking_of(self.step)
+        if made_for != masking:
+            masking, narrow, wide, damage, problem, code = self._updates[self.step, masking]
         epoch = self.step * self.global_batch // self.source.dataset.rows
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        batches = self.source.shape(self.rows).batches(narrow, wide, self.source.micro_batch)
-        update = Update(self.step, epoch, batches, damage, problem, code)
+        batches = self.source.shape(self.rows, masking).batches(narrow, wide, self.source.micro_batch)
+        update = Update(self.step, epoch, batches, damage, problem, code, masking.objective)
         self.step += 1
         return update
 
@@ -339,11 +362,11 @@ def eval_batches(
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; what is left over is filled
     with fillers (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
     """
-    source = _source(dataset, tokenizer, masking or Masking(), seed, micro_batch)
+    source, masked = _source(dataset, tokenizer, seed, micro_batch), Masking.of(masking or Masking())
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
-        narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids))
-        shape = source.shape(micro_batch)
+        narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids), masked)
+        shape = source.shape(micro_batch, masked)
         yield from shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

@@ -83,6 +83,11 @@ class Masking:
         """Whether a token may see only what is before it."""
         return self.strategy == "causal"
 
+    @property
+    def objective(self) -> str:
+        """What an update masked so trains: "causal" or "masked"."""
+        return "causal" if self.causal else "masked"
+
     def capacity(self, seq_len: int) -> int:
         """K, the prediction slots of a row of `seq_len` positions."""
         if self.causal:

@@ -19,7 +19,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from megabert.common import rng
 from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
 from megabert.distributed.process_group import World
 from megabert.engine import apex_kernels, device_step, optimizers
+from megabert.engine.averaging import Average
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
@@ -47,6 +48,9 @@ class Snapshot:
     weights: dict[str, Tensor]  # whole fp32 masters on rank 0, {} elsewhere
     pieces: list[Piece]  # this rank's moments; [] where another rank has them all
     counters: dict[str, Any]  # JSON: the same on every rank
+    average: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of the weights, whole, on rank 0; {} where none is taken
 
 
 class Engine:
@@ -132,6 +136,7 @@ class Engine:
                 accumulation=self.accumulation,
                 device=world.device,
             )
+        self._average = Average(self.layout, config.average.decay) if config.average.share else None
         self._scale_loss = stage_0 and config.precision == "fp16"
         if config.precision == "fp16":
             # At every stage DeepSpeed lets the loss scale grow before it divides the gradients by it, which halves those of
@@ -251,6 +256,11 @@ class Engine:
             self._update_scale(False)
         return sums.new_full((), float(norm), dtype=torch.float32), skipped, overflow
 
+    def average_weights(self) -> None:
+        """Take the weights as they are into their average, which `average.share` asks for."""
+        assert self._average is not None
+        self._average.add()
+
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any]) -> Tensor:
         """Sums over all ranks' batches, fp64 [3 k]: loss, right answers and items of each term.
@@ -305,7 +315,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Copies of the whole training state in host memory, between two updates. A collective.
 
-        Rank 0 takes 4 bytes a parameter for the weights; every rank takes 8 bytes for each element whose moments it holds
+        Rank 0 takes 4 bytes a parameter for the weights, as many for their average where one is taken; every rank takes 8 bytes for each element whose moments it holds
         (at stage 0 rank 0 alone, for all).
         """
         pieces = []
@@ -324,7 +334,11 @@ class Engine:
             counters["primed"] = True
         if self._fp8 is not None:
             counters["amax_history"] = self._fp8.state()
-        return Snapshot(self.consolidated_weights(), pieces, counters)
+        average: dict[str, Tensor] = {}
+        if self._average is not None and self._average.updates:
+            average = self._average.gather(self.world)
+            counters["averaged"] = self._average.updates
+        return Snapshot(self.consolidated_weights(), pieces, counters, average)
 
     @torch.no_grad()
     def restore(
@@ -332,12 +346,15 @@ class Engine:
         weights: Mapping[str, Tensor],
         read_moment: Callable[[str, str, int, Tensor], None],
         counters: Mapping[str, Any],
+        average: Mapping[str, Tensor],
     ) -> None:
         """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
 
-        `weights` are whole; `read_moment(kind, parameter, offset, into)` fills a flat tensor from element `offset` on.
+        `weights` and `average` ({}: none) are whole; `read_moment(kind, parameter, offset, into)` fills a flat tensor from element `offset` on.
         """
         self.load_weights(weights)
+        if self._average is not None:
+            self._average.load(average, int(counters.get("averaged", 0)))
         updates = int(counters["optimizer_steps"])
         primed = counters.get("primed", False)
         self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a pure function of the update's number and, for `budget`, of the training time used so far."""
+"""Learning-rate schedules: a pure function of the update's number or, by tokens and minutes, of those used so far."""
 
 from __future__ import annotations
 
@@ -7,41 +7,57 @@ import math
 from megabert.config import ScheduleConfig
 
 
-def learning_rate(schedule: ScheduleConfig, peak: float, step: int, minutes: float = 0.0) -> float:
-    """Learning rate of update `step` (0 for the first).
+def share_used(schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
+    """How much of the run's budget is used before update `step` (0 for the first), from 0 to 1.
+
+    `minutes` of training and real `tokens` are those of all updates before it; what `schedule.by` names counts.
+    """
+    if schedule.unit == "minutes":
+        return min(minutes / schedule.budget_minutes, 1.0)
+    if schedule.unit == "tokens":
+        return min(tokens / schedule.budget_tokens, 1.0)
+    return min(step / schedule.total_steps, 1.0)
+
+
+def learning_rate(
+    schedule: ScheduleConfig, peak: float, step: int, minutes: float = 0.0, tokens: int = 0
+) -> float:
+    """Learning rate of update `step` (0 for the first), before which `minutes` and `tokens` were used.
 
     Warm-up is linear and reaches `peak` at update `warmup_steps` (never 0, so no update is wasted); decay runs from
-    there to `total_steps`. `budget` replaces updates by minutes of training (Izsak et al. 2021, section 3.2).
+    there to `total_steps`. By minutes of training (Izsak et al. 2021, section 3.2) or tokens, warm-up is a share of these.
 
-    Raises ValueError for a negative step or time.
+    Raises ValueError for a negative step, time or number of tokens.
     """
-    if step < 0 or minutes < 0:
-        raise ValueError(f"step={step} and minutes={minutes} must not be negative")
-    if schedule.name == "budget":
-        used = minutes / schedule.budget_minutes
-        if used < schedule.budget_warmup:
-            return peak * max(used / schedule.budget_warmup, 1e-3)
-        return peak * _decay(
-            "linear", (used - schedule.budget_warmup) / (1 - schedule.budget_warmup), schedule
-        )
+    if step < 0 or minutes < 0 or tokens < 0:
+        raise ValueError(f"step={step}, minutes={minutes} and tokens={tokens} must not be negative")
+    if schedule.unit != "steps":
+        used, warmup = share_used(schedule, step, minutes, tokens), schedule.budget_warmup
+        if used < warmup:
+            return peak * max(used / warmup, 1e-3)
+        return peak * _decay(schedule, (used - warmup) / (1 - warmup))
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     span = max(schedule.total_steps - schedule.warmup_steps, 1)
-    return peak * _decay(schedule.name, (step - schedule.warmup_steps) / span, schedule)
+    return peak * _decay(schedule, (step - schedule.warmup_steps) / span)
 
 
-def finished(schedule: ScheduleConfig, step: int, minutes: float) -> bool:
-    """True when no update is left: all steps are done, or the time budget is used up."""
-    spent = schedule.name == "budget" and minutes >= schedule.budget_minutes
-    return step >= schedule.total_steps or spent
+def finished(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> bool:
+    """True when no update is left: all steps are done, or the budget of minutes or tokens is used up."""
+    return step >= schedule.total_steps or share_used(schedule, step, minutes, tokens) >= 1
 
 
-def _decay(name: str, progress: float, schedule: ScheduleConfig) -> float:
+def _decay(schedule: ScheduleConfig, progress: float) -> float:
+    """Learning rate over its peak after `progress` (0 to 1) of what follows warm-up."""
     left = 1.0 - min(max(progress, 0.0), 1.0)
-    if name == "constant":
+    if schedule.name == "constant":
         return 1.0
-    if name == "cosine":
+    if schedule.name == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
-    elif name == "polynomial":
+    elif schedule.name == "polynomial":
         left = left**schedule.power
+    elif schedule.name in ("wsd", "wsd_sqrt"):
+        left = min(left * (1.0 - schedule.warmup_share) / schedule.decay_share, 1.0)
+        if schedule.name == "wsd_sqrt":
+            left = 1.0 - math.sqrt(1.0 - left)
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left

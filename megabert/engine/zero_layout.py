@@ -7,7 +7,7 @@ that on every start, because the layout is DeepSpeed's own business and may chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,11 @@ class ZeroLayout:
     masters: tuple[Master, ...]
     partitioned: bool
 
-    def pieces(self) -> Iterator[tuple[Segment, Tensor]]:
-        """Every segment of this rank with its view of the master weights."""
-        for master in self.masters:
-            flat = master.tensor.detach().view(-1)
+    def pieces(self, values: Sequence[Tensor] = ()) -> Iterator[tuple[Segment, Tensor]]:
+        """Every segment of this rank with its view of the master weights, or of `values`, a tensor like each of them."""
+        tensors = values or [master.tensor for master in self.masters]
+        for master, tensor in zip(self.masters, tensors, strict=True):
+            flat = tensor.detach().view(-1)
             for segment in master.segments:
                 yield segment, flat[segment.start : segment.end]
 
@@ -76,9 +77,9 @@ class ZeroLayout:
             found[master.tensor] = tuple(cut)
         return found, sum(counts)
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Set this rank's master weights from whole fp32 tensors by parameter name."""
-        for segment, view in self.pieces():
+    def load(self, weights: Mapping[str, Tensor], values: Sequence[Tensor] = ()) -> None:
+        """Set this rank's master weights (or `values`) from whole fp32 tensors by parameter name."""
+        for segment, view in self.pieces(values):
             view.copy_(weights[self.names[segment.index]].reshape(-1)[segment.offset : segment.stop])
 
     def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
@@ -89,13 +90,13 @@ class ZeroLayout:
                 views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
                 yield Piece(self.names[segment.index], segment.offset, views)
 
-    def gather(self, world: World) -> dict[str, Tensor]:
-        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
+    def gather(self, world: World, values: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+        """Whole fp32 weights (or `values`) by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
 
         Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
         """
         own: dict[int, list[tuple[Segment, Tensor]]] = {}
-        for segment, view in self.pieces():
+        for segment, view in self.pieces(values):
             own.setdefault(segment.index, []).append((segment, view))
         whole: dict[str, Tensor] = {}
         for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):

@@ -74,6 +74,7 @@ class Update:
     )  # items are in memory: nothing can be wrong with them
     problem: str = ""
     problem_code: int = 0
+    objective: str = "task"
 
     @property
     def epochs(self) -> np.ndarray:

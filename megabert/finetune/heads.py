@@ -118,7 +118,8 @@ class Finetuner(nn.Module):
         for name in PRETRAINING_HEADS:
             if hasattr(encoder, name):
                 delattr(encoder, name)
-        encoder.embeddings.word.register_parameter("bias", None)  # the decoder's
+        for name in ("bias", "decoder"):  # the decoder's
+            encoder.embeddings.word.register_parameter(name, None)
         size = cfg.hidden * (FEATURE_LAYERS if shape.head == "bilstm" else 1)
         self.head: TextHead | TokenHead | BiLstmHead
         if shape.head == "bilstm":

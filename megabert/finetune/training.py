@@ -278,7 +278,7 @@ class FineTuning:
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
-    def updates(self, first: int) -> Generator[Update, None, None]:
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Generator[Update, None, None]:
         return updates(
             self.items,
             self.described.layout,

@@ -2,7 +2,7 @@
 
 A sequence's output does not depend on what it is packed with. Losses are sums in fp32, never means: the caller knows
 the counts of the whole update. Each parameter is used only in its own module's forward, so that ZeRO-3 can gather it
-there; the decoder is tied to the word embedding by being the same module. Dropout is a function of a seed tensor (or of
+there; the decoder is tied to the word embedding (unless it has weights of its own) by being the same module. Dropout is a function of a seed tensor (or of
 torch's generator, in torch backends), so recomputation replays it. Post- and pre-LN have the same parameters: the
 norms sit on the residual stream (published) or on the branches.
 
@@ -56,15 +56,16 @@ class Linear(Affine):
         return self.product(x, self.bias)
 
 
-class LinearGelu(Affine):
-    """gelu(x W^T + b) with the exact (erf) GELU."""
+class LinearActivation(Affine):
+    """f(x W^T + b) with the exact (erf) GELU or the squared ReLU."""
 
-    def __init__(self, inputs: int, outputs: int, std: float, backend: str):
-        super().__init__(inputs, outputs, std)
+    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str):
+        super().__init__(inputs, outputs, cfg.init_std)
+        self.activation = native.bias_gelu if cfg.activation == "gelu" else native.bias_relu2
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        return native.bias_gelu(self.product(x), self.bias, self.backend)
+        return self.activation(self.product(x), self.bias, self.backend)
 
 
 class LinearNorm(Affine):
@@ -78,6 +79,8 @@ class LinearNorm(Affine):
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.cfg, self.backend = cfg, backend
+        if cfg.zero_init:
+            nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
         p = self.cfg.dropout if self.training else 0.0
@@ -88,18 +91,26 @@ class LinearNorm(Affine):
 
 
 class Vocabulary(nn.Module):
-    """The word embedding and its other end, the decoder: one weight [V', D], V' >= V a multiple of 128.
+    """The word embedding and its other end, the decoder: one weight [V', D], or two, V' >= V a multiple of 128.
 
-    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients.
+    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients. `z_loss` is part of the
+    loss in training alone.
     """
 
-    def __init__(self, cfg: ModelConfig, backend: str):
+    decoder: nn.Parameter | None
+
+    def __init__(self, cfg: ModelConfig, backend: str, z_loss: float = 0.0):
         super().__init__()
+        self.size, self.backend, self.z_loss = cfg.vocab_size, backend, z_loss
+        self.weight = nn.Parameter(self._table(cfg))
+        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
+        self.register_parameter("decoder", None if cfg.tied else nn.Parameter(self._table(cfg)))
+
+    @staticmethod
+    def _table(cfg: ModelConfig) -> Tensor:
         weight = _truncated_normal((cfg.padded_vocab, cfg.hidden), cfg.init_std)
         weight[cfg.vocab_size :] = 0
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
-        self.size, self.backend = cfg.vocab_size, backend
+        return weight
 
     def forward(
         self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None
@@ -108,17 +119,19 @@ class Vocabulary(nn.Module):
         if ids is not None:
             return F.embedding(ids, self.weight)
         assert hidden is not None
+        weight = self.weight if self.decoder is None else self.decoder
         if labels is None:
-            return native.mlm_logits(hidden, self.weight, self.bias, self.size)
-        return native.mlm_loss(hidden, self.weight, self.bias, labels, self.size, self.backend)
+            return native.mlm_logits(hidden, weight, self.bias, self.size)
+        z_loss = self.z_loss if self.training else 0.0
+        return native.mlm_loss(hidden, weight, self.bias, labels, self.size, self.backend, z_loss=z_loss)
 
 
 class Embeddings(nn.Module):
     """Words + positions + segments, LayerNorm, dropout."""
 
-    def __init__(self, cfg: ModelConfig, backends: native.Backends):
+    def __init__(self, cfg: ModelConfig, backends: native.Backends, z_loss: float = 0.0):
         super().__init__()
-        self.word = Vocabulary(cfg, backends.mlm_loss.name)
+        self.word = Vocabulary(cfg, backends.mlm_loss.name, z_loss)
         self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
         self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
@@ -154,7 +167,7 @@ class Layer(nn.Module):
             cfg.hidden, 3 * cfg.hidden, cfg.init_std
         )  # queries, keys, values, each head by head
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
-        self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg.init_std, layer)
+        self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
         self.attention_output.matrices = self.feed_forward.matrices = self.feed_forward_output.matrices = 1
@@ -182,11 +195,11 @@ class Layer(nn.Module):
         return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
 
 
-class MlmTransform(LinearGelu):
-    """Dense + GELU + LayerNorm in front of the tied decoder."""
+class MlmTransform(LinearActivation):
+    """Dense + activation + LayerNorm in front of the decoder."""
 
     def __init__(self, cfg: ModelConfig, backend: str):
-        super().__init__(cfg.hidden, cfg.hidden, cfg.init_std, backend)
+        super().__init__(cfg.hidden, cfg.hidden, cfg, backend)
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.eps = cfg.layer_norm_eps
@@ -199,7 +212,8 @@ class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
 
     device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
-    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without
+    sequence will have different key ranges; they decide what `auto` means. In training, z_loss x (log-sum-exp of the
+    logits)^2 is added to the loss of each prediction (Chowdhery et al. 2022, section 5). Raises ValueError for a model without
     vocabulary size or for a backend that cannot run there.
     """
 
@@ -210,6 +224,7 @@ class BertForPreTraining(nn.Module):
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         causal: bool = False,
+        z_loss: float = 0.0,
     ):
         super().__init__()
         if not cfg.vocab_size:
@@ -224,12 +239,19 @@ class BertForPreTraining(nn.Module):
                 for op in native.BACKENDS
             )
         )
-        self.embeddings = Embeddings(cfg, self.backends)
+        self.embeddings = Embeddings(cfg, self.backends, z_loss)
         self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))
         self.mlm = MlmTransform(cfg, self.backends.layer.name)
         if cfg.nsp:
             self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std)
             self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
+
+    @torch.no_grad()
+    def start_from_frequencies(self, counts: Tensor) -> None:
+        """Let the decoder predict, before it has learned anything, each id as often as it occurs: `counts` int64 [V], to which
+        one is added. To be called on new weights that no engine has taken over."""
+        shares = (counts.double() + 1) / (counts.sum() + len(counts))
+        self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
 
     def use_fp8(self, device: torch.device, gradient_unit: int) -> native.Scaling:
         """Train the four linears of each layer but the first and the last in FP8; their scales (arguments as there).
@@ -336,7 +358,7 @@ def parameter_count(cfg: ModelConfig) -> int:
                 cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
             ).parameters()
         )
-    return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden + 1)
+    return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden * (1 if cfg.tied else 2) + 1)
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:

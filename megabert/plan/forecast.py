@@ -128,7 +128,9 @@ def forecast(job: Job, sizes: Sequence[int], device: Device, fabric: Fabric) -> 
         step = step_seconds(job.config.model, share, size, system)
         schedule = job.config.schedule
         seconds = schedule.budget_minutes * 60
-        if schedule.name != "budget":
+        if schedule.unit == "tokens":
+            seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.tokens)
+        elif schedule.unit == "steps":
             seconds = step.seconds * schedule.total_steps
         points.append(Point(size, job.rows // (size * share.micro_steps), share.micro_steps, step, seconds))
     return points

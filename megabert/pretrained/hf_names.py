@@ -54,14 +54,14 @@ _OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside 
     "cls.predictions.decoder.weight",
     "cls.predictions.decoder.bias",
 }
-_PADDED = ("embeddings.word.weight", "embeddings.word.bias")
+_PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
+_DECODER = {"embeddings.word.decoder": "cls.predictions.decoder.weight"}  # where it is not tied
+_ACTIVATIONS = ("gelu", "relu2")  # names of ours too
 # Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
 _FIXED: dict[str, tuple[Any, Any]] = {
-    "hidden_act": ("gelu", "gelu"),
     "position_embedding_type": ("absolute", "absolute"),
     "type_vocab_size": (2, 2),
     "add_cross_attention": (False, False),
-    "tie_word_embeddings": (True, True),
     "pad_token_id": (0, 0),
 }
 
@@ -83,7 +83,7 @@ def _norms(cfg: ModelConfig) -> dict[str, str]:
 
 
 def _names(cfg: ModelConfig) -> dict[str, str]:
-    names = dict(_TOP) | (_NSP if cfg.nsp else {})
+    names = _TOP | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
     for i in range(cfg.layers):
         names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
     for ours, theirs in _norms(cfg).items():
@@ -112,8 +112,10 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
             for part, piece in zip(parts, _take(left, ours).chunk(3), strict=True):
                 result[part] = piece.clone()
     _refuse_left(left)
-    result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
-    result["cls.predictions.decoder.bias"] = result["cls.predictions.bias"]
+    if cfg.tied:
+        result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
+    bias = result["cls.predictions.bias"]
+    result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
     return result
 
 
@@ -122,7 +124,7 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 
     Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg says.
     """
-    left = {k: v for k, v in state.items() if k not in _OPTIONAL}
+    left = {k: v for k, v in state.items() if k not in _OPTIONAL or (k in _DECODER.values() and not cfg.tied)}
     if not cfg.nsp:
         left = {k: v for k, v in left.items() if k not in _NSP.values()}
     result: dict[str, Tensor] = {}
@@ -157,6 +159,8 @@ def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, A
     assert not (causal and cfg.nsp)
     name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
     return {field: value for field, (value, _) in _FIXED.items()} | {
+        "hidden_act": cfg.activation,
+        "tie_word_embeddings": cfg.tied,
         "architectures": [CAUSAL[cfg.norm] if causal else name],
         "is_decoder": causal,
         "model_type": TYPES[cfg.norm],
@@ -188,6 +192,12 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     for field, (value, default) in _FIXED.items():
         if (found := tree.get(field, default)) != value:
             raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+    if (activation := tree.get("hidden_act", "gelu")) not in _ACTIVATIONS:
+        raise ValueError(
+            f"{where}: hidden_act={activation!r} is not supported, only {' and '.join(map(repr, _ACTIVATIONS))}"
+        )
+    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
+        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
     for field in ("pruned_heads", "quantization_config"):
         if tree.get(field):
             raise ValueError(f"{where}: {field} is not supported; save the model without it")
@@ -198,6 +208,8 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         )
     fields = {
         "norm": kinds[kind],
+        "activation": activation,
+        "tied": tied,
         "hidden": hidden,
         "layers": _number(tree, "num_hidden_layers", where, int),
         "heads": _number(tree, "num_attention_heads", where, int),

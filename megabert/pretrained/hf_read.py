@@ -173,11 +173,11 @@ def complete(
     bias = left.pop(f"{DECODER}bias", None)
     if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
         raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
-    decoder = left.pop(f"{DECODER}weight", None)
+    decoder = left.pop(f"{DECODER}weight", None) if model.tied else None
     embedding = left.get("bert.embeddings.word_embeddings.weight")
     if decoder is not None and embedding is not None and not decoder.equal(embedding):
         raise ValueError(
-            f"{where}: {DECODER}weight is not the word embedding; only tied models can be converted"
+            f"{where}: {DECODER}weight is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
         )
     shapes = their_shapes(model)
     made = []

@@ -51,10 +51,10 @@ class Pretrained:
         return built.to(device).eval()
 
 
-def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
+def load(source: str | Path, tokenizer: str | Path = "", average: bool = False) -> Pretrained:
     """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder.
 
-    The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises
+    With `average` a run's weights are the average of its last ones, and `state` says of how many ("averaged"). The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises
     ValueError naming what is missing or does not belong to the rest.
     """
     path = Path(source)
@@ -63,6 +63,10 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
             f"{source}: no such folder; name a run folder, one of its checkpoints, or a Hugging Face folder"
         )
     if hf_read.is_model_folder(path):
+        if average:
+            raise ValueError(
+                f"{source}: a Hugging Face folder holds no average of weights; name a run folder"
+            )
         read = hf_read.read(path, tokenizer)
         state = read.state() | {"step": 0}
         return Pretrained(path, read.weights, state, read.config, read.tokenizer, read.initialised)
@@ -75,7 +79,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     newest = checkpoint.newest_step(path)
     while True:
         try:
-            weights, state = checkpoint.load_weights(path)
+            weights, state = checkpoint.load_weights(path, average)
             break
         except (ValueError, OSError):  # the run that is training may have removed it for a newer one
             before, newest = newest, checkpoint.newest_step(path)

@@ -98,18 +98,27 @@ def recipe(found: Pretrained) -> dict[str, Any]:
     if not found.step:
         return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
-    shown = (
-        f"{masking.rate:.0%} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
-    )
+    rate = f"{masking.rate:.0%}" + (f" to {masking.final_rate:.0%}" if masking.final_rate else "")
+    shown = f"{rate} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
+    if share := cfg.objective.causal_share:
+        shown = f"left to right for the first {share:.0%} of the budget, then {shown}"
     began = "random weights"
     if source := cfg.init_from or cfg.distill.teacher:
         began = f"the weights of {Path(source).name}"
     length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
-    if schedule.name == "budget":
-        length, warmup = "", f"{schedule.budget_warmup:.0%} of {schedule.budget_minutes:g} minutes"
+    if schedule.unit != "steps":
+        unit = f"{schedule.budget_minutes:g} minutes"
+        if schedule.unit == "tokens":
+            unit = f"{schedule.budget_tokens:,} tokens"
+        length, warmup = "", f"{schedule.budget_warmup:.0%} of {unit}"
     return {
         "began from": began,
         "updates": f"{found.step:,}{length}",
+        **(
+            {"weights": f"the average of the last {n:,} updates'"}
+            if (n := found.state.get("averaged"))
+            else {}
+        ),
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",

@@ -25,7 +25,16 @@ from megabert.model import BertForPreTraining
 from megabert.pretrained import Pretrained, fingerprint
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
-SAME = ("hidden", "heads", "ffn", "norm", "max_positions", "vocab_size")  # of teacher and student
+SAME = (
+    "hidden",
+    "heads",
+    "ffn",
+    "norm",
+    "activation",
+    "tied",
+    "max_positions",
+    "vocab_size",
+)  # of teacher and student
 
 
 class Student(BertForPreTraining):
@@ -104,8 +113,9 @@ def build(config: Config, tokenizer: str, device: torch.device) -> BertForPreTra
     model, or cannot teach this one.
     """
     if not config.distill.teacher:
-        dtype, causal = DTYPES[config.precision], config.data.masking.causal
-        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal)
+        dtype, causal = DTYPES[config.precision], config.causal_updates
+        z_loss = config.objective.z_loss
+        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal, z_loss)
     teacher = pretrained.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(

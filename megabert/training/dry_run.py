@@ -30,6 +30,7 @@ from megabert.config import (
 )
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.data.objective import largest_capacity, masking_at
 from megabert.data.shards import Manifest, Rows
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
@@ -65,16 +66,28 @@ class Work:
 def work(config: Config, manifest: Manifest | None) -> Work:
     """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
 
-    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little.
+    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little. Where the
+    objective or the masking rate changes in the run, the work is that of its average update.
     """
     rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
     tokens, sequences = float(rows * length), float(rows)
     if manifest is not None:
         share, length = rows / manifest.rows, manifest.seq_len
         tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
-    pairs = attending_pairs(tokens**2 / sequences, tokens, masking.causal)
-    predictions = tokens - sequences if masking.causal else tokens * masking.rate
+    causal = 1.0 if masking.causal else config.objective.causal_share
+    both = [attending_pairs(tokens**2 / sequences, tokens, kind) for kind in (True, False)]
+    pairs = causal * both[0] + (1 - causal) * both[1]
+    rate = (masking.rate + (masking.final_rate or masking.rate)) / 2
+    predictions = causal * (tokens - sequences) + (1 - causal) * tokens * rate
     return Work(rows, length, tokens, pairs, predictions, sequences)
+
+
+def updates_of(config: Config, update: Work) -> int:
+    """Updates in the run, where minutes do not end it before."""
+    schedule = config.schedule
+    if schedule.unit != "tokens":
+        return schedule.total_steps
+    return min(schedule.total_steps, math.ceil(schedule.budget_tokens / update.tokens))
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
@@ -124,7 +137,7 @@ def activations(config: Config, seq_len: int) -> float:
     tokens = micro * seq_len
     layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn / model.hidden) / 16
     kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
-    predictions = Masking.of(config.data.masking).capacity(seq_len)
+    predictions = largest_capacity(config, seq_len)
     heads = micro * predictions * (2 * model.padded_vocab + 6 * model.hidden) * width
     return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
 
@@ -151,7 +164,7 @@ def report(
     if mfu is not None and not config.peak_tflops:
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
     micro_steps, update = accumulation(config, world_size), work(config, manifest)
-    steps = config.schedule.total_steps
+    steps = updates_of(config, update)
     data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
     lines = [
         f"batch    {config.batch.global_size:,} rows = {config.batch.micro_size} x {world_size} ranks x {micro_steps} micro-steps,"
@@ -178,9 +191,8 @@ def report(
 def _time(
     config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None
 ) -> list[str]:
-    lines = []
-    steps = config.schedule.total_steps
-    if config.schedule.name == "budget":
+    lines, steps = [], updates_of(config, update)
+    if config.schedule.unit == "minutes":
         lines.append(
             f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training"
         )
@@ -201,7 +213,8 @@ def _time(
 
 def padded_parameters(model: ModelConfig) -> int:
     """Parameters with the rows that the vocabulary is padded by, and their biases."""
-    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden + 1)
+    tables = 1 if model.tied else 2
+    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
 
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
@@ -285,9 +298,11 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
     return lines
 
 
-def fake_batch(config: Config, seq_len: int, seed: int) -> Batch:
-    """`batch.micro_size` full rows of `seq_len` random ids by `seed`, one pair each, masked and collated as real ones."""
-    rows, vocab, options = config.batch.micro_size, config.model.vocab_size, Masking.of(config.data.masking)
+def fake_batch(config: Config, seq_len: int, seed: int, masking: Masking | None = None) -> Batch:
+    """`batch.micro_size` full rows of `seq_len` random ids by `seed`, one pair each, collated as real ones and masked by
+    `masking` (None: as the run's first update)."""
+    rows, vocab = config.batch.micro_size, config.model.vocab_size
+    options = masking or masking_at(config, 0.0, seq_len)
     draw = np.random.default_rng(seed)
     bounds = np.full((rows, 1, 2), (seq_len, seq_len // 2), np.uint16)
     isnext = (np.arange(rows, dtype=np.int8) % 2 if config.model.nsp else np.full(rows, -1, np.int8))[:, None]
@@ -306,7 +321,8 @@ def fake_batch(config: Config, seq_len: int, seed: int) -> Batch:
 def fake_step(
     config: Config, manifest: Manifest | None, world: World, deepspeed_extra: Mapping[str, Any] | None = None
 ) -> str:
-    """One update of the real engine on random ids at this process's world size; a line that says how it went.
+    """One update of the real engine on random ids at this process's world size, and one of its second objective where it has
+    two; a line that says how it went.
 
     A collective. The global batch is reduced to two micro-steps of at most two rows a rank: model, precision, ZeRO
     stage, optimizer and operations are the run's. Raises ValueError when the loss or the gradient is not finite.
@@ -320,15 +336,21 @@ def fake_step(
     engine = Engine(
         reduced, lambda: distillation.build(config, tokenizer, world.device), world, deepspeed_extra
     )
-    batches = [fake_batch(reduced, seq_len, 2 * world.rank + number) for number in range(2)]
     lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
-    result = engine.train_update(Update(0, 0, batches), lr)
-    loss, norm = float(result.losses.sum()), float(result.grad_norm)
-    if not math.isfinite(loss) or (result.skipped and not result.overflow):
-        raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
+    objectives = {
+        masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))
+    }
+    shown = []
+    for step, (objective, masking) in enumerate(objectives.items()):
+        batches = [fake_batch(reduced, seq_len, 2 * world.rank + number, masking) for number in range(2)]
+        result = engine.train_update(Update(step, 0, batches, objective=objective), lr)
+        loss, norm = float(result.losses.sum()), float(result.grad_norm)
+        if not math.isfinite(loss) or (result.skipped and not result.overflow):
+            raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
+        shown.append(f"loss {loss:.4f}, |g| {norm:.3f}")
+    count = "one fake update" if len(shown) == 1 else "a fake update of either objective"
     return (
-        f"one fake update worked: loss {loss:.4f}, |g| {norm:.3f}; {engine.describe()}"
-        f" (reduced from {config.batch.global_size:,})"
+        f"{count} worked: {'; '.join(shown)}; {engine.describe()} (reduced from {config.batch.global_size:,})"
     )
 
 

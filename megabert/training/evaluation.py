@@ -13,6 +13,7 @@ from megabert import config as configuration
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
+from megabert.data.objective import evaluated
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import DTYPES
@@ -41,7 +42,7 @@ def fixed_batches(
         tokenizer,
         micro_batch=config.batch.micro_size,
         seed=EVAL_SEED,
-        masking=config.data.masking,
+        masking=evaluated(config),
         rank=rank,
         world=world,
         max_rows=config.eval.rows,
@@ -81,9 +82,10 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
     return values
 
 
-def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, on the device at hand, in the run's precision (fp8: bf16)."""
-    weights, state = checkpoint.load_weights(run)
+def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> dict[str, float | int]:
+    """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, in the run's
+    precision (fp8: bf16)."""
+    weights, state = checkpoint.load_weights(run, average)
     tree = state["config"]
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
@@ -93,7 +95,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[cfg.precision]
-    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.data.masking.causal)
+    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(weights)
     sums = batch_sums(model.to(device, dtype), fixed_batches(held_out(data, cfg), tokenizer, cfg), device)
     return {"step": state["step"]} | summary(sums)

@@ -22,7 +22,7 @@ from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical, compact
 from megabert.common.logs import log
 from megabert.config import Config
-from megabert.data.masking import Masking
+from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed.process_group import World
 from megabert.engine import DTYPES
@@ -115,13 +115,13 @@ def settle(config: Config, manifest: Manifest, world: World, run_dir: Path, writ
 
 def shapes_of(config: Config, manifest: Manifest) -> Shapes:
     """What a micro-batch of this run asks of the operations."""
-    model, masking = config.model, Masking.of(config.data.masking)
+    model = config.model
     return Shapes(
         rows=config.batch.micro_size,
         seq_len=manifest.seq_len,
         slots=manifest.max_sequences,
         sequences=manifest.statistics["sequences"] / manifest.rows,
-        predictions=masking.capacity(manifest.seq_len),
+        predictions=largest_capacity(config, manifest.seq_len),
         hidden=model.hidden,
         heads=model.heads,
         ffn=model.ffn,
@@ -131,7 +131,7 @@ def shapes_of(config: Config, manifest: Manifest) -> Shapes:
         dropout=model.dropout,
         attention_dropout=model.attention_dropout,
         eps=model.layer_norm_eps,
-        causal=config.data.masking.causal,
+        causal=config.causal_updates,
         dtype=DTYPES[config.precision],
     )
 
@@ -141,7 +141,7 @@ def obstacles(role: str, config: Config, device: torch.device) -> dict[str, str]
     if role == "optimizer":
         return optimizer_candidates.obstacles(config, device)
     head_size = config.model.hidden // config.model.heads
-    return ops.obstacles(role, device.type, DTYPES[config.precision], config.data.masking.causal, head_size)
+    return ops.obstacles(role, device.type, DTYPES[config.precision], config.causal_updates, head_size)
 
 
 def _asked(

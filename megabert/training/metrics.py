@@ -123,12 +123,9 @@ class Window:
 class Meter(Window):
     """Figures of the updates between two log lines: results stay on the device, counts on the host, until `drain`."""
 
-    def __init__(
-        self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float, causal: bool = False
-    ) -> None:
-        super().__init__(world, counts=4)  # tokens, sequences, predictions, squared lengths
+    def __init__(self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float) -> None:
+        super().__init__(world, counts=4)  # tokens, sequences, predictions, pairs of a query and a key
         self._model, self._terms, self.peak_tflops = model, terms, peak_tflops
-        self._causal = causal
         cuda = world.device.type == "cuda"
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
@@ -138,13 +135,13 @@ class Meter(Window):
         self._counts[0] += update.tokens
         self._counts[1] += update.sequences
         self._counts[2] += update.predictions
-        self._counts[3] += sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
+        squares = sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
+        self._counts[3] += round(attending_pairs(squares, update.tokens, update.objective == "causal"))
         self._means.add(result)
 
     def drain(self) -> dict[str, float]:
         """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
-        tokens, sequences, predictions, squares = self._world.sum_ints(self._counts)
-        pairs = round(attending_pairs(squares, tokens, self._causal))
+        tokens, sequences, predictions, pairs = self._world.sum_ints(self._counts)
         flops = training_flops(self._model, tokens, pairs, predictions, sequences)
         values = self._means.figures(self._terms)
         seconds = max(self._seconds, 1e-9)

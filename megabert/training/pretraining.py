@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megabert import config as configuration
@@ -17,6 +18,7 @@ from megabert.common.logs import log
 from megabert.common.text import duration
 from megabert.config import Config
 from megabert.data.batch import Batch
+from megabert.data.frequencies import token_counts
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -25,11 +27,12 @@ from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
+from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe
-from megabert.training.trainer import Trainer, refuse
+from megabert.training.trainer import Trainer, refuse, together
 
 
 class Pretraining:
@@ -43,11 +46,11 @@ class Pretraining:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
-        self.meter = Meter(world, config.model, engine.terms, peak, config.data.masking.causal)
+        self.meter = Meter(world, config.model, engine.terms, peak)
 
-    def updates(self, first: int) -> Loader:
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Loader:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
-        return Loader.from_config(self.config, self.dataset, self.tokenizer, **place)
+        return Loader.from_config(self.config, self.dataset, self.tokenizer, share_used=share_used, **place)
 
     def evaluation_due(self, step: int) -> bool:
         interval = self.config.eval.interval
@@ -125,14 +128,23 @@ def open_run(
         run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
     settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
+    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    counts: list[int] = []
+    if newest is None and config.model.frequency_bias and not (config.init_from or config.distill.teacher):
+        counts = token_frequencies(config, dataset, tokenizer, world)
     torch.manual_seed(config.seed)
-    build = lambda: distillation.build(settled, tokenizer.sha256, world.device)  # noqa: E731
+
+    def build() -> BertForPreTraining:
+        model = distillation.build(settled, tokenizer.sha256, world.device)
+        if counts:
+            model.start_from_frequencies(torch.tensor(counts))
+        return model
+
     engine = Engine(settled, build, world, deepspeed_extra)
     module: Any = engine.module
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     backends["optimizer"] = engine.optimizer_kernels
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
-    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
     saved = None
     if newest is not None:
         check_compatible(checkpoints.read_state(newest), provenance)
@@ -169,6 +181,21 @@ def open_run(
         writes=writes,
         profiler=Profiler(run_dir / "profile", world.rank, *profile),
     )
+
+
+def token_frequencies(config: Config, dataset: Dataset, tokenizer: Tokenizer, world: World) -> list[int]:
+    """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
+    read."""
+    found: list[int] = []
+
+    def count() -> None:
+        predicted = np.ones(tokenizer.vocab_size, dtype=bool)
+        predicted[list(tokenizer.special_ids.values())] = False
+        predicted[tokenizer.special_ids["sep"]] = config.causal_updates
+        found.extend(token_counts(dataset, predicted).tolist())
+
+    together(world, count)
+    return world.broadcast(found)
 
 
 def fill_in(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> Config:

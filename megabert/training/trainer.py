@@ -22,13 +22,15 @@ from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
-from megabert.engine.lr_schedule import finished, learning_rate
+from megabert.engine.lr_schedule import finished, learning_rate, share_used
 from megabert.training.metrics import figures, measured, peak_memory_gib
 from megabert.training.profiling import Profiler
 from megabert.training.rate_record import RateRecord
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
 from megabert.training.workload import Update, Workload
+
+OBJECTIVES = {"causal": "left to right", "masked": "masked LM"}  # what the log calls them
 
 
 class Refused(ValueError):
@@ -45,7 +47,8 @@ class TrainState:
 
     `step`: updates done. `cursor`: updates of the data consumed, those passed over after a spike included. `seconds` of
     training, evaluations and saves not counted. `bad`: updates in a row that were not applied; `skipped` and `spiked`:
-    updates not applied, and spikes.
+    updates not applied, and spikes. `tokens`: real ones of all ranks, counted where the schedule goes by them.
+    `objective`: what the newest update trained ("": there was none).
     """
 
     step: int = 0
@@ -54,9 +57,13 @@ class TrainState:
     bad: int = 0
     skipped: int = 0
     spiked: int = 0
+    tokens: int = 0
+    objective: str = ""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
+        """That of a checkpoint; those of earlier versions have neither tokens nor objective."""
+        saved = {"tokens": 0, "objective": ""} | dict(saved)
         return cls(**{field.name: saved[field.name] for field in fields(cls)})
 
 
@@ -118,10 +125,10 @@ class Trainer:
         if saved is not None:
             self.resume(saved)
         self.rates = None
-        if config.schedule.name == "budget":
+        if config.schedule.unit == "minutes":
             self.rates = RateRecord(run_dir, config, world, self.state.step, writes)
         self.sinks = self.open_sinks()
-        self.updates = workload.updates(self.state.cursor)
+        self.updates = workload.updates(self.state.cursor, self.share_used)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +168,7 @@ class Trainer:
     @property
     def complete(self) -> bool:
         """No update of the schedule is left, or the workload is satisfied."""
-        done = finished(self.config.schedule, self.state.step, self.state.seconds / 60)
+        done = finished(self.config.schedule, self.state.step, self.state.seconds / 60, self.state.tokens)
         return done or self.workload.satisfied
 
     @property
@@ -183,7 +190,13 @@ class Trainer:
         self.profiler.update(self.state.step + 1)
         lr = self.rate()
         update = next(self.updates)
-        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
+        if update.objective != self.state.objective:
+            self.change_objective(update.objective)
+        result = self.engine.train_update(update, lr, self.spike_policy.veto)
+        share = self.config.average.share
+        if share and self.share_used(self.state.cursor) >= 1 - share:
+            self.engine.average_weights()
+        return update, lr, result
 
     def rate(self) -> float:
         """The next update's learning rate; where it follows the clock, that of the first time the update was done."""
@@ -191,10 +204,25 @@ class Trainer:
         if self.rates is not None and (known := self.rates.known(state.step, state.cursor)):
             state.seconds, lr = known
             return lr
-        lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60)
+        lr = learning_rate(schedule, self.config.optimizer.lr, state.step, state.seconds / 60, state.tokens)
         if self.rates is not None:
             self.rates.add(state.step, state.cursor, state.seconds, lr)
         return lr
+
+    def share_used(self, cursor: int) -> float:
+        """How much of the run's budget is used before update `cursor` of the data, from 0 to 1: exactly for the next update;
+        for later ones only under schedule.by=steps, otherwise as much as now."""
+        state = self.state
+        step = state.step + cursor - state.cursor
+        return share_used(self.config.schedule, step, state.seconds / 60, state.tokens)
+
+    def change_objective(self, objective: str) -> None:
+        """The next update trains something else: its loss is not compared with those before it."""
+        if self.state.objective:
+            self.judge()
+            self.spike_policy.resume([], self.state.bad)
+            log.info(f"step {self.state.step + 1}: {OBJECTIVES[objective]} from here on")
+        self.state.objective = objective
 
     def agree(self, seconds: float, update: Update) -> Agreed:
         """One small collective for all that the ranks have to know of each other. Raises Refused."""
@@ -211,6 +239,8 @@ class Trainer:
         self.state.step += 1
         self.state.cursor = update.step + 1
         self.state.seconds += seconds
+        if self.config.schedule.unit == "tokens":
+            self.state.tokens += self.world.sum_ints([update.tokens])[0]
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
         self.unjudged.append(Unjudged(**place, row_ids=update.row_ids.tolist(), result=result))
         self.workload.meter.add(result, update, seconds)
@@ -234,6 +264,10 @@ class Trainer:
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
         values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
         values |= {"data/damaged_rows": seen["damaged_rows"]}
+        if self.config.schedule.unit == "tokens":
+            values["data/tokens"] = state.tokens
+        if self.config.objective.causal_share:
+            values["train/objective"] = state.objective
         values["perf/peak_memory_gib"] = round(self.world.max_float(peak_memory_gib(self.world.device)), 4)
         self.sinks.write(values)
         if "train/loss" in values:
@@ -244,8 +278,10 @@ class Trainer:
         """Seconds of training left at the mean speed so far."""
         schedule, state = self.config.schedule, self.state
         left = (schedule.total_steps - state.step) * state.seconds / state.step
-        if schedule.name == "budget":
+        if schedule.unit == "minutes":
             left = min(left, schedule.budget_minutes * 60 - state.seconds)
+        elif schedule.unit == "tokens":
+            left = min(left, (schedule.budget_tokens / max(state.tokens, 1) - 1) * state.seconds)
         return max(left, 0.0)
 
     def evaluate(self) -> None:
@@ -316,7 +352,7 @@ class Trainer:
         self.resume(self.checkpoints.load(self.engine, path))
         self.state.cursor = update.step + 1
         self.sinks = self.open_sinks()
-        self.updates = self.workload.updates(self.state.cursor)
+        self.updates = self.workload.updates(self.state.cursor, self.share_used)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is passed over")
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
@@ -331,6 +367,10 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
+        if self.config.schedule.unit == "tokens" and self.state.step and not self.state.tokens:
+            raise ValueError(
+                "cannot resume: schedule.by=tokens, but the checkpoint's tokens were not counted; set schedule.by back"
+            )
         self.saved_step = self.state.step
         self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         self.spike_policy.resume(saved["losses"], self.state.bad)

@@ -16,6 +16,7 @@ class Update(Protocol):
     step: int  # its number in the data, from 0
     epoch: int
     batches: list[Any]
+    objective: str  # what it trains; losses of different ones are not compared
     row_ids: np.ndarray
     epochs: np.ndarray
     damage: dict[int, str]
@@ -46,8 +47,9 @@ class Workload(Protocol):
     def meter(self) -> Meter:
         """Figures of the updates between two log lines."""
 
-    def updates(self, first: int) -> Updates:
-        """This rank's updates from number `first` of the data on."""
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Updates:
+        """This rank's updates from number `first` of the data on. `share_used(number)`: how much of the run's budget is used
+        before an update, exactly for the next one and as far as is known for those behind it."""
 
     def evaluation_due(self, step: int) -> bool:
         """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""

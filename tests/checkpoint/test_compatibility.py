@@ -19,6 +19,8 @@ from tests.helpers import tiny
         ({"model.layers": 3}, "model.layers"),
         ({"model.hidden": 64}, "model.hidden"),
         ({"model.norm": "pre"}, "model.norm"),
+        ({"model.activation": "relu2"}, "model.activation"),
+        ({"model.tied": False}, "model.tied"),
         ({"batch.global_size": 16}, "batch.global_size"),
         ({"optimizer.name": "lamb"}, "optimizer.name"),
         ({"precision": "bf16"}, "precision"),
@@ -54,5 +56,15 @@ def test_a_left_to_right_run_is_not_gone_on_with_as_a_masked_one():
 def test_what_may_change_on_a_resume():
     saved = state(1, tiny.config())
     for override in ({"batch__micro_size": 4}, {"model__dropout": 0.2}, {"schedule__total_steps": 20000},
-                     {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}):  # fmt: skip
+                     {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}, {"model__zero_init": True},
+                     {"model__frequency_bias": True}):  # fmt: skip
         check_compatible(saved, state(5, tiny.config(**override)))
+
+
+def test_a_checkpoint_from_before_a_field_of_the_model_is_what_it_always_was():
+    saved = json.loads(json.dumps(state(1, tiny.config())))
+    for field in ("activation", "tied", "zero_init", "frequency_bias"):
+        del saved["config"]["model"][field]
+    check_compatible(saved, state(5, tiny.config()))
+    with pytest.raises(ValueError, match=r"model.tied is False but the checkpoint was made with True"):
+        check_compatible(saved, state(5, tiny.config(model__tied=False)))

@@ -60,7 +60,7 @@ class FakeEngine:
         ]
         return Snapshot({"w": torch.full((2, half), float(self.value))}, pieces, {"optimizer_steps": 1})
 
-    def restore(self, weights: Any, read_moment: Any, counters: Any) -> None:
+    def restore(self, weights: Any, read_moment: Any, counters: Any, average: Any) -> None:
         self.value = float(weights["w"][0, 0])
         for kind, more in (("exp_avg", 1), ("exp_avg_sq", 2)):
             into = torch.zeros(self.size - 2)  # across the pieces

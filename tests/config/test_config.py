@@ -33,6 +33,9 @@ def test_published_shapes():
         ("data.masking.strategy=causal", "data.masking.strategy=causal: [CLS] sees nothing but itself"),
         ("precision=fp4", "precision: Input should be 'bf16', 'fp16', 'fp32' or 'fp8' (got 'fp4')"),
         ("schedule.name=budget", "needs schedule.budget_minutes"),
+        ("schedule.by=minutes", "schedule.by=minutes needs schedule.budget_minutes"),
+        ("schedule.by=tokens", "schedule.by=tokens needs schedule.budget_tokens"),
+        ("objective.causal_share=0.4", "objective.causal_share above 0: [CLS] sees nothing but itself"),
         ("model", "write section.key=value"),
         ("seed.x=1", "seed: Input should be a valid integer"),
     ],
@@ -49,6 +52,40 @@ def test_left_to_right_does_not_take_attention_over_whole_sequences():
     assert c.load("mini", causal).data.masking.causal and not c.load("mini").data.masking.causal
     with pytest.raises(ValueError, match=r"ops\.attention=varlen attends to whole sequences"):
         c.load("mini", [*causal, "ops.attention=varlen"])
+
+
+LEFT_TO_RIGHT = ["objective.causal_share=0.4", "model.nsp=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*LEFT_TO_RIGHT, "data.masking.strategy=causal"],
+            "objective.causal_share is for runs that end with masked LM",
+        ),
+        ([*LEFT_TO_RIGHT, "distill.teacher=x"], "distill.teacher reads in one way throughout"),
+        ([*LEFT_TO_RIGHT, "cuda_graphs=true"], "cuda_graphs=true needs batches of one shape"),
+        ([*LEFT_TO_RIGHT, "ops.attention=varlen"], "which objective.causal_share above 0 must not"),
+        (
+            [
+                "schedule.name=wsd",
+                "schedule.total_steps=10",
+                "schedule.warmup_steps=5",
+                "schedule.decay_share=0.6",
+            ],
+            "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget are more than all of it",
+        ),
+        (
+            ["schedule.by=minutes", "schedule.budget_minutes=1.0", "deterministic=true"],
+            "deterministic=true: schedule.by=minutes reads the clock",
+        ),
+    ],
+)
+def test_settings_of_a_recipe_that_contradict_each_other_are_named(overrides, message):
+    with pytest.raises(ValueError) as error:
+        c.load("", overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

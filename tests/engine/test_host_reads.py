@@ -36,6 +36,7 @@ class Update(tiny.Update):
     epoch: int = 0
     problem: str = ""
     problem_code: int = 0
+    objective: str = "masked"
     damage: dict[int, str] = field(default_factory=dict)
     tokens = sequences = predictions = 1
     row_ids = epochs = np.arange(2)
@@ -52,7 +53,7 @@ class Workload:
         self.made = [Update(s, tiny.update(s, cfg, world).batches) for s in range(STEPS)]
         self.meter = Meter(world, cfg.model, engine.terms, 1.0)
 
-    def updates(self, first: int) -> Any:
+    def updates(self, first: int, share_used: Any) -> Any:
         class Updates:
             def __init__(self, source: Iterator[Update]) -> None:
                 self.source = source

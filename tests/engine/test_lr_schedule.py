@@ -3,7 +3,7 @@
 import pytest
 
 from megabert.config import ScheduleConfig
-from megabert.engine.lr_schedule import finished, learning_rate
+from megabert.engine.lr_schedule import finished, learning_rate, share_used
 
 
 def schedule(name, **values):
@@ -24,6 +24,10 @@ def test_warm_up_is_linear_and_never_zero(name):
         ("polynomial", {"power": 0.5}, {10: 2.0, 85: 1.0, 109: 0.2, 110: 0.0}),
         ("cosine", {}, {10: 2.0, 60: 1.0, 110: 0.0, 35: 1.0 + 0.5**0.5}),
         ("constant", {}, {10: 2.0, 60: 2.0, 110: 2.0}),
+        ("wsd", {"decay_share": 0.5}, {9: 2.0, 10: 2.0, 55: 2.0, 66: 1.6, 88: 0.8, 109: 2 / 55, 110: 0.0}),
+        ("wsd", {"decay_share": 0.5, "final_ratio": 0.1}, {55: 2.0, 88: 0.92, 110: 0.2}),
+        # 1 - sqrt of the share of the decay that is over
+        ("wsd_sqrt", {"decay_share": 0.4}, {65: 2.0, 77: 1.0, 110: 0.0, 500: 0.0}),
     ],
 )
 def test_decay(name, extra, expected):
@@ -39,6 +43,33 @@ def test_budget_goes_by_minutes_whatever_the_step():
     assert not finished(budget, 5, 99.9)
     assert finished(budget, 5, 100.0)
     assert finished(budget, 1000, 1.0)
+
+
+@pytest.mark.parametrize("unit", ["minutes", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0, 120: 0.0}),
+        ("cosine", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0}),
+        ("wsd", {5: 1.0, 10: 2.0, 70: 2.0, 85: 1.0, 100: 0.0}),
+        ("wsd_sqrt", {10: 2.0, 69: 2.0, 77.5: 1.0, 100: 0.0}),
+    ],
+)
+def test_shapes_go_by_minutes_and_by_tokens_as_well(unit, name, expected):
+    """Of a budget of 100 minutes or 1,000 tokens, at so many hundredths of it; steps are long past."""
+    fields = {"budget_minutes": 100.0, "budget_tokens": 1000, "budget_warmup": 0.1, "decay_share": 0.3}
+    plan = ScheduleConfig(name=name, by=unit, total_steps=1_000_000, **fields)
+    for used, value in expected.items():
+        spent = {"minutes": used} if unit == "minutes" else {"tokens": round(10 * used)}
+        assert learning_rate(plan, 2.0, 999_999, **spent) == pytest.approx(value), used
+        assert share_used(plan, 999_999, **spent) == min(used / 100, 1.0)
+        assert finished(plan, 999_999, spent.get("minutes", 0.0), spent.get("tokens", 0)) == (used >= 100)
+    assert learning_rate(plan, 2.0, 0) > 0
+    assert finished(plan, 1_000_000, 0.0)
+
+
+def test_shares_of_a_run_by_steps():
+    assert [share_used(schedule("linear"), step, 9e9, 9) for step in (0, 11, 110, 500)] == [0, 0.1, 1, 1]
 
 
 def test_negative_step_is_refused():

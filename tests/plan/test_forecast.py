@@ -52,6 +52,9 @@ def test_a_forecast_adds_up() -> None:
     assert last == pytest.approx(8 * points[0].step.seconds / (512 * points[2].step.seconds))
     timed = forecast(job("schedule.name=budget", "schedule.budget_minutes=60"), [8], DEVICES["h100"], FABRIC)
     assert timed[0].seconds == 3_600
+    tokens = job("schedule.by=tokens", f"schedule.budget_tokens={100 * 65_536 * 128}")
+    (point,) = forecast(tokens, [8], DEVICES["h100"], FABRIC)
+    assert point.seconds == pytest.approx(100 * point.step.seconds)
 
 
 def test_settings_that_cost_time() -> None:

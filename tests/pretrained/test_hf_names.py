@@ -17,6 +17,9 @@ from tests.helpers import runs
 
 SHAPE: dict[str, Any] = {"vocab_size": 300, "layers": 2, "hidden": 32, "heads": 2, "max_positions": 24}
 CASES = [(norm, nsp) for norm in ("post", "pre") for nsp in (True, False)]
+OTHERS: list[dict[str, Any]] = [  # as recipes have it
+    {"norm": norm, "activation": "relu2", "tied": tied} for norm in ("post", "pre") for tied in (True, False)
+]
 OPS = [runs.PLAIN, OpsConfig(attention="native", mlm_loss="native", layer="native")]
 
 
@@ -75,6 +78,27 @@ def packed(lengths: list[list[int]], width: int) -> dict[str, Tensor]:
     slots = max(map(len, lengths))
     counts = [parts + [0] * (slots - len(parts)) for parts in lengths]
     return row | {"lengths": torch.tensor(counts, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+@torch.no_grad()
+def test_other_activations_and_decoders_go_there_and_back_and_compute_the_same(
+    fields: dict[str, Any],
+) -> None:
+    """Bit-equal names, and logits at most 1e-5 apart: of squared ReLU, and of a decoder with weights of its own."""
+    built = runs.model(ModelConfig(**SHAPE, **fields))
+    peer = peer_of(built)
+    assert peer.config.hidden_act == "relu2"
+    back, state = from_huggingface(peer.state_dict(), built.cfg), built.state_dict()
+    assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
+    tree = hf_names.to_huggingface_config(built.cfg)
+    again = hf_names.from_huggingface_config(tree, "config.json")
+    assert (again.activation, again.tied, again.norm) == ("relu2", fields["tied"], fields["norm"])
+    batch = packed([[24]], 24)
+    hidden = built.encode(**batch)[0]
+    inputs = {"input_ids": batch["input_ids"].long(), "token_type_ids": batch["segment_ids"].long()}
+    want = peer(**inputs).prediction_logits[0]
+    assert (built.mlm_logits(hidden) - want).abs().max() <= 1e-5 and want.std() > 0.1
 
 
 @pytest.mark.parametrize("ops", OPS, ids=["torch", "native"])
@@ -159,7 +183,7 @@ def test_the_first_releases_configs_are_a_bert_s() -> None:
         ({"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
         ({"type_vocab_size": 1}, "type_vocab_size=1"),
         ({"add_cross_attention": True}, "add_cross_attention=True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
         ({"hidden_size": None}, "hidden_size must be a number"),

@@ -80,6 +80,28 @@ def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> Non
     assert dry_run.activations(cfg, 512) - dry_run.activations(masked, 512) > 0.8 * logits
 
 
+def test_the_work_of_a_run_of_two_objectives_is_that_of_its_average_update() -> None:
+    both = [
+        "model.nsp=false",
+        "objective.causal_share=0.25",
+        "data.masking.rate=0.3",
+        "data.masking.final_rate=0.2",
+    ]
+    cfg = configuration.load("base", [*BASE, *both])
+    update = dry_run.work(cfg, None)
+    assert update.pairs == pytest.approx(256 * (0.25 * 512 * 513 / 2 + 0.75 * 512**2))
+    assert update.predictions == pytest.approx(0.25 * (131_072 - 256) + 0.75 * 131_072 * 0.25)
+    whole = configuration.load("base", [*BASE, "data.masking.strategy=causal", "model.nsp=false"])
+    assert dry_run.activations(cfg, 512) == dry_run.activations(whole, 512)  # of its largest updates
+    assert dry_run.fake_batch(cfg, 512, 0).predictions == 32 * 511
+
+
+def test_a_budget_of_tokens_decides_the_number_of_updates() -> None:
+    by_tokens = ["schedule.by=tokens", "schedule.budget_tokens=13107201"]
+    cfg = configuration.load("base", [*BASE, *by_tokens])
+    assert "101 updates, 25,856 rows" in dry_run.report(cfg, None, 8)
+
+
 def test_the_report_says_what_the_run_needs() -> None:
     cfg, update = work_by_hand()
     text = dry_run.report(cfg, None, 8, tokens_per_sec=1e5)
@@ -172,6 +194,20 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
 
 def one_fake_step(world: World) -> str:
     return dry_run.fake_step(tiny.config(batch__global_size=4096, zero__stage=2), None, world)
+
+
+def fake_steps(world: World) -> str:
+    both = {"objective__causal_share": 0.5, "model__nsp": False}
+    return dry_run.fake_step(tiny.config(zero__stage=3, **both), None, world)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_of_two_objectives_tries_both() -> None:
+    (said,) = run_ranks(1, fake_steps)
+    assert said.startswith("a fake update of either objective worked: loss ")
+    for text in said.split("loss ")[1:]:
+        assert float(text.split(",")[0]) == pytest.approx(math.log(tiny.VOCAB), rel=0.05)
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ class Update(tiny.Update):
     epoch: int = 0
     problem: str = ""
     problem_code: int = 0
+    objective: str = "masked"
     damage: dict[int, str] = field(default_factory=dict)
     tokens = sequences = predictions = 1
     row_ids = epochs = np.arange(2)
@@ -74,7 +75,7 @@ class Workload:
         self.cfg, self.world, self.dies = cfg, world, dies
         self.meter = Meter(world, cfg.model, engine.terms, 1.0)
 
-    def updates(self, first: int) -> Any:
+    def updates(self, first: int, share_used: Any) -> Any:
         def made() -> Iterator[Update]:
             for step in range(first, 100):
                 if step == self.dies:

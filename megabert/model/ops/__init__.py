@@ -13,7 +13,7 @@ from megabert.model.ops.backend import (
 )
 from megabert.model.ops.fp8 import Linear8, Scaling, linear
 from megabert.model.ops.fp8 import support as fp8_support
-from megabert.model.ops.layer import bias_gelu, dropout, dropout_add_layer_norm
+from megabert.model.ops.layer import bias_gelu, bias_relu2, dropout, dropout_add_layer_norm
 from megabert.model.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
@@ -28,6 +28,7 @@ __all__ = [
     "attend",
     "attention_inputs",
     "bias_gelu",
+    "bias_relu2",
     "choose",
     "dropout",
     "dropout_add_layer_norm",

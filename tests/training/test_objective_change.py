@@ -1,0 +1,255 @@
+"""Runs that go from left to right to masked LM, and whose masking rate falls: interrupted anywhere, they are the same run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert import pretrained
+from megabert.checkpoint import load_weights
+from megabert.config import Config
+from megabert.distributed import process_group
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.export import export
+from megabert.training.evaluation import evaluate_run
+from megabert.training.pretraining import open_run
+from megabert.training.trainer import Trainer
+from tests.helpers.ranks import run_ranks
+
+DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+STEPS = 10
+SMALL = [
+    *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
+    *(
+        "batch.global_size=8",
+        "batch.micro_size=4",
+        f"schedule.total_steps={STEPS}",
+        "schedule.warmup_steps=2",
+    ),
+    *("schedule.name=wsd", "eval.interval=0", "eval.rows=8", "peak_tflops=1.0", "log.interval=1"),
+    *("log.tensorboard=false", "optimizer.lr=3e-3", "data.workers=0"),
+]
+# left to right for the first 4 of 10 updates, then masked LM at 30, 29 and 28%
+RECIPE = [
+    *(
+        "objective.causal_share=0.4",
+        "data.masking.rate=0.3",
+        "data.masking.final_rate=0.28",
+        "eval.rate=0.15",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield process_group.init(process_group.discover({}))
+    process_group.shutdown()
+
+
+def config(*overrides: str) -> Config:
+    return configuration.load("tiny", [*SMALL, *RECIPE, *overrides])
+
+
+def opened(world: World, folder: Path, *overrides: str, **options: Any) -> Trainer:
+    return open_run(folder, config(*overrides), world, Stop(), Watchdog(world, folder, 0.0), **options)
+
+
+def trained(
+    world: World, folder: Path, *overrides: str, stops: tuple[int | None, ...] = (None,)
+) -> tuple[dict[int, dict[str, Any]], dict[str, torch.Tensor]]:
+    """Log lines by step, and the weights, of a run that was stopped at `stops`."""
+    for stop_after in stops:
+        trainer = opened(world, folder, *overrides, stop_after=stop_after)
+        assert trainer.train()
+        weights = trainer.engine.consolidated_weights()
+        trainer.close()
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines if "train/loss" in line}, weights
+
+
+def same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
+    assert list(ours[0]) == list(theirs[0]) == list(range(1, STEPS + 1))
+    for step, line in theirs[0].items():
+        for name in ("train/loss", "train/grad_norm", "train/lr", "train/objective", "data/row_digest"):
+            assert ours[0][step][name] == line[name], (step, name)
+    for name, weight in theirs[1].items():
+        assert torch.equal(ours[1][name], weight), name
+
+
+TOKENS = 4900  # of full rows of 64 nearly 10 updates of 8
+
+
+BY_TOKENS = ("schedule.by=tokens", f"schedule.budget_tokens={TOKENS}")
+
+
+@pytest.mark.parametrize(
+    ("budget", "stops"),
+    [
+        ((), (4, None)),
+        pytest.param((), (3, 5, 6, None), marks=pytest.mark.slow),
+        pytest.param(BY_TOKENS, (3, 4, 5, None), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_stopped_before_at_and_after_the_change_is_the_run_that_was_not(
+    world: World, tmp_path: Path, budget: tuple[str, ...], stops: tuple[int | None, ...]
+) -> None:
+    straight = trained(world, tmp_path / "straight", *budget)
+    objectives = [line["train/objective"] for line in straight[0].values()]
+    assert objectives == ["causal"] * 4 + ["masked"] * 6
+    assert [line["train/mlm_loss"] > 0 for line in straight[0].values()] == [True] * STEPS
+    rates = [line["train/lr"] for line in straight[0].values()]
+    assert max(rates) == 3e-3 and rates[-1] < 1.7e-3 and rates[3:7] == [3e-3] * 4
+    same(trained(world, tmp_path / "broken", *budget, "data.workers=2", stops=stops), straight)
+    if budget:
+        tokens = [line["data/tokens"] for line in straight[0].values()]
+        assert tokens[-2] < TOKENS <= tokens[-1]
+        with pytest.raises(ValueError, match=r"cannot resume: schedule\.by=tokens"):
+            folder = tmp_path / "by steps"
+            trained(world, folder, stops=(2,))
+            opened(world, folder, *budget)
+
+
+@pytest.mark.slow
+def test_an_update_after_the_change_is_replayed(world: World, tmp_path: Path) -> None:
+    lines, _ = trained(world, tmp_path, "checkpoint.interval=3")
+    for step in (4, 5, 8):  # from the checkpoint of step 3, 3 and 6
+        trainer = opened(world, tmp_path, replay=step)
+        again = json.loads(trainer.replay(step))
+        trainer.close()
+        assert again["train/mlm_loss"] == lines[step]["train/mlm_loss"]
+
+
+def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, tmp_path: Path) -> None:
+    trainer = opened(world, tmp_path, "average.share=0.3", stop_after=2)  # before the change
+    assert trainer.train()
+    trainer.evaluate()
+    during = trainer.last_eval
+    trainer.close()
+    assert 0.14 < during["eval/predictions"] / (8 * 64) < 0.16
+    found = evaluate_run(str(tmp_path), str(DATA))
+    assert found["eval/mlm_loss"] == pytest.approx(during["eval/mlm_loss"], rel=2e-3)
+    assert found["eval/predictions"] == during["eval/predictions"]
+    for run in (
+        tmp_path,
+        tmp_path / "checkpoints" / "step-00000002",
+    ):  # before the last 30%, which are averaged
+        with pytest.raises(
+            ValueError, match=r"step-00000002 holds no average of weights; train with average\.share"
+        ):
+            load_weights(run, average=True)
+
+
+def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
+    world: World, tmp_path: Path
+) -> None:
+    """Seconds of training are what an update is said to take here: 0.06 of 0.5 minutes each, from the third on 9."""
+    budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
+    for stop_after in (4, 7):
+        trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
+        agree = trainer.agree
+        trainer.agree = lambda seconds, update, agree=agree, trainer=trainer: agree(  # type: ignore[method-assign]
+            seconds, update
+        )._replace(seconds=0.06 if trainer.state.step < 2 else 9.0)
+        assert trainer.train()
+        trainer.close()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [(m["time/train_seconds"], m["train/objective"]) for m in lines if "train/loss" in m]
+    kinds = ["causal"] * 4 + ["masked"] * 2  # 12 s are 40% of 30 s
+    assert found == list(zip((0.06, 0.12, 9.12, 18.12, 27.12, 36.12), kinds, strict=True))
+
+
+def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: Path) -> None:
+    """Left to right at a loss that hardly moves any more, then masked LM, whose loss is another."""
+    guard = ("spikes.policy=skip", "spikes.window=8", "spikes.threshold=3.0", "schedule.total_steps=40")
+    overrides = [*SMALL, *guard, "objective.causal_share=0.9", "optimizer.lr=1e-8", "data.masking.rate=0.02"]
+    cfg = configuration.load("tiny", overrides)
+    trainer = open_run(tmp_path, cfg, world, Stop(), Watchdog(world, tmp_path, 0.0))
+    assert trainer.train()
+    before, after = trainer.spike_policy.spikes, trainer.state
+    trainer.close()
+    assert len(before.state()) == 4 and after.objective == "masked"
+
+
+@pytest.mark.slow
+def test_a_run_that_starts_from_frequencies_knows_them_and_goes_on_with_what_it_learned(
+    world: World, tmp_path: Path
+) -> None:
+    frequencies = ("model.frequency_bias=true", "model.zero_init=true", "objective.z_loss=1e-4")
+    straight = trained(world, tmp_path / "straight", *frequencies)
+    first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
+    same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.0, 0.75])
+def test_the_average_is_of_the_last_updates_and_a_model_of_its_own(
+    world: World, tmp_path: Path, decay: float
+) -> None:
+    """Of the last three of ten updates, in a run that stopped after each of them and in one that did not."""
+    average = ("average.share=0.3", f"average.decay={decay}")
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    trained(world, straight, *average)
+    after = [trained(world, broken, *average, stops=(step,))[1] for step in (7, 8, 9, None)]
+    found, state = load_weights(straight, average=True)
+    assert state["averaged"] == 3
+    for name, value in load_weights(broken, average=True)[0].items():
+        assert value.equal(found[name]), name
+        eighth, ninth, tenth = (weights[name] for weights in after[1:])
+        mean = (eighth + ninth + tenth) / 3
+        if decay:
+            mean = 0.5625 * eighth + 0.1875 * ninth + 0.25 * tenth
+        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+    last, averaged = (evaluate_run(str(straight), str(DATA), average=which) for which in (False, True))
+    assert last["step"] == averaged["step"] == STEPS and last["eval/mlm_loss"] != averaged["eval/mlm_loss"]
+    export(straight, tmp_path / "hf", average=True)
+    assert all(
+        value.equal(found[name])
+        for name, value in pretrained.load(tmp_path / "hf").weights.items()
+        if name in found
+    )
+    assert "| weights | the average of the last 3 updates' |" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def elastic(world: World, folder: Path) -> list[dict[str, float]]:
+    """A run at each ZeRO stage that the next one goes on with, its micro-batches and ranks as the world's size says."""
+    found = []
+    for stage, until in ((0, 3), (1, 5), (2, 7), (3, None)):
+        own = (f"zero.stage={stage}", "precision=fp32", f"batch.micro_size={8 // world.size // 2}")
+        own += ("average.share=0.8", "model.dropout=0.0", "model.attention_dropout=0.0")
+        trainer = opened(world, folder, *own, stop_after=until)
+        assert trainer.train()
+        trainer.close()
+        found.append({"step": trainer.state.step, "objective": trainer.state.objective})
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_one_and_two_ranks_at_every_stage_change_at_the_same_update(tmp_path: Path) -> None:
+    lines = []
+    for size in (1, 2):
+        states = run_ranks(size, elastic, tmp_path / str(size))
+        assert all(state == states[0] for state in states)
+        assert [state["objective"] for state in states[0]] == ["causal", "masked", "masked", "masked"]
+        text = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
+        lines.append({m["step"]: m for m in map(json.loads, text) if "train/loss" in m})
+    alone, both = (load_weights(tmp_path / size, average=True) for size in ("1", "2"))
+    assert alone[1]["averaged"] == both[1]["averaged"] == 8
+    for name, value in alone[0].items():
+        torch.testing.assert_close(both[0][name], value, rtol=1e-4, atol=1e-5)
+    assert list(lines[0]) == list(lines[1]) == list(range(1, STEPS + 1))
+    for step, line in lines[0].items():
+        assert line["data/row_digest"] == lines[1][step]["data/row_digest"]
+        assert line["train/objective"] == lines[1][step]["train/objective"]
+        assert line["train/loss"] == pytest.approx(lines[1][step]["train/loss"], rel=1e-5)
