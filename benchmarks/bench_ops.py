@@ -5,7 +5,8 @@
 BERT-LARGE's sizes, bf16; sides run in turn in one process (on a GPU in CUDA graphs, whose replays are timed by events) and
 medians are compared. `mlm_loss` stands beside its three
 matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
-scaled_dot_product_attention with the same mask; `bias_gelu` and `dropout_add_layer_norm` beside eager and compiled torch.
+scaled_dot_product_attention with the same mask; `bias_gelu` and `dropout_add_layer_norm` beside eager and compiled torch;
+`optimizer` is a step over two layers and the embeddings: Muon's beside AdamW's, LAMB's, and torch.optim.Muon with AdamW.
 Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
 once) are given as a share of the measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
 """
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
@@ -29,7 +30,11 @@ from torch import Tensor
 from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, kernel_times, quantiles, synchronise
 from megabert.common.malloc import keep_freed_memory
+from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
+from megabert.engine import optimizers
+from megabert.engine.muon import find_matrices
 from megabert.model import ops
+from megabert.model.bert import BertForPreTraining
 from megabert.training.metrics import matmul_tflops
 
 Call = Callable[[], object]
@@ -45,6 +50,7 @@ class Case:
     comparisons: list[tuple[str, str]]  # (ours, peer)
     bytes: dict[str, int] = field(default_factory=dict)  # that a side has to move, each tensor once
     extra_memory: tuple[str, ...] = ()  # sides whose memory is measured
+    what: str = "forward and backward"
 
 
 class Maker:
@@ -229,7 +235,61 @@ def layer(make: Maker, small: bool) -> list[Case]:
     return cases
 
 
-CASES = {"mlm_loss": mlm_loss, "softmax_mask": softmax_mask, "layer": layer}
+def optimizer(make: Maker, small: bool) -> list[Case]:
+    """Norm, clip and update of fp32 weights; every step starts from the same gradients."""
+    width, vocab = (32, 512) if small else (1024, 30_000)
+    shape = ModelConfig(layers=2, hidden=width, heads=width // 16, vocab_size=vocab)
+    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+
+    def build() -> tuple[BertForPreTraining, list[Tensor], Callable[[], None]]:
+        with make.device:
+            model = BertForPreTraining(shape, plain, make.device.type)
+            start = [torch.randn(p.shape) * 1e-3 for p in model.parameters()]
+            held = [torch.empty_like(gradient) for gradient in start]
+        for parameter, gradient in zip(model.parameters(), held, strict=True):
+            parameter.grad = gradient
+        return model, held, lambda: torch._foreach_copy_(held, start)
+
+    def ours(name: Literal["adamw", "lamb", "muon"]) -> Call:
+        model, gradients, begin = build()
+        update = optimizers.build(OptimizerConfig(name=name), model, dtype=torch.bfloat16)
+        for group in update.param_groups:
+            if "capturable" in group:  # torch refuses to be captured otherwise; what runs is the same kernel
+                group["capturable"] = True
+        update.attach()
+
+        def call() -> None:
+            begin()
+            update.guard(gradients, 1.0)
+            update.step()
+
+        return call
+
+    def theirs() -> Call:
+        model, _, begin = build()
+        parameters = list(model.parameters())
+        matrices = [p for n, p in enumerate(parameters) if n in find_matrices(model)]
+        rest = [p for n, p in enumerate(parameters) if n not in find_matrices(model)]
+        updates = (
+            torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=1e-4, fused=True, capturable=make.device.type == "cuda"),
+        )
+
+        def call() -> None:
+            begin()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for update in updates:
+                update.step()
+
+        return call
+
+    sides = {name: ours(name) for name in ("adamw", "lamb", "muon")} | {"torch's Muon and AdamW": theirs()}
+    peers = [("muon", name) for name in sides if name != "muon"]
+    count = sum(p.numel() for p in build()[0].parameters())
+    return [Case("optimizer", f"{count / 1e6:.1f} M parameters", sides, peers, what="one step")]
+
+
+CASES = {"mlm_loss": mlm_loss, "softmax_mask": softmax_mask, "layer": layer, "optimizer": optimizer}
 
 
 def copy_bandwidth(device: torch.device, small: bool) -> float:
@@ -259,6 +319,7 @@ def measure(
     return {
         "op": case.name,
         "size": case.size,
+        "what": case.what,
         "seconds": {name: quantiles(values) for name, values in times.items()},
         "extra_memory_mib": {
             name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory
@@ -277,7 +338,7 @@ def measure(
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['op']} {result['size']}, forward and backward")
+    print(f"\n{result['op']} {result['size']}, {result['what']}")
     for name, s in result["seconds"].items():
         more = (
             [f"{result['extra_memory_mib'][name]:,.0f} MiB more"]

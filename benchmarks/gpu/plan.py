@@ -88,7 +88,7 @@ def operations(o: Options) -> list[Item]:
                     cost = 25 if name == "compiled" and not o.small else 3
                     title = f"{role} {name} {seq_len} dropout {dropout:g}"
                     found.append(Item("operations", title, f"{where}:candidate", given, cost=cost, limit=120))
-    for name in ("adamw", "lamb"):
+    for name in ("adamw", "lamb", "muon"):
         given = {**o.both(), "optimizer": name}
         found.append(Item("operations", f"optimizer {name}", f"{where}:update", given, limit=60))
     return [*found, Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60)]

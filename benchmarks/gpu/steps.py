@@ -89,7 +89,8 @@ class Plain:
         self.gradients = [torch.zeros_like(master) for master in self.masters]
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = gradient
-        self.optimizer, self.clip = optimizers.build(cfg.optimizer, masters), cfg.optimizer.clip
+        self.optimizer = optimizers.build(cfg.optimizer, masters, dtype=DTYPES[cfg.precision])
+        self.clip = cfg.optimizer.clip
         self.optimizer.attach()
 
     def train_update(self, update: Update, lr: float) -> torch.Tensor:

@@ -34,6 +34,7 @@ class _File(BaseModel):
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     pieces: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]] = {}
+    first_moment_only: list[str] = []  # parameters of `pieces` without a second moment: Muon's matrices
 
 
 class _Counters(BaseModel):

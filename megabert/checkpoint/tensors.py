@@ -35,10 +35,13 @@ def write_moments(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Write one rank's moments durably; gives the file's entry. Raises OSError when the disk does not take it."""
     tensors: dict[str, Tensor] = {}
     listed: dict[str, list[list[int]]] = {}
+    single: set[str] = set()
     for piece in pieces:
         listed.setdefault(piece.name, []).append([piece.offset, piece.length])
         tensors |= {_key(kind, piece.name, piece.offset): tensor for kind, tensor in piece.moments.items()}
-    return _write(path, tensors) | {"pieces": listed}
+        single |= {piece.name} if len(piece.moments) == 1 else set()
+    entry = _write(path, tensors) | {"pieces": listed}
+    return entry | {"first_moment_only": sorted(single)} if single else entry
 
 
 def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
@@ -52,11 +55,12 @@ def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
 
 def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Raises Damaged unless a moments file of `path` holds the pieces that its entry in the manifest lists, in fp32."""
+    single = set(entry.get("first_moment_only", ()))
     listed = {
         _key(kind, parameter, offset): ("F32", [length])
         for parameter, pieces in entry.get("pieces", {}).items()
         for offset, length in pieces
-        for kind in MOMENTS
+        for kind in (MOMENTS[:1] if parameter in single else MOMENTS)
     }
     if _tensors_of(path, name) != listed:
         raise Damaged(f"{path.name}/{name} holds other pieces than the manifest lists")

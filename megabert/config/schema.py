@@ -137,9 +137,11 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019) or LAMB (You et al. 2020)."""
+    """AdamW (Loshchilov & Hutter 2019), LAMB (You et al. 2020) or Muon (Jordan et al. 2024)."""
 
-    name: Literal["adamw", "lamb"] = Field("adamw", description="update rule")
+    name: Literal["adamw", "lamb", "muon"] = Field(
+        "adamw", description="update rule; muon: of the layers' matrices, adamw's of all other parameters"
+    )
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
@@ -230,7 +232,7 @@ class OpsConfig(Section):
         description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm",
     )
     optimizer: Literal["auto", "torch", "apex"] = Field(
-        "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only"
+        "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"
     )
 
 

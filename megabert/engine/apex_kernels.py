@@ -22,6 +22,8 @@ def obstacle(config: Config, device: torch.device) -> str:
         return "NVIDIA's apex needs a CUDA device"
     if config.zero.offload == "cpu":
         return "zero.offload=cpu keeps the states where apex has no kernels"
+    if config.optimizer.name == "muon":
+        return "apex has no Muon"
     if config.optimizer.name == "lamb" and config.zero.stage:
         return (
             f"at zero.stage={config.zero.stage} apex's LAMB would have one trust ratio for a whole partition"

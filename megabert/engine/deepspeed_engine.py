@@ -99,7 +99,8 @@ class Engine:
         if apex and (reason := apex_kernels.obstacle(config, world.device)):
             raise ValueError(f"ops.optimizer=apex cannot run here: {reason}")
         self.optimizer_kernels = "apex" if apex else "torch"
-        self.optimizer = optimizers.build(config.optimizer, module, apex)
+        products = torch.float32 if config.precision == "fp32" else torch.bfloat16
+        self.optimizer = optimizers.build(config.optimizer, module, apex, products)
         with _quiet():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
@@ -118,7 +119,7 @@ class Engine:
             merged = {f"{name}.weight": getattr(m, "matrices", 0) or 1 for name, m in module.named_modules()}
             segments, units = self.layout.units(merged)
             self.optimizer.number_units(units)
-        self.optimizer.attach(segments, world.device if self.layout.partitioned else None)
+        self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         if self._guarded:
             self._gradients = device_step.install(wrapper, module, self.layout)
         self._summed = (

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, and LAMB with one trust ratio a parameter whatever flat partitions ZeRO hands it.
+"""Optimizers: AdamW, and LAMB with one trust ratio a parameter whatever flat partitions ZeRO hands it. Muon is in muon.py.
 
 Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. LAMB
 has one trust ratio a parameter at every ZeRO stage: norms are sums over the parameter's pieces on all ranks. What the
@@ -18,9 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
+from megabert.distributed.process_group import World
 from megabert.engine.result import to_device
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what both update rules keep of every element, in fp32
+MOMENTS = (
+    "exp_avg",
+    "exp_avg_sq",
+)  # what update rules keep of an element, in fp32; of Muon's the first alone
 CACHED = 1 << 17  # elements of a piece on the CPU: five fp32 arrays of it fit a core's cache
 
 
@@ -46,16 +50,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build(config: OptimizerConfig, model: nn.Module, apex: bool = False) -> Any:
+def build(
+    config: OptimizerConfig, model: nn.Module, apex: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
     """The configured optimizer over `model`'s parameters, by our and torch's kernels or by apex's; it does nothing until
-    `attach` is called."""
+    `attach` is called. `dtype`: of Muon's matrix products."""
+    betas = (config.beta1, config.beta2)
+    if config.name == "muon":
+        from megabert.engine.muon import Muon
+
+        return Muon(model, config.lr, betas, config.eps, config.weight_decay, dtype)
     kind: Any = Lamb if config.name == "lamb" else AdamW
     if apex:
         from megabert.engine.apex_kernels import ApexAdamW, ApexLamb
 
         kind = ApexLamb if config.name == "lamb" else ApexAdamW
     groups = parameter_groups(model, config.weight_decay)
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
 class _Guarded(torch.optim.Optimizer):
@@ -74,12 +85,13 @@ class _Guarded(torch.optim.Optimizer):
         self,
         segments: Mapping[Tensor, tuple[Segment, ...]] | None = None,
         reduce_on: torch.device | None = None,
+        world: World | None = None,
     ) -> None:
         """Start work.
 
         `segments` describes each tensor this optimizer will see (None: tensors are whole parameters); their indices are of
-        what has a trust ratio of its own. `reduce_on` is
-        the device of the norms' all-reduce when parameters are spread over ranks (None: they are not).
+        what has a trust ratio of its own. `reduce_on` is the device of the collectives when parameters are spread over the
+        ranks of `world` (None: they are not).
         """
         self._segments = dict(segments or {})
         self._reduce_on, self._attached = reduce_on, True
@@ -126,7 +138,11 @@ class _Guarded(torch.optim.Optimizer):
         """Flat views of a tensor's moments; {} before its first update, unless it began with moments."""
         state = self.state.get(tensor)
         held = state and (self.primed or int(state["step"]))
-        return {kind: state[kind].view(-1) for kind in MOMENTS} if held else {}
+        return {kind: state[kind].view(-1) for kind in self.kinds(tensor)} if held else {}
+
+    def kinds(self, tensor: Tensor) -> tuple[str, ...]:
+        """Names of the moments that this rule keeps of a tensor."""
+        return MOMENTS
 
     def resume(self, tensors: Iterable[Tensor], updates: int, primed: bool = False) -> None:
         """Make `tensors` such as have taken `updates` updates; moments that did not exist are zero and wait to be filled.
@@ -143,7 +159,7 @@ class _Guarded(torch.optim.Optimizer):
     def _begin(self, tensor: Tensor) -> None:
         state = self.state[tensor]
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-        for kind in MOMENTS:
+        for kind in self.kinds(tensor):
             state[kind] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -210,7 +226,7 @@ class Lamb(_Guarded):
         updates = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
         first = [self.state[t]["exp_avg"].view(-1) for t in tensors]
         second = [self.state[t]["exp_avg_sq"].view(-1) for t in tensors]
-        for block in _blocks(weights, updates, first, second):
+        for block in blocks(weights, updates, first, second):
             w, u, m, v = block
             torch._foreach_mul_(u, share)  # (1 - beta1) g
             if self.found_inf is not None:
@@ -258,7 +274,7 @@ class Lamb(_Guarded):
         return torch.where(valid, weight_norms / update_norms, 1.0)
 
 
-def _blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+def blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """The flat tensors of parallel lists, piece by piece: on the CPU pieces that stay in its cache while a dozen
     operations pass over them, on CUDA everything at once."""
     if lists[0][0].device.type != "cpu":

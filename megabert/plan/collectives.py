@@ -49,6 +49,10 @@ class Ranks:
         traffic = 2 * (self.size - 1) / self.size * size / self.bandwidth
         return traffic + calls * (self.base_latency + 2 * min(ring, depth))
 
+    def all_to_all(self, size: float) -> float:
+        """Seconds until each rank has sent every other an equal part of its share of `size` bytes."""
+        return self.reduce_scatter(size / self.size)
+
 
 def _hop(
     device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants

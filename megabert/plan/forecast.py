@@ -13,6 +13,7 @@ from megabert.config import Config, accumulation, fit_micro_size
 from megabert.plan import failures as faults
 from megabert.plan.devices import Device, Fabric
 from megabert.plan.step_time import MicroBatch, Share, Software, StepTime, System, step_seconds
+from megabert.training.dry_run import matrices
 
 DAY = 86_400
 HOUR = 3_600
@@ -24,7 +25,8 @@ PYTHON = 19e-6  # seconds of the host a kernel: 25-30 ms for a pass of BERT-LARG
 # counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations
 TORCH, NATIVE = (166.0, 60), (65.0, 28)  # bytes a token, layer and hidden unit; kernels a layer
 ACCUMULATE = 27.0  # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
-OPTIMIZER = {"adamw": 67.0, "lamb": 164.0}  # bytes a parameter: norm, clip, update, copies
+# bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides
+OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0}
 HOST = 2e-3  # seconds an update in which the device waits for Python (assumed)
 SCORES = {"fused_softmax": 22.0}  # bytes a pair and head; the other backends write no scores
 
@@ -108,6 +110,7 @@ def software_of(config: Config) -> Software:
         launch=PYTHON,
         accumulate=ACCUMULATE,
         optimizer=OPTIMIZER[config.optimizer.name],
+        orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
         overlap=config.zero.stage == 3,  # DeepSpeed's default
         recompute=config.model.activation_checkpointing,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from megabert.config import ModelConfig
+from megabert.engine.muon import Matrix
 from megabert.model import parameter_count
 from megabert.plan.collectives import across_nodes, inside_a_node, world
 from megabert.plan.devices import Constants, Device, Fabric
@@ -51,6 +52,7 @@ class Software:
     fp8: bool = False
     accumulate: float = 0.0  # bytes a parameter and micro-step to add up gradients
     optimizer: float = 42.0  # bytes a parameter of norms, clipping and the update itself
+    orthogonal: tuple[Matrix, ...] = ()  # Muon's, each made orthogonal by one rank
     # DeepSpeed's stage. None is NVIDIA's DistributedFusedLAMB: gradients are reduce-scattered in a node and all-reduced across
     # nodes, each rank of a node updates its share, weights are gathered in the node.
     zero: int | None = None
@@ -181,6 +183,7 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
     parts = system.device, system.fabric, size, system.constants
     inside, across, whole = inside_a_node(*parts), across_nodes(*parts), world(*parts)
     weights, stage = float(WEIGHT_BYTES * parameters(model)), system.software.zero
+    orthogonal = float(WEIGHT_BYTES * sum(matrix.size for matrix in system.software.orthogonal))
     if stage is None:
         between = across.all_reduce(weights / inside.size)
         within = inside.reduce_scatter(weights)
@@ -195,6 +198,8 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
     else:
         during = micro_steps * whole.reduce_scatter(weights) if stage == 2 else whole.all_reduce(weights)
         after = whole.all_gather(weights) if stage else 0.0
+    if orthogonal:  # directions to their owners and updates back; at stage 0 updates alone, to every rank
+        after += 2 * whole.all_to_all(orthogonal) if stage else whole.all_gather(orthogonal)
     if size <= max(system.device.domain, system.fabric.node):
         return Traffic((during, 0.0), (after, 0.0))
     return Traffic((0.0, during), (0.0, after))
@@ -213,8 +218,10 @@ def step_seconds(model: ModelConfig, share: Share, size: int, system: System) ->
         inside, network = max(0.0, inside - max(0.0, room - network)), max(0.0, network - room)
     shards = {None: min(size, system.fabric.node), 0: 1}.get(software.zero, size)
     bytes_each = software.accumulate * steps + software.optimizer / shards
+    flops = [matrix.flops for matrix in software.orthogonal]
+    owned = max(math.fsum(flops) / size, max(flops, default=0.0))  # the busiest rank's, at best
     terms = {name: steps * value for name, value in vars(one).items()} | {
-        "optimizer": parameters(model) * bytes_each / system.memory,
+        "optimizer": parameters(model) * bytes_each / system.memory + owned / system.rate,
         "inside": inside + moved.after[0],
         "network": network + moved.after[1],
         "host": software.host,

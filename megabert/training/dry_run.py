@@ -9,6 +9,7 @@ proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not me
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ import torch
 from megabert.config import (
     Config,
     ModelConfig,
+    OpsConfig,
     accumulation,
     fit_micro_size,
     from_dict,
@@ -36,7 +38,8 @@ from megabert.distributed import process_group
 from megabert.distributed.process_group import World
 from megabert.engine import lr_schedule
 from megabert.engine.deepspeed_engine import DTYPES, Engine
-from megabert.model.bert import parameter_count
+from megabert.engine.muon import Matrix, find_matrices
+from megabert.model.bert import BertForPreTraining, parameter_count
 from megabert.model.flops import attending_pairs, training_flops
 from megabert.training import distillation
 
@@ -100,8 +103,10 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
     return from_dict(tree)
 
 
-def states(parameters: int, precision: str, stage: int, world: int) -> dict[str, float]:
+def states(parameters: int, precision: str, stage: int, world: int, one_moment: int = 0) -> dict[str, float]:
     """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
+
+    Of the parameters `one_moment` have only one moment, Muon's matrices, and the others two.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
     of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
@@ -120,7 +125,7 @@ def states(parameters: int, precision: str, stage: int, world: int) -> dict[str,
         "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
         "gradients": gradients[stage],
         "masters": 4 * share if stage else 4.0 * mixed * parameters,
-        "moments": 8 * (share if stage else parameters),
+        "moments": (8.0 * parameters - 4.0 * one_moment) / (world if stage else 1),
     }
 
 
@@ -173,6 +178,7 @@ def report(
         f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
         + (f", {steps * update.rows / manifest.rows:.2f} epochs of {data}" if manifest else f" ({data})"),
         f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
+        *_muon(config, update, world_size),
         *_time(config, update, world_size, tokens_per_sec, mfu),
         "",
         *_memory(config, update.seq_len, world_size, memory_gib),
@@ -186,6 +192,20 @@ def report(
         ),
     ]
     return "\n".join(lines)
+
+
+def _muon(config: Config, update: Work, world_size: int) -> list[str]:
+    if config.optimizer.name != "muon":
+        return []
+    found = matrices(config.model)
+    size, flops = sum(m.size for m in found), sum(m.flops for m in found)
+    width = 4 if config.precision == "fp32" else 2
+    # at stage 0 every rank has all gradients, and updates alone travel: to each rank all that others own
+    each = (1 if config.zero.stage == 0 else 2 / world_size) * (world_size - 1) / world_size * width * size
+    return [
+        f"muon     {len(found)} matrices of {size / 1e6:.1f} M parameters: {flops:.4g} FLOPs an update, "
+        f"{flops / update.flops(config):.2%} of the work, over {world_size} ranks; each gets {each / 2**20:.1f} MiB"
+    ]
 
 
 def _time(
@@ -217,9 +237,21 @@ def padded_parameters(model: ModelConfig) -> int:
     return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
 
 
+@functools.cache
+def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
+    """What Muon takes for the matrices of a model."""
+    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+    with torch.device("meta"):
+        found = find_matrices(BertForPreTraining(model, plain))
+    return tuple(matrix for of in found.values() for matrix in of)
+
+
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
     """`states` of this run at a ZeRO stage, as far as they are on the GPU."""
-    parts = states(padded_parameters(config.model), config.precision, stage, world_size)
+    one_moment = 0
+    if config.optimizer.name == "muon":
+        one_moment = sum(matrix.size for matrix in matrices(config.model))
+    parts = states(padded_parameters(config.model), config.precision, stage, world_size, one_moment)
     if config.zero.offload == "cpu" and stage:
         parts |= {"masters": 0.0, "moments": 0.0}
     return parts

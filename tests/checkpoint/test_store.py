@@ -26,8 +26,13 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-CASES = [(precision, stage, "none") for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
-CASES += [("fp32", 2, "cpu"), ("fp16", 0, "none"), ("fp16", 2, "none")]
+CASES = [
+    (precision, stage, "none", "lamb" if stage in (1, 3) else "adamw")
+    for precision in ("fp32", "bf16")
+    for stage in (0, 1, 2, 3)
+]
+CASES += [("fp32", 2, "cpu", "adamw"), ("fp16", 0, "none", "adamw"), ("fp16", 2, "none", "adamw")]
+CASES += [("bf16", stage, "none", "muon") for stage in (0, 1, 3)]
 MOMENTS_FILE = "moments-00000-of-00001.safetensors"
 
 
@@ -102,13 +107,14 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
 
     allow_fp16()
     found: dict[str, Any] = {}
-    for precision, stage, offload in CASES:
-        name = "lamb" if stage in (1, 3) else "adamw"
+    for precision, stage, offload, name in CASES:
         cfg = tiny.config(
             precision=precision, zero__stage=stage, zero__offload=offload, optimizer__name=name,
             model__dropout=0.1, model__attention_dropout=0.1,
         )  # fmt: skip
-        run = Checkpoints(Path(folder) / f"{precision}-{stage}-{offload}", world, settings(asynchronous=True))
+        run = Checkpoints(
+            Path(folder) / f"{precision}-{stage}-{offload}-{name}", world, settings(asynchronous=True)
+        )
         first = tiny.engine(cfg, world)
         losses = tiny.train(first, range(3))
         run.save(first, state(3, cfg))
@@ -120,7 +126,7 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
         ends = [e.snapshot() for e in (first, second)]
         loaded_again = run.load(first, run.latest())  # an engine that has gone on comes back
         stored, meta = load_weights(saved)
-        found[f"{precision} {stage} {offload}"] = {
+        found[f"{precision} {stage} {offload} {name}"] = {
             "straight": losses[3:],
             "resumed": resumed,
             "rolled back": tiny.train(first, range(3, 6)),

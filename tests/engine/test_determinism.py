@@ -54,7 +54,7 @@ def unlisted(names: set[str]) -> set[str]:
 
 
 def updates(world: Any) -> dict[str, Any]:
-    """What two updates call, for AdamW under ZeRO and for LAMB under the guard of stage 0, and the flags before and after."""
+    """What two updates call, for AdamW and Muon under ZeRO and for LAMB under the guard of stage 0, and the flags before and after."""
 
     def flags() -> list[Any]:
         return [
@@ -66,7 +66,7 @@ def updates(world: Any) -> dict[str, Any]:
 
     tiny.engine(tiny.config(), world)
     found: dict[str, Any] = {"without": flags(), "names": set()}
-    for name, stage, precision in (("adamw", 1, "bf16"), ("lamb", 0, "fp32")):
+    for name, stage, precision in (("adamw", 1, "bf16"), ("lamb", 0, "fp32"), ("muon", 1, "bf16")):
         cfg = tiny.config(optimizer__name=name, zero__stage=stage, precision=precision, deterministic=True)
         engine = tiny.engine(cfg, world)
         with Trace() as trace:

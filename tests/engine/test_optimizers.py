@@ -14,6 +14,7 @@ from megabert.config import CheckpointConfig
 from megabert.distributed import process_group
 from megabert.engine.optimizers import AdamW, Lamb, Segment, parameter_groups
 from tests.checkpoint.test_store import state
+from tests.engine import test_muon as plain_muon
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -112,9 +113,23 @@ def lamb_under_zero(world: Any) -> dict[str, Any]:
     return found
 
 
+SETUPS = [*((stage, "none") for stage in range(4)), (2, "cpu")]
+
+
+def both_under_zero(world: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
+    lamb = lamb_under_zero(world)
+    train = plain_muon.train
+    return lamb, {s: train(world, zero__stage=s[0], zero__offload=s[1]) for s in SETUPS}
+
+
 @pytest.fixture(scope="module")
-def lamb_runs() -> dict[str, Any]:
-    return run_ranks(2, lamb_under_zero)[0]
+def two_ranks() -> tuple[dict[str, Any], dict[Any, Any]]:
+    return run_ranks(2, both_under_zero, timeout=240)[0]
+
+
+@pytest.fixture(scope="module")
+def lamb_runs(two_ranks: Any) -> dict[str, Any]:
+    return two_ranks[0]
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +199,17 @@ def test_plain_lamb_under_zero_is_another_optimizer(lamb_runs, reference):
     # 10 and 1,000 times what the right one is allowed
     assert max(abs(a - b) / b for a, b in zip(losses, reference[0], strict=True)) > 1e-4
     assert distance(weights, reference[1]) > 1e-2, distance(weights, reference[1])
+
+
+@pytest.fixture(scope="module")
+def muon_reference() -> dict[str, Any]:
+    return plain_muon.plain_run(plain_muon.PlainMuon)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_muon_under_zero_equals_unsharded_muon(setup, two_ranks, muon_reference):
+    plain_muon.check(two_ranks[1][setup], muon_reference)
 
 
 def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():

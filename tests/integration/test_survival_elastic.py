@@ -14,7 +14,7 @@ COMMON = (
 # ranks, ZeRO stage, rows of a micro-step, loader's workers, the step where it is stopped
 LEGS = ((1, 0, 16, 0, 4), (2, 1, 4, 2, 8), (4, 2, 2, 1, 12), (1, 3, 8, 3, 16))
 
-RATES = {"adamw": 2e-3, "lamb": 2e-2}
+RATES = {"adamw": 2e-3, "lamb": 2e-2, "muon": 2e-3}
 
 
 def leg(data, run, ranks, stage, micro, workers, until, *extra):
@@ -30,7 +30,7 @@ def logged(run):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", RATES)
 def test_one_two_four_and_one_ranks_under_stages_0_to_3(optimizer, dataset, tmp_path):
     choice = (f"optimizer.name={optimizer}", f"optimizer.lr={RATES[optimizer]}")
     leg(dataset, tmp_path / "straight", *LEGS[0][:4], 16, *choice)

@@ -46,6 +46,29 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     assert all(max(result["resumed_at"]) >= 10 for result in results)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.dist
+def test_twenty_kills_of_muon_leave_no_trace(dataset, tmp_path):
+    cases = (
+        (Case("Muon, one", 1, 100, 5, ("optimizer.name=muon",)), 10),
+        (Case("Muon, two", 2, 100, 5, ("optimizer.name=muon", "zero.stage=1")), 10),
+    )
+    server = Server()
+    try:
+        results = [
+            kills.survive(case, dataset, tmp_path / str(seed), server, kills=number, seed=seed)
+            for seed, (case, number) in enumerate(cases, 1)
+        ]
+    finally:
+        server.close()
+    print(json.dumps(results, indent=1))
+    assert [result["failure"] for result in results] == [None, None]
+    assert [result["differences"] for result in results] == [0, 0]
+    assert sum(result["kills"] for result in results) == 20
+    assert sum(result["fell"].get("inside a checkpoint write", 0) for result in results) >= 5
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.dist

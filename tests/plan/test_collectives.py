@@ -24,6 +24,8 @@ def test_a_ring_in_one_node() -> None:
     assert four.reduce_scatter(4 * GB) == pytest.approx(0.03 + 10 * US + 3 * 2 * US, rel=1e-12)
     assert four.all_gather(4 * GB) == four.reduce_scatter(4 * GB)
     assert four.all_reduce(4 * GB) == pytest.approx(0.06 + 10 * US + 6 * 2 * US, rel=1e-12)
+    # each holds 1 GB and sends a quarter of it to each of three
+    assert four.all_to_all(4 * GB) == pytest.approx(0.0075 + 10 * US + 3 * 2 * US, rel=1e-12)
     assert four.reduce_scatter(4 * GB, calls=5) == pytest.approx(0.03 + 5 * 16 * US, rel=1e-12)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megabert.config import ModelConfig
+from megabert.engine.muon import Matrix
 from megabert.model.flops import training_flops
 from megabert.plan.devices import ACHIEVED, DEVICES, Constants, Fabric, device
 from megabert.plan.step_time import (
@@ -177,3 +178,22 @@ def test_the_device_table() -> None:
     assert DEVICES["h100"].peak == 989e12 and device("H100") is DEVICES["h100"]
     with pytest.raises(ValueError, match="--gpus k80: not in the device table; choose one of v100, a100"):
         device("k80")
+
+
+def test_muons_matrices_are_shared_out_and_travel_twice() -> None:
+    matrices = tuple(Matrix(n, 0, 1_024, 4_096) for n in range(48))
+    muon = replace(PLAIN, orthogonal=matrices, zero=1)
+    flops = 48 * 5 * (4 * 1_024**2 * 4_096 + 2 * 1_024**3)
+    rate = system().rate
+    for size in (1, 8):
+        more = step(size, muon).optimizer - step(size, replace(PLAIN, zero=1)).optimizer
+        assert more == pytest.approx(flops / size / rate)
+    most = step(64, muon).optimizer - step(64, replace(PLAIN, zero=1)).optimizer
+    assert most == pytest.approx(flops / 48 / rate), "no rank has less than a matrix"
+    share = 2 * 48 * 1_024 * 4_096 / 8  # bytes of the matrices in 16 bits that one of 8 ranks holds
+    for stage, sent in ((1, 2 * 7 / 8 * share), (3, 2 * 7 / 8 * share), (0, 7 * share)):
+        with_muon, without = (
+            traffic(MODEL, 1, 8, system(replace(software, zero=stage), FREE)) for software in (muon, PLAIN)
+        )
+        assert with_muon.during == without.during
+        assert with_muon.after[0] - without.after[0] == pytest.approx(sent / DEVICES["h100"].link)

@@ -18,16 +18,21 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import ROOT, command
 
-STATES = [("fp32", 0), ("fp32", 2), *(("bf16", stage) for stage in range(4))]
+STATES = [
+    *(("fp32", stage, "adamw") for stage in (0, 2)),
+    *(("bf16", stage, "adamw") for stage in range(4)),
+    *(("bf16", stage, "muon") for stage in (0, 1)),
+]
 
 
 def measure(world: World) -> list[tuple[int, int]]:
     """(parameters, bytes of weights, masters and moments after an update) of each case of STATES."""
     results = []
-    for precision, stage in STATES:
+    for precision, stage, optimizer in STATES:
         cfg = tiny.config(
-            precision=precision, zero__stage=stage, model__hidden=128, batch__global_size=4 * world.size
-        )
+            precision=precision, zero__stage=stage, model__hidden=128, batch__global_size=4 * world.size,
+            optimizer__name=optimizer,
+        )  # fmt: skip
         engine = tiny.engine(cfg, world)
         tiny.train(engine, range(1))
         tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
@@ -43,10 +48,16 @@ def measure(world: World) -> list[tuple[int, int]]:
 def test_weights_masters_and_moments_take_what_the_formula_says_at_every_stage() -> None:
     """Gradients are not compared: how many of them live at once is DeepSpeed's own business from moment to moment."""
     world = 2
-    for (precision, stage), (parameters, found) in zip(STATES, run_ranks(world, measure)[0], strict=True):
-        states = dry_run.states(parameters, precision, stage, world)
+    model = tiny.config(model__hidden=128).model
+    for (precision, stage, optimizer), (parameters, found) in zip(
+        STATES, run_ranks(world, measure)[0], strict=True
+    ):
+        single = sum(m.size for m in dry_run.matrices(model)) if optimizer == "muon" else 0
+        states = dry_run.states(parameters, precision, stage, world, single)
         expected = states["weights"] + states["masters"] + states["moments"]
-        print(f"{precision} ZeRO-{stage}: {found / expected:.3f} of {expected / parameters:.1f} bytes")
+        print(
+            f"{precision} ZeRO-{stage} {optimizer}: {found / expected:.3f} of {expected / parameters:.1f} bytes"
+        )
         assert found == pytest.approx(expected, rel=0.03), (precision, stage)
 
 
@@ -114,6 +125,23 @@ def test_the_report_says_what_the_run_needs() -> None:
     cells = [float(cell) for cell in line.split()[:5]]
     gib = 110.1e6 / 2**30
     assert cells == pytest.approx([1, 2 * gib, 4 * gib, 0.5 * gib, gib], abs=0.01)
+
+
+def test_muon_keeps_one_moment_of_the_matrices_and_says_what_its_products_cost() -> None:
+    cfg, update = work_by_hand()
+    muon = configuration.load("base", [*BASE, "optimizer.name=muon"])
+    single = 12 * 12 * 768**2
+    for stage, ranks in ((0, 1), (1, 8), (3, 8)):
+        less = dry_run.resident(cfg, stage, 8)["moments"] - dry_run.resident(muon, stage, 8)["moments"]
+        assert less == pytest.approx(4 * single / ranks)
+    # a matrix [n, m]: 5 times 2 n n m for its Gram matrix, 2 n^3 for the square of that, 2 n n m for the product
+    flops = 12 * 5 * 768**3 * (4 * (2 + 2 + 2) + 2 * (2 * 4 + 2 + 2 * 4))
+    text = dry_run.report(muon, None, 8)
+    (line,) = (line for line in text.splitlines() if line.startswith("muon"))
+    assert f"72 matrices of {single / 1e6:.1f} M parameters: {flops:.4g} FLOPs an update" in line
+    assert f"{flops / update.flops(cfg):.2%} of the work, over 8 ranks" in line
+    assert line.endswith(f"each gets {2 * 2 * single / 8 * 7 / 8 / 2**20:.1f} MiB")
+    assert "muon  " not in dry_run.report(cfg, None, 8)
 
 
 def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:

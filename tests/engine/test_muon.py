@@ -1,0 +1,384 @@
+"""Muon against an update rule written out plainly here, on whole parameters and under ZeRO (on two ranks: test_optimizers.py),
+and beside DeepSpeed's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabert.config import OptimizerConfig
+from megabert.distributed import process_group
+from megabert.engine import optimizers
+from megabert.engine.muon import Matrix, find_matrices, orthogonalize, plan_exchange, share_out
+from megabert.engine.optimizers import Segment
+from tests.engine.test_deepspeed_engine import allow_fp16
+from tests.helpers import tiny
+
+SETTINGS = OptimizerConfig(name="muon", lr=0.003, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
+BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
+STEPS = 20
+LAYERS_MATRICES = (
+    "qkv.weight",
+    "attention_output.weight",
+    "feed_forward.weight",
+    "feed_forward_output.weight",
+)
+
+
+def newton_schulz(g: Tensor) -> Tensor:
+    """Five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X = G / |G|, in the type of `g`."""
+    tall = g.shape[0] > g.shape[1]
+    x = g.T if tall else g
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * (gram @ x) + 2.0315 * (gram @ (gram @ x))
+    return x.T if tall else x
+
+
+class PlainMuon:
+    """A parameter at a time; which are matrices of the layers is read from their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = dict(model.named_parameters())
+        self.m = {n: torch.zeros_like(p) for n, p in self.named.items()}
+        self.v = {n: torch.zeros_like(p) for n, p in self.named.items()}
+        self.t = 0
+
+    def orthogonal(self, name: str) -> bool:
+        return name.startswith("layers.") and name.endswith(LAYERS_MATRICES)
+
+    def update(self, name: str, g: Tensor) -> Tensor:
+        """Of one parameter: momentum, Nesterov's direction, orthogonal, as large as AdamW's."""
+        self.m[name].copy_(0.95 * self.m[name] + g)
+        parts = split(name, g + 0.95 * self.m[name])
+        return torch.cat([0.2 * math.sqrt(max(part.shape)) * newton_schulz(part) for part in parts])
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.t += 1
+        self.clip()
+        for name, p in self.named.items():
+            g, m, v = p.grad, self.m[name], self.v[name]
+            assert g is not None
+            if p.ndim >= 2:
+                p.mul_(1 - lr * DECAY)
+            if self.orthogonal(name):
+                p.sub_(lr * self.update(name, g))
+            else:
+                m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
+                v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g**2)
+                p.sub_(lr * (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS))
+            p.grad = None
+
+    def clip(self, limit: float = 1.0) -> None:
+        self.norm = float(torch.cat([p.grad.double().view(-1) for p in self.named.values()]).norm())
+        for p in self.named.values():
+            p.grad.div_(max(1.0, self.norm / limit))
+
+
+class DeepSpeedsMuon(PlainMuon):
+    """What DeepSpeed 0.19 does at stage 2: every matrix but embeddings, Q, K and V as one, another scale, and the clip
+    after the orthogonalisation, so that it shrinks the updates."""
+
+    def orthogonal(self, name: str) -> bool:
+        return self.named[name].ndim >= 2 and "embed" not in name
+
+    def clip(self, limit: float = 1.0) -> None:
+        for name, p in self.named.items():
+            if self.orthogonal(name):
+                self.m[name].copy_(0.95 * self.m[name] + 0.05 * p.grad)
+                direction = 0.05 * p.grad + 0.95 * self.m[name]
+                p.grad = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(direction)
+        super().clip(limit)
+
+    def update(self, name: str, g: Tensor) -> Tensor:
+        return g
+
+
+def split(name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.chunk(3) if "qkv" in name else (tensor,)
+
+
+def plain_run(rule: type[PlainMuon]) -> dict[str, Any]:
+    """20 updates of whole batches in fp32, without DeepSpeed."""
+    model = tiny.model(tiny.config())
+    optimizer = rule(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = tiny.batch(step, range(tiny.ROWS))
+        out = model(**batch.inputs())
+        mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
+        (mlm + nsp).backward()
+        optimizer.step(LR)
+        losses.append(float(mlm.detach()))
+        norms.append(optimizer.norm)
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train(world: Any, **changes: Any) -> dict[str, Any]:
+    cfg = tiny.config(optimizer__name="muon", **changes)
+    engine = tiny.engine(cfg, world)
+    results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(STEPS)]
+    return {
+        "losses": [float(r.losses[0]) for r in results],
+        "norms": [float(r.grad_norm) for r in results],
+        "weights": engine.consolidated_weights(),
+    }
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have: more would wait for each other in such small products
+    yield process_group.init(process_group.discover({}))
+    process_group.shutdown()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return plain_run(PlainMuon)
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Largest relative distance |a - b| / |b| of any parameter."""
+    return max(float((ours[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in theirs.items())
+
+
+def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    print(distance(found["weights"], reference["weights"]))
+    assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    assert max(reference["norms"]) > 1.2  # clipping had something to do
+    assert set(found["weights"]) == set(reference["weights"])
+    assert distance(found["weights"], reference["weights"]) < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_of_four_micro_steps_equals_unsharded_muon(stage, world, reference):
+    check(train(world, zero__stage=stage), reference)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_deepspeeds_own_muon_is_another_optimizer(world, reference):
+    """Not ours, and exactly the one that `DeepSpeedsMuon` writes out: what differs is what that says."""
+    import deepspeed
+
+    model = tiny.model(tiny.config())
+    params = {"lr": LR, "momentum": 0.95, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
+    params["torch_adam"] = True  # its own Adam would be compiled first, for minutes
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=optimizers.parameter_groups(model, DECAY),
+        config={
+            "train_batch_size": tiny.ROWS,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "Muon", "params": params},
+        },
+        dist_init_required=False,
+    )
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(STEPS):
+            batch = tiny.batch(step, range(tiny.ROWS))
+            out = engine(**batch.inputs())
+            engine.backward(out.mlm_loss_sum / batch.predictions + out.nsp_loss_sum / batch.nsp_pairs)
+            engine.step()
+    theirs = {n: p.detach() for n, p in model.named_parameters()}
+    written = plain_run(DeepSpeedsMuon)["weights"]
+    print(distance(theirs, written), distance(theirs, reference["weights"]))
+    assert distance(theirs, written) < 1e-3
+    assert distance(theirs, reference["weights"]) > 0.1
+
+
+# -- kinds of runs -------------------------------------------------------------------------------------------------
+
+
+OTHERS = {
+    "bf16": {},
+    "recorded": {"cuda_graphs": True},
+    "fp8": {"precision": "fp8", "model__layers": 3},
+    "fp16 at 0": {"precision": "fp16", "zero__stage": 0},
+    "fp16 at 2": {"precision": "fp16", "zero__stage": 2},
+}
+
+
+@pytest.mark.dist
+def test_sixteen_bits_eight_bits_and_recorded_steps_learn_and_skip(world):
+    """A vetoed update changes nothing; a recorded run is the run that was not recorded, bit for bit."""
+    allow_fp16()
+    losses = {}
+    for name, changes in OTHERS.items():
+        cfg = tiny.config(optimizer__name="muon", **{"precision": "bf16", "zero__stage": 1} | changes)
+        engine = tiny.engine(cfg, world)
+        assert engine.optimizer._dtype == torch.bfloat16
+        losses[name] = tiny.train(engine, range(3))
+        before = engine.snapshot()
+        assert engine.train_update(tiny.update(3, cfg, world), LR, lambda loss: True).skipped
+        after = engine.snapshot()
+        assert after.counters["optimizer_steps"] == before.counters["optimizer_steps"]
+        assert all(torch.equal(w, after.weights[n]) for n, w in before.weights.items())
+        for old, new in zip(before.pieces, after.pieces, strict=True):
+            assert all(torch.equal(moment, new.moments[kind]) for kind, moment in old.moments.items())
+            single = old.name.startswith("layers.") and old.name.endswith(LAYERS_MATRICES)
+            assert list(old.moments) == (["exp_avg"] if single else ["exp_avg", "exp_avg_sq"]), old.name
+        losses[name] += tiny.train(engine, range(4, 6))
+        assert losses[name][-1][0] < losses[name][0][0] - 0.2, name
+    assert losses["recorded"] == losses["bf16"]
+
+
+# -- the rule ------------------------------------------------------------------------------------------------------
+
+
+def test_the_matrices_are_those_of_the_layers_with_queries_keys_and_values_apart():
+    model = tiny.model(tiny.config())
+    found = find_matrices(model)
+    names = [n for n, _ in model.named_parameters()]
+    assert {names[index] for index in found} == {f"layers.{n}.{m}" for n in (0, 1) for m in LAYERS_MATRICES}
+    for index, matrices in found.items():
+        shapes = [(m.rows, m.columns) for m in matrices]
+        wide = {"qkv": [(32, 32)] * 3, "feed_forward.": [(128, 32)], "feed_forward_output": [(32, 128)]}
+        assert shapes == next((s for part, s in wide.items() if part in names[index]), [(32, 32)])
+        assert [m.begin for m in matrices] == [n * 1024 for n in range(len(matrices))]
+    groups = optimizers.build(SETTINGS, model).param_groups
+    listed = [id(p) for group in groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+    assert [(g["orthogonal"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        (True, 0.01, 8), (False, 0.01, 6), (False, 0.0, 24)
+    ]  # fmt: skip
+
+
+def test_an_orthogonal_matrix_has_singular_values_near_one_whatever_the_size_of_its_gradient():
+    draw = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 48, 80, generator=draw)
+    for dtype, far in ((torch.float32, 0.35), (torch.bfloat16, 0.40)):
+        done = orthogonalize(stack.to(dtype)).float()
+        values = torch.linalg.svdvals(done)
+        assert float((values - 1).abs().max()) < far, dtype
+        u, _, v = torch.linalg.svd(stack, full_matrices=False)
+        assert float(((u.mT @ done @ v.mT).diagonal(dim1=-2, dim2=-1) > 0.6).float().mean()) == 1
+        torch.testing.assert_close(orthogonalize(stack.mT.to(dtype)).float(), done.mT, rtol=0, atol=2e-2)
+    exact = torch.stack([newton_schulz(matrix) for matrix in stack.double()])
+    assert float((orthogonalize(stack) - exact).abs().max()) < 1e-5
+    for size in (1e-15, 1e12):
+        torch.testing.assert_close(orthogonalize(size * stack), orthogonalize(stack), rtol=1e-3, atol=1e-5)
+    assert not orthogonalize(torch.zeros(2, 8, 4)).any()
+    assert float(orthogonalize(1e-30 * stack).abs().max()) < 1e-6  # nothing is left of its squares
+
+
+def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device():
+    """Against the plain rule on gradients clipped here, over bad gradients between, also before the first."""
+    model, plain = tiny.model(tiny.config()), tiny.model(tiny.config())
+    guarded, usual = optimizers.build(SETTINGS, model), PlainMuon(plain)
+    guarded.attach()
+    draw = torch.Generator().manual_seed(2)
+    for bad in (math.nan, None, math.inf, None, None):
+        before = [p.detach().clone() for p in model.parameters()]
+        moments = [t.clone() for p in model.parameters() for t in guarded.moments_of(p).values()]
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        if bad is None:
+            usual.step(LR)
+        else:
+            model.layers[1].qkv.weight.grad[40, 3] = bad
+        norm = guarded.guard([p.grad for p in model.parameters()], 1.0)
+        guarded.step()
+        assert (norm == math.inf) == (bad is not None)
+        if bad is None:
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+        else:
+            after = [t for p in model.parameters() for t in guarded.moments_of(p).values()]
+            for old, new in zip([*before, *moments], [*model.parameters(), *after], strict=True):
+                assert torch.equal(old, new)
+        assert guarded.updates_of(model.parameters()) == usual.t
+
+
+def test_a_resumed_optimizer_is_the_one_that_never_stopped():
+    models = [tiny.model(tiny.config()) for _ in range(2)]
+    straight, second = (optimizers.build(SETTINGS, model, dtype=torch.bfloat16) for model in models)
+    draw = torch.Generator().manual_seed(3)
+    for optimizer in (straight, second):
+        optimizer.attach()
+    for step in range(5):
+        if step == 3:
+            second.resume(list(models[1].parameters()), straight.updates_of(models[0].parameters()))
+            models[1].load_state_dict(models[0].state_dict())
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                for kind, flat in second.moments_of(q).items():
+                    flat.copy_(straight.moments_of(p)[kind])
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        straight.step()
+        if step >= 3:
+            second.step()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)
+        assert {k: v.dtype for k, v in straight.state[p].items()} == {
+            k: v.dtype for k, v in second.state[q].items()
+        }
+
+
+# -- who owns what -------------------------------------------------------------------------------------------------
+
+
+def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[Segment]]]:
+    """Segments by rank of one flat tensor a rank: parameters 0, 1, ... one after the other, cut into equal parts."""
+    share = -(-(sum(sizes) + padding) // ranks)
+    found = []
+    for rank in range(ranks):
+        begin, held = 0, []
+        for index, size in enumerate(sizes):
+            first, last = max(begin, rank * share), min(begin + size, (rank + 1) * share)
+            if first < last:
+                held.append(Segment(index, first - rank * share, last - rank * share, first - begin))
+            begin += size
+        found.append([held])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_element_travels_to_one_owner_and_back(ranks):
+    """Each sends what the other expects, piece by piece, and the owner gets whole matrices."""
+    matrices = {
+        0: tuple(Matrix(0, n * 12, 3, 4) for n in range(3)),
+        1: (Matrix(1, 0, 5, 2),),
+        2: (Matrix(2, 0, 6, 7),),
+    }
+    segments = cut([36, 10, 42], ranks, padding=40)  # the last of 7 ranks holds padding alone
+    plans = [plan_exchange(matrices, segments, rank) for rank in range(ranks)]
+    covered: list[tuple[int, int]] = []
+    for rank, plan in enumerate(plans):
+        assert plan.matrices == plans[0].matrices and len(plan.matrices) == 5
+        whole: dict[int, list[tuple[int, int]]] = {}
+        for other in range(ranks):
+            assert plan.owned[other] == plans[other].held[rank]
+            for part in plan.owned[other]:
+                whole.setdefault(part.matrix, []).append((part.offset, part.offset + part.size))
+        for number, stretches in whole.items():
+            stretches.sort()
+            assert stretches[0][0] == 0 and stretches[-1][1] == plan.matrices[number].size
+            assert all(a[1] == b[0] for a, b in pairwise(stretches))
+        covered += [(number, rank) for number in whole]
+    assert sorted(number for number, _ in covered) == list(range(5))
+
+
+def test_owners_have_equal_work():
+    costs = [Matrix(0, 0, *shape).flops for shape in [(1024, 1024)] * 96 + [(4096, 1024)] * 48]
+    assert costs[0] == 5 * 6 * 1024**3 and costs[-1] == 5 * (4 * 4 + 2) * 1024**3
+    for ranks in (1, 3, 8, 64):
+        owners = share_out(costs, ranks)
+        load = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in range(ranks)]
+        assert max(load) <= max(1.1 * sum(costs) / ranks, max(costs)), load
+    assert sorted(share_out(costs, 512)) == list(range(144))
