@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,17 @@ def messages() -> None:
     from megabert.common import logs
 
     logs.setup()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    """This process as a world of one rank. DeepSpeed forgets its groups, which end with the world, for the next module's."""
+    from megabert.distributed import process_group
+
+    yield process_group.init(process_group.discover({}))
+    process_group.shutdown()
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups._WORLD_GROUP = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

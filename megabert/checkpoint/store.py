@@ -324,7 +324,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     path = Path(source)
     checkpoints = Checkpoints(path, world)
     if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
-        if problem := checkpoints._problem(path, weights_only=False):
+        if problem := checkpoints._problem(path, ""):
             raise ValueError(f"init_from={source}: {problem}")
     else:
         newest = checkpoints.latest()

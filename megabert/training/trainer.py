@@ -63,8 +63,8 @@ class TrainState:
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> TrainState:
         """That of a checkpoint; those of earlier versions have neither tokens nor objective."""
-        saved = {"tokens": 0, "objective": ""} | dict(saved)
-        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+        known: dict[str, Any] = {"tokens": 0, "objective": ""} | dict(saved)
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

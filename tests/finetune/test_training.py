@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 
 from megabert import pretrained
 from megabert.common.errors import BadTraining
-from megabert.distributed import process_group
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, tasks, training
@@ -50,12 +48,6 @@ class Never:
         """It reads no clock."""
 
     saved = updated
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield process_group.init(process_group.discover({}))
-    process_group.shutdown()
 
 
 @pytest.fixture(scope="module")

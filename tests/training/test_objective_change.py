@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from megabert import config as configuration
 from megabert import pretrained
 from megabert.checkpoint import load_weights
 from megabert.config import Config
-from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -47,12 +45,6 @@ RECIPE = [
         "eval.rate=0.15",
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield process_group.init(process_group.discover({}))
-    process_group.shutdown()
 
 
 def config(*overrides: str) -> Config:
