@@ -84,7 +84,11 @@ class Table:
 
     def __init__(self, path: Path, search: Search, data: dict[str, str]) -> None:
         self.path = path
-        self.settings = {"search": search.name, "digest": search.digest, "recipe": search.recipe.name}
+        self.settings: dict[str, Any] = {
+            "search": search.name,
+            "digest": search.digest,
+            "recipe": search.recipe.name,
+        }
         self.settings |= {
             "space": search.space,
             "rungs": [asdict(rung) for rung in search.rungs],
@@ -162,20 +166,17 @@ def markdown(search: Search, table: Table) -> str:
         "| trial | " + " | ".join([*keys, *(f"{r.track}, {r.seeds} seed(s)" for r in search.rungs)]) + " |"
     ]
     lines.append("|" + "---|" * (1 + len(keys) + len(search.rungs)))
-    results, order = table.results(), {}
+    results, order = table.results(), dict[str, list[float]]()
     for trial in sorted({row["trial"] for row in table.rows}):
-        cells, found = [], []
+        cells, means = [], []
         for rung in search.rungs:
-            scores = [
-                results[trial, rung.track, s] for s in range(rung.seeds) if (trial, rung.track, s) in results
-            ]
-            found.append(sum(scores) / len(scores) if scores else None)
-            cells.append("" if not scores else "diverged" if math.isinf(found[-1]) else f"{found[-1]:.4f}")
+            keyed = [(trial, rung.track, seed) for seed in range(rung.seeds)]
+            scores = [results[key] for key in keyed if key in results]
+            means.append(sum(scores) / len(scores) if scores else math.inf)
+            cells.append("" if not scores else "diverged" if math.isinf(means[-1]) else f"{means[-1]:.4f}")
         drawn = halving.draw(search.space, trial, search.seed)
         values = [recipes.written(drawn[key]) if drawn else "" for key in keys]
-        order[f"| {trial} | " + " | ".join(values + cells) + " |"] = [
-            math.inf if value is None else value for value in reversed(found)
-        ]
+        order[f"| {trial} | " + " | ".join(values + cells) + " |"] = means[::-1]
     return "\n".join([*lines, *sorted(order, key=lambda line: order[line])])
 
 

@@ -135,9 +135,10 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
     if files_of(text):
         name = f"{text.resolve().name}-{hashlib.sha256(str(text.resolve()).encode()).hexdigest()[:8]}"
     split(text, work / name / "text")
-    trained = isinstance(vocabulary, int)
-    folder = work / name / (f"vocab-{vocabulary}" if trained else f"vocab-{Path(vocabulary).stem}")
-    made = ["--vocab-size", str(vocabulary)] if trained else ["--tokenizer", str(vocabulary)]
+    if isinstance(vocabulary, int):
+        folder, made = work / name / f"vocab-{vocabulary}", ["--vocab-size", str(vocabulary)]
+    else:
+        folder, made = work / name / f"vocab-{Path(vocabulary).stem}", ["--tokenizer", vocabulary]
     documents = json.loads((work / name / "text" / MARK).read_text())["documents"]
     data = RaceData(folder / "train", folder / "held_out", documents)
     build(work / name / "text/train", data.train, *made, "--held-out", str(1 / ONE_IN))

@@ -30,9 +30,11 @@ FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
 WARM_UP = "warmup"
 BUDGET = (
+    "schedule.by",
     "schedule.total_steps",
     "schedule.warmup_steps",
     "schedule.budget_minutes",
+    "schedule.budget_tokens",
     "schedule.budget_warmup",
 )
 
@@ -116,14 +118,14 @@ def save(recipe: Recipe, path: Path) -> None:
 def our_config(recipe: Recipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
     """The overrides of a run of ours on a track, and the configuration they make. Raises ValueError."""
     overrides = [*recipe.overrides(), f"seed={seed}"]
+    if "schedule.name" not in recipe.keys:
+        overrides += ["schedule.name=linear"]
     if track.minutes:
-        overrides += ["schedule.name=budget", f"schedule.budget_minutes={track.minutes}"]
+        overrides += ["schedule.by=minutes", f"schedule.budget_minutes={track.minutes}"]
         overrides += [f"schedule.budget_warmup={recipe.warmup}", "schedule.total_steps=1000000000"]
     else:
         rows = config.load(recipe.preset, overrides).batch.global_size
         updates = max(1, round(track.tokens / (rows * tokens_a_row)))
-        if "schedule.name" not in recipe.keys:
-            overrides += ["schedule.name=linear"]
         overrides += [f"schedule.total_steps={updates}"]
         overrides += [f"schedule.warmup_steps={round(recipe.warmup * updates)}"]
     return overrides, config.load(recipe.preset, overrides)

@@ -23,7 +23,7 @@ ROWS_A_SECOND = (
     150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
 )
 KEPT = 24  # points at most; of more, the last ones
-WEIGHTS = "weights.safetensors"
+WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def rate(run: Path) -> float | None:
 
 
 def weights_of(point: Point) -> dict[str, Tensor]:
-    """fp32 weights by parameter name, under our names."""
+    """fp32 weights by parameter name, under our names; where a run averages its last ones, the average."""
     if (point.weights / "manifest.json").is_file():
         from megabert import checkpoint
 
-        return checkpoint.load_weights(point.weights)[0]
+        return checkpoint.load_weights(point.weights, average=(point.weights / AVERAGE).is_file())[0]
     from safetensors.torch import load_file
 
     return load_file(point.weights / WEIGHTS)
