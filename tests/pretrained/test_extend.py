@@ -51,7 +51,7 @@ def test_a_word_of_a_script_without_spaces_is_found_inside_of_a_text(tmp_path: P
     from data_prep.stages.train_tokenizer import train
 
     lines = ["他在清晨的市场里买菜。", "图书馆在城市的中心。", "老王卖豆腐和蔬菜。"] * 9
-    (tmp_path / "m").write_bytes(train(lines, BuildOptions(vocab_size=40, character_coverage=1.0)))
+    (tmp_path / "m").write_bytes(train(lines, BuildOptions(vocab_size=30, character_coverage=1.0)))
     tokenizer = Tokenizer.load(tmp_path / "m")
     more, parts = extend.extended(tokenizer, ["城市的中心"])
     assert [tokenizer.pieces[i] for i in parts[0]] and len(parts[0]) > 1

@@ -14,6 +14,7 @@ from data_prep.report import pair_checks
 GOOD = {
     "pairs": 2000,
     "random next": 1000,
+    "tokens": 99_000,
     "corpus tokens": 90_000,
     "borrowed tokens": 10_000,
     "truncated tokens": 9000,
