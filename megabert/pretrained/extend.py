@@ -1,7 +1,7 @@
 """More words for a vocabulary: a tokenizer with pieces added at its end, and the model's rows for them.
 
 Where a model goes on with text of another field or language, a word that would be many pieces becomes one. Its row of the
-embedding (and its entry of the decoder's bias) starts as the mean of those of the pieces it was, so that the model begins
+embedding (and of the decoder) starts as the mean of those of the pieces it was, so that the model begins
 with what it knew of them.
 """
 
@@ -25,7 +25,10 @@ from megabert.data.tokenizer import (
 
 STEPS = 256  # of a unigram score in 1, as data_prep trains them: their sums are exact
 NORMAL, UNIGRAM = 1, 1  # SentencePiece's numbers of a kind of piece and of a kind of model
-ROWS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")  # a row a piece
+ROWS = (  # a row a piece; the decoder's own where it is not tied
+    *("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"),
+    "cls.predictions.decoder.weight",
+)
 
 
 def read_words(path: Path) -> list[str]:
@@ -55,7 +58,7 @@ def extended(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenizer, lis
 def rows_of(weights: dict[str, Tensor], parts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """`weights` under Hugging Face's names, with a row (a bias) for each of `parts`: the mean of theirs."""
     found = dict(weights)
-    for name in ROWS:
+    for name in weights.keys() & set(ROWS):
         new = [found[name][list(ids)].mean(0, keepdim=True) for ids in parts]
         found[name] = torch.cat([found[name], *new])
     return found

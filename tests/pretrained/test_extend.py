@@ -16,9 +16,9 @@ WORDS = {"uncased": ["foxes", "seafox", "Oversea", "the"], "unigram": ["shellsea
 TEXTS = ["the quick brown fox", "sea shells by the river, over words"]
 
 
-@pytest.mark.parametrize("kind", ["uncased", "unigram"])
-def test_words_are_added_to_tokenizer_and_model(kind: str, tmp_path: Path) -> None:
-    run = runs.make(tmp_path / "run", kind)
+@pytest.mark.parametrize(("kind", "tied"), [("uncased", True), ("unigram", False)])
+def test_words_are_added_to_tokenizer_and_model(kind: str, tied: bool, tmp_path: Path) -> None:
+    run = runs.make(tmp_path / "run", kind, tied=tied)
     export.export(run, tmp_path / "hf")
     before = pretrained.load(run)
     (tmp_path / "words.txt").write_text("\n".join([*WORDS[kind], WORDS[kind][0], ""]))
@@ -37,13 +37,15 @@ def test_words_are_added_to_tokenizer_and_model(kind: str, tmp_path: Path) -> No
     assert new.vocab_size == size + len(added) == after.config.model.vocab_size and new.sha256 != old.sha256
     assert new.encode_batch(added) == [[size + i] for i in range(len(added))]
     assert new.encode_batch(TEXTS) == old.encode_batch(TEXTS) and new.special_ids == old.special_ids
-    for name in ("embeddings.word.weight", "embeddings.word.bias"):
+    rows = {"embeddings.word.weight", "embeddings.word.bias"} | (
+        set() if tied else {"embeddings.word.decoder"}
+    )
+    for name in rows:
         was, now = before.weights[name], after.weights[name]
         assert now[:size].equal(was[:size])
         for i, ids in enumerate(old.encode_batch(added)):
             assert len(ids) > 1 and torch.allclose(now[size + i], was[ids].mean(0))
-    same = before.weights.keys() - {"embeddings.word.weight", "embeddings.word.bias"}
-    assert all(after.weights[name].equal(before.weights[name]) for name in same)
+    assert all(after.weights[name].equal(before.weights[name]) for name in before.weights.keys() - rows)
 
 
 def test_a_word_of_a_script_without_spaces_is_found_inside_of_a_text(tmp_path: Path) -> None:
