@@ -252,11 +252,6 @@ def _dataset(
 ) -> WrittenDataset:
     """Shuffle and write what the stages `train` and `held` drew; `listed` are the options as manifests list them."""
     train_drawn, held_drawn = total(train.results), total(held.results)
-    if train_drawn.counts["tokens"] < seq_len:
-        raise BadInput(
-            f"--input: the corpus makes only {train_drawn.counts['tokens']} tokens, less than one row of {seq_len}; "
-            "give more text"
-        )
     lengths = train_drawn.histograms["tokens of a sequence"]
     slots = job.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
     dtype, name = work_files.id_dtype(tokenizer).name, tokenizer.path.name

@@ -1,6 +1,6 @@
 """Make a Hugging Face BERT folder a run folder to continue pre-training from.
 
-megabert convert --model HF_DIR --run DIR
+megabert convert --model HF_DIR --run DIR [--add-words FILE]
 megabert prep build --tokenizer DIR/vocab.txt …
 megabert train --config DIR/config.toml --data DATA --run NEW_RUN
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megabert import checkpoint
@@ -18,11 +19,17 @@ from megabert.common.canonical_json import canonical
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
 from megabert.config import Config
-from megabert.pretrained import hf_read
+from megabert.pretrained import extend, hf_read
 from megabert.pretrained.hf_read import Foreign
 
 
-def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
+def convert(
+    source: str | Path,
+    run: str | Path,
+    tokenizer: str | Path = "",
+    nsp: bool = True,
+    words: Sequence[str] = (),
+) -> Foreign:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
     Arguments and errors as of `foreign.read`; after an error nothing is written.
@@ -30,7 +37,7 @@ def convert(source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp
     folder, run = Path(source), Path(run)
     if not folder.is_dir():
         raise ValueError(f"{source}: no such folder; name one with {hf_read.CONFIG} and {hf_read.WEIGHTS[0]}")
-    found = hf_read.read(folder, tokenizer, nsp)
+    found = hf_read.read(folder, tokenizer, nsp, words)
     with appearing(run, "config.toml") as new:
         for name, data in found.tokenizer.files().items():
             (new / name).write_bytes(data)
@@ -68,8 +75,15 @@ def main(argv: list[str] | None = None) -> int:
         help="vocab.txt or SentencePiece model, where the folder has none",
     )
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
+    add(
+        "--add-words",
+        default="",
+        metavar="FILE",
+        help="make each word of the file, one a line, a piece; its embedding starts from the mean of its pieces'",
+    )
     args = parser.parse_args(argv)
-    done = convert(args.model, args.run, args.tokenizer, not args.no_nsp)
+    words = extend.read_words(Path(args.add_words)) if args.add_words else ()
+    done = convert(args.model, args.run, args.tokenizer, not args.no_nsp, words)
     if done.initialised:
         log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(done.initialised)}")
     if done.ignored:

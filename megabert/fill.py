@@ -58,6 +58,7 @@ class Filler:
         text, pair = text.strip(), pair.strip()
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
+        text, pair = self.found.tokenizer.plain(text), self.found.tokenizer.plain(pair)
         encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
         ids, most = np.array(encoded.ids), self.found.config.model.max_positions
         length = len(ids)

@@ -1,8 +1,8 @@
-"""Checks of the pairs of a build before rows are written: what trains a poor model is said, with its cause and what helps."""
+"""Checks of a build before rows are written: what makes none or trains a poor model is said, with its cause and what helps."""
 
 from __future__ import annotations
 
-from data_prep.common.errors import Unfinished
+from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.work_files import Done
 from megabert.common.logs import log
 
@@ -13,8 +13,12 @@ FEWEST = 1000  # pairs; fewer are only warned of: a sample, whose shares say lit
 def check(drawn: Done, seq_len: int, allow: bool) -> None:
     """`drawn` is the sum of what drawing the sequences of `seq_len` reported.
 
-    Raises Unfinished, so that the same command with --allow goes on from here.
+    Raises BadInput where it makes no row, and Unfinished where it makes poor ones: the same command with --allow goes on.
     """
+    if drawn.counts["tokens"] < seq_len:
+        raise BadInput(
+            f"--input: the corpus makes only {drawn.counts['tokens']} tokens, less than one row of {seq_len}; give more text"
+        )
     found = [text for text in (_random(drawn), _truncated(drawn, seq_len)) if text]
     if not found:
         return

@@ -132,7 +132,9 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             eos_piece="[SEP]",
             control_symbols=["[MASK]"],
             character_coverage=options.character_coverage,
-            byte_fallback=options.byte_fallback,
+            **(
+                {"byte_fallback": True} if options.byte_fallback else {}
+            ),  # a model says which options were given
             max_sentence_length=4 * MAX_SENTENCE,
             num_threads=THREADS,
             minloglevel=2,

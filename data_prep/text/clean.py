@@ -6,7 +6,6 @@ local to a word (NFC, invisible characters, entities) is `clean_word`, run once 
 
 from __future__ import annotations
 
-import html
 import re
 import unicodedata
 from collections import Counter
@@ -14,15 +13,13 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from data_prep.text.sentences import CLOSERS, WIDE_CLOSERS
+from megabert.common.plain_text import plain_word
 
 Form = Literal["NFC", "NFKC", "none"]
 
 # C0 controls and DEL go, but tab and line feed stay and VT, FF become spaces.
 _DELETED = bytes(c for c in (*range(32), 127) if c not in (9, 10, 11, 12, 13))
 _SPACES = bytes.maketrans(b"\x0b\x0c", b"  ")
-INVISIBLE = re.compile(
-    "[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]"
-)
 TAG = re.compile(
     r"</?(?:br|dl|dd|dt|ul|ol|li|p|ref|references|nowiki|noinclude|onlyinclude|includeonly|div|span|center|"
     r"small|big|sub|sup|table|tr|td|th|gallery|blockquote|poem|font|math|tt|code|pre|hr|em|strong|cite|i|b|u|s)"
@@ -113,8 +110,5 @@ def clean_word(word: str, form: Form = "NFC") -> str:
     """A word in a Unicode normal form, without invisible characters, with HTML entities resolved; by "none" as it is."""
     if form == "none":
         return word
-    if "&" in word and ";" in word:
-        word = html.unescape(word)
-    if word.isascii():
-        return word
-    return unicodedata.normalize(form, INVISIBLE.sub("", word))
+    word = plain_word(word)
+    return word if word.isascii() else unicodedata.normalize(form, word)

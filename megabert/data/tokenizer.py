@@ -33,6 +33,7 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.canonical_json import canonical
+from megabert.common.plain_text import plain, plain_with_places
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}  # of a SentencePiece model
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -43,11 +44,11 @@ MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
 CHUNK = 4096  # texts handed to a thread at once
 # Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
 # Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
-# half-width kana; ideographs beyond the first plane.
+# full-width forms, half-width kana; ideographs beyond the first plane.
 NO_SPACES = (
     (0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x1AAF), (0x1B00, 0x1B7F), (0x2E80, 0x312F),
     (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
-    (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x3FFFF),
+    (0xF900, 0xFAFF), (0xFF00, 0xFF9F), (0x20000, 0x3FFFF),
 )  # fmt: skip
 TRAILING_VOWELS = (
     "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
@@ -163,20 +164,29 @@ class Tokenizer:
         """Token ids of each text, without special tokens, on `threads` threads; -1 takes every core."""
         raise NotImplementedError
 
+    def plain(self, text: str) -> str:
+        """`text` as data_prep has it before it encodes its words: without invisible characters and HTML entities."""
+        return plain(text)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts from anywhere, which a dataset would hold had it been built of them."""
+        return self.encode_batch([self.plain(text) for text in texts])
+
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word as it stands in a text without spaces, after another one: without the space before it."""
-        return self.encode_batch(words)
+        """As `encode_texts`, of each word as it stands in a text without spaces, after another: without the space before it."""
+        return self.encode_texts(words)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Ids of each text, those of `encode_batch`, and int64 [n, 2]: first character of each token, and one past its last.
+        """Ids of each text, those of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last.
 
         Characters are those of the text as given, whatever was normalised, and leave out blanks before the token. A token
         that is but a blank, or one of several that a character became, may have none: its two offsets are equal.
         """
-        encoded = self._encode_with_offsets(list(texts))
+        as_encoded = [self.plain(text) for text in texts]
+        encoded = self._encode_with_offsets(as_encoded)
         return [
-            (ids, _without_blanks(text, np.array(offsets, np.int64).reshape(-1, 2)))
-            for text, (ids, offsets) in zip(texts, encoded, strict=True)
+            (ids, _places_in(text, seen, _without_blanks(seen, np.array(offsets, np.int64).reshape(-1, 2))))
+            for text, seen, (ids, offsets) in zip(texts, as_encoded, encoded, strict=True)
         ]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -196,6 +206,15 @@ class Tokenizer:
 def writes_without_spaces(character: str) -> bool:
     """Whether a character's script puts no space between words."""
     return any(first <= ord(character) <= last for first, last in NO_SPACES)
+
+
+def stand_together(before: str, after: str) -> bool:
+    """Whether no space is between two words of a text: one is in a script without spaces, the other too or punctuation."""
+    edges = before[-1:], after[:1]
+    without = [bool(c) and writes_without_spaces(c) for c in edges]
+    return any(without) and all(
+        w or unicodedata.category(c or " ")[0] == "P" for w, c in zip(without, edges, strict=True)
+    )
 
 
 def _is_unit(piece: str) -> bool:
@@ -219,6 +238,18 @@ def _without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
     solid = np.append(np.flatnonzero(~blank), len(text))  # characters that are none
     offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
     return offsets
+
+
+def _places_in(text: str, seen: str, offsets: np.ndarray) -> np.ndarray:
+    """`offsets` in the text as it was `seen` (`plain`), as offsets in the text itself."""
+    if seen == text:
+        return offsets
+    found, places = plain_with_places(text)
+    assert found == seen, "a text's plain form is one"
+    starts, ends = np.append(places[:, 0], len(text)), np.append(0, places[:, 1])
+    first = starts[offsets[:, 0]]
+    last = ends[offsets[:, 1]]
+    return np.stack([first, np.where(offsets[:, 0] == offsets[:, 1], first, last)], 1)
 
 
 def _in_brackets(piece: str) -> bool:
@@ -255,6 +286,17 @@ class _SentencePiece(Tokenizer):
     """A SentencePiece model from its bytes; `not_text` is the byte that shows it to be no vocab.txt."""
 
     kind, file_name = "sentencepiece", "tokenizer.model"
+
+    @functools.cached_property
+    def _takes_text_as_it_is(self) -> bool:
+        """Whether the model was trained on text of which nothing was changed."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        messages: Any = sentencepiece_model_pb2
+        return messages.ModelProto.FromString(self.data).normalizer_spec.name == "identity"
+
+    def plain(self, text: str) -> str:
+        return text if self._takes_text_as_it_is else plain(text)
 
     def __init__(self, path: Path, sha256: str, model: bytes, not_text: int) -> None:
         processor = sentencepiece.SentencePieceProcessor()
@@ -293,7 +335,7 @@ class _SentencePiece(Tokenizer):
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        return [self._without_space(ids) for ids in self.encode_batch(words)]
+        return [self._without_space(ids) for ids in self.encode_texts(words)]
 
     def _without_space(self, ids: list[int]) -> list[int]:
         if not ids or not self.word_start[ids[0]]:

@@ -109,8 +109,8 @@ class Extractor:
     def items(self, texts: Sequence[tuple[str, str | None]]) -> list[Item]:
         """The token ids of texts or pairs, cut to `max_length`: the end of the longer one first, as BERT does."""
         tokenizer = self.found.tokenizer
-        first = tokenizer.encode_batch([a for a, _ in texts])
-        second = tokenizer.encode_batch([b or "" for _, b in texts])
+        first = tokenizer.encode_texts([a for a, _ in texts])
+        second = tokenizer.encode_texts([b or "" for _, b in texts])
         items = []
         for (_, pair), a, b in zip(texts, first, second, strict=True):
             room = self.max_length - (2 if pair is None else 3)

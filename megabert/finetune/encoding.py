@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megabert.data.tokenizer import Tokenizer, writes_without_spaces
+from megabert.data.tokenizer import Tokenizer, stand_together
 from megabert.finetune.datasets import Example, Question, Text, Words
 from megabert.finetune.tasks import Task
 
@@ -100,7 +100,7 @@ def _row(tokenizer: Tokenizer, a: np.ndarray, b: np.ndarray | None = None) -> tu
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    return [np.array(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+    return [np.array(ids, np.int32) for ids in tokenizer.encode_texts(texts)]
 
 
 def _windows(tokens: int, room: int, stride: int) -> list[int]:
@@ -171,26 +171,25 @@ def _cut(
 def _tags(
     examples: Sequence[Words], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
 ) -> Iterator[Item]:
-    """Every word is encoded on its own; its first piece that is more than a space carries the tag.
+    """Every word is encoded on its own; its first piece carries the tag, outside ASCII the first that is more than a space.
 
     A word that follows another one in a script without spaces (a character or a word of Chinese) is encoded without the
     space that stands before words elsewhere.
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    pieces = dict(
-        zip(distinct, (_word(ids, tokenizer, room) for ids in tokenizer.encode_batch(distinct)), strict=True)
-    )
-    glued = [word for word in distinct if writes_without_spaces(word[0])]
-    inside = dict(
-        zip(glued, (_word(ids, tokenizer, room) for ids in tokenizer.encode_inside(glued)), strict=True)
+    ids = [tokenizer.encode_texts(distinct), tokenizer.encode_inside(distinct)]
+    apart, inside = (
+        {w: _word(found, tokenizer, room) for w, found in zip(distinct, i, strict=True)} for i in ids
     )
     for i, example in enumerate(examples):
         words = [
-            inside[word] if word in inside and before and writes_without_spaces(before[-1]) else pieces[word]
+            inside[word] if stand_together(before, word) else apart[word]
             for before, word in pairwise(("", *example.words))
         ]
-        lead = np.array([len(ids) > 1 and tokenizer.pieces[ids[0]].isspace() for ids in words], np.int64)
+        lead = np.array(
+            [_space_before(w, ids, tokenizer) for w, ids in zip(example.words, words, strict=True)]
+        )
         at = np.cumsum([0, *map(len, words)])  # [words + 1], first token of each
         targets = np.array([_class(example.where, tag, classes) for tag in example.tags or ()], np.int64)
         for first, start, end, last in _word_windows(at, room, stride):
@@ -202,6 +201,11 @@ def _tags(
 def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
     """int32 [n]: at most `room` ids of a word; one of a character that no piece has is the unknown one."""
     return np.array(ids[:room] or [tokenizer.unk_id], np.int32)
+
+
+def _space_before(word: str, ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """1 where the first of a word's ids is but the space before it, else 0. (ASCII words are tagged as they always were.)"""
+    return int(len(ids) > 1 and not word[0].isascii() and tokenizer.pieces[ids[0]].isspace())
 
 
 def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
 from megabert.model.bert import BertForPreTraining
-from megabert.pretrained import hf_names
+from megabert.pretrained import extend, hf_names
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -56,11 +56,11 @@ class Foreign:
         }
 
 
-def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
+def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()) -> Foreign:
     """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
 
     Heads that are missing are initialised as in a new model; with `nsp` false, and in a decoder, pooler and next-sentence
-    head are left out. Raises ValueError naming what cannot be converted; nothing of the folder is run.
+    head are left out. Each of `words` becomes a piece (`extend`). Raises ValueError naming what cannot be converted; nothing of the folder is run.
     """
     config_file = folder / CONFIG
     tree = read_json(config_file)
@@ -78,6 +78,10 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True) -> Foreign:
         raise ValueError(
             f"{found.path}: {found.vocab_size} pieces, but {config_file} says vocab_size={model.vocab_size}"
         )
+    if words:
+        found, parts = extend.extended(found, words)
+        weights = extend.rows_of(weights, parts)
+        model = model.model_copy(update={"vocab_size": found.vocab_size})
     ours = hf_names.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     return Foreign(folder, Config(model=model, data=data), ours, found, tuple(initialised), tuple(ignored))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -59,7 +61,7 @@ def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
     tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
     texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
     encoded = tokenizer.encode_with_offsets(texts)
-    assert [ids for ids, _ in encoded] == tokenizer.encode_batch(texts)
+    assert [ids for ids, _ in encoded] == tokenizer.encode_texts(texts)
     for text, (ids, offsets) in zip(texts, encoded, strict=True):
         assert offsets.shape == (len(ids), 2) and offsets.dtype == np.int64
         solid = "".join(text.replace("\u200b", " ").split())
@@ -71,7 +73,7 @@ def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
     points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
     odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
     for text, (ids, offsets) in zip(odd, tokenizer.encode_with_offsets(odd), strict=True):
-        assert [ids] == tokenizer.encode_batch([text])
+        assert [ids] == tokenizer.encode_texts([text])
         assert (offsets[:, 0] <= offsets[:, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
         assert offsets.min() >= 0 and offsets.max() <= len(text)
         assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
@@ -278,3 +280,67 @@ def test_no_warning_after_a_fork(tmp_path):
     command = [sys.executable, "-c", program, str(wordpiece.write(tmp_path / "vocab.txt"))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=wordpiece.ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+HINDI = [*SPECIAL, "की", "किताब", "##ों", *"कतबरमन", *(f"##{c}" for c in "कतबरमनािीोंु")]
+KOREAN = [*SPECIAL, "한국", "##어", "책"]
+
+
+def vocabulary(path, pieces, **config):
+    path.mkdir()
+    (path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    if config:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path / "vocab.txt"
+
+
+@pytest.mark.parametrize(("pieces", "text"), [(HINDI, "किताबों की"), (KOREAN, "한국어 책")])
+def test_a_vocabulary_is_cased_as_it_says_or_as_one_is_told(tmp_path, pieces, text):
+    said = Tokenizer.load(vocabulary(tmp_path / "said", pieces, do_lower_case=False))
+    told = Tokenizer.load(vocabulary(tmp_path / "told", pieces), lowercase=True, strip_accents=False)
+    guess = Tokenizer.load(tmp_path / "told" / "vocab.txt")
+    assert "".join(said.pieces[i] for i in said.encode_batch([text])[0]).split() == text.split()
+    assert said.encode_batch([text]) == told.encode_batch([text]) != guess.encode_batch([text])
+    assert not said.doubt() and not told.doubt()
+    assert f"{tmp_path / 'told' / 'vocab.txt'}: no tokenizer_config.json beside it" in guess.doubt()
+    assert len({said.sha256, told.sha256, guess.sha256}) == 3
+    assert guess.sha256 == hashlib.sha256(guess.data).hexdigest() and list(guess.files()) == ["vocab.txt"]
+    for name, data in told.files().items():  # what is copied into a dataset or a run is the tokenizer
+        (tmp_path / name).write_bytes(data)
+    again = Tokenizer.load(tmp_path / "vocab.txt")
+    assert again.sha256 == told.sha256 and again.casing == told.casing
+    assert pickle.loads(pickle.dumps(again)).encode_batch([text]) == told.encode_batch([text])
+
+
+def test_a_configuration_that_is_none_is_named(tmp_path):
+    path = vocabulary(tmp_path / "v", KOREAN, do_lower_case="no")
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"
+    ):
+        Tokenizer.load(path)
+    path.with_name("tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="is no JSON object"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
+def test_texts_are_encoded_as_a_dataset_has_them(path, tmp_path, kind):
+    """data_prep drops a zero-width space, which SentencePiece takes for one, and resolves entities."""
+    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
+    text = "she\u200blls &#115;he sells, &amp; \u00adsea"
+    (ids,) = tokenizer.encode_texts([text])
+    assert ids == tokenizer.encode_batch(["shells she sells, & sea"])[0] != tokenizer.encode_batch([text])[0]
+    ((found, offsets),) = tokenizer.encode_with_offsets([text])
+    assert found == ids and (np.diff(offsets, axis=0) >= 0).all()
+    shown = [text[a:b] for a, b in offsets]
+    solid = re.sub("[\u00ad\u200b]", "", "".join(shown))
+    assert solid == "shells&#115;hesells,&amp;sea" and not any(s != s.strip() for s in shown)
+
+
+def test_a_piece_is_a_word_to_masking_where_no_spaces_are(tmp_path):
+    pieces = [*SPECIAL, "the", "##ing", "中", "文", "##กา", "##ำ", "が", "##か", "ー", "한", "##국"]
+    tokenizer = Tokenizer.load(vocabulary(tmp_path / "v", pieces), lowercase=False)
+    units = [pieces[i] for i in np.flatnonzero(tokenizer.unit_start)]
+    assert units == ["the", "中", "文", "##กา", "が", "##か", "ー", "한"]
+    assert [pieces[i] for i in np.flatnonzero(tokenizer.word_start)] == ["the", "中", "文", "が", "ー", "한"]

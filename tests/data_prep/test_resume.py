@@ -26,7 +26,7 @@ def arguments(corpus, topics, tmp_path_factory):
     return [
         sys.executable, "-m", "data_prep", "build", "--input", f"wiki={corpus}", f"books={books}", "--weight", "books=2.5",
         "--vocab-size", "2000", "--sample-megabytes", "1", "--seq-len", "128", "64", "--held-out", "0.02",
-        "--dedup", "documents", "near", "paragraphs", "--rows-per-shard", "4096", "--quiet",
+        "--dedup", "documents", "near", "paragraphs", "--rows-per-shard", "4096", "--allow", "--quiet",
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from megabert.common.canonical_json import canonical
 from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, unpack
 from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import CONFIG, Tokenizer
 
 SPAN_BYTES = 1 << 19  # read at once: stays in a core's cache until hash, checksums and comparisons are done
 
@@ -34,6 +34,8 @@ def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _is_tokenizer(path: Path, sha256: str) -> bool:
+    if not path.with_name(CONFIG).is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest() == sha256
     try:
         return Tokenizer.load(path).sha256 == sha256
     except ValueError:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
+from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
-from data_prep.stages.train_tokenizer import STEPS, exact, train
+from data_prep.stages.train_tokenizer import STEPS, exact, train, train_files
+from megabert.data.tokenizer import Casing, Tokenizer
 
 
 def pieces(model: bytes) -> list[tuple[str, int, float]]:
@@ -44,3 +49,76 @@ def test_rounding_changes_nothing_else() -> None:
     for piece, old in zip(again.pieces, proto.pieces, strict=True):
         piece.score = old.score
     assert again == proto
+
+
+def trained(lines: list[str], folder: Path, **options: Any) -> Tokenizer:
+    for name, data in train_files(lines, BuildOptions(**options)).items():
+        (folder / name).write_bytes(data)
+    return Tokenizer.load(
+        folder / ("vocab.txt" if options.get("model_type") == "wordpiece" else "tokenizer.model")
+    )
+
+
+def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> None:
+    lines = [*topics, *["10 m² of H₂O at ½ bar, ﬁne"] * 50]
+    decoded = {}
+    for form in ("NFKC", "NFC", "none"):
+        options = BuildOptions(vocab_size=400, model_form=form, normalization="NFC", character_coverage=1.0)
+        options.check()
+        tokenizer = trained(
+            lines, tmp_path, **{"vocab_size": 400, "model_form": form, "character_coverage": 1.0}
+        )
+        decoded[form] = tokenizer.decode(tokenizer.encode_batch(["10 m² of H₂O"])[0])
+        assert tokenizer.plain("a&amp;\u200bb") == ("a&amp;\u200bb" if form == "none" else "a&b")
+    assert decoded == {"NFKC": "10 m2 of H2O", "NFC": "10 m² of H₂O", "none": "10 m² of H₂O"}
+    with pytest.raises(BadInput, match="--lowercase folds case together with NFKC"):
+        BuildOptions(model_form="NFC", lowercase=True).check()
+
+
+def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: Path) -> None:
+    lines = [*topics, "one rare sign: \u2318"]
+    plain = trained(lines, tmp_path, vocab_size=300)
+    assert plain.unk_id in plain.encode_batch(["\u2318"])[0]
+    whole = trained(lines, tmp_path, vocab_size=300, character_coverage=1.0)
+    assert (
+        whole.unk_id not in whole.encode_batch(["\u2318"])[0]
+        and whole.unk_id in whole.encode_batch(["\u4e2d"])[0]
+    )
+    with_bytes = trained(lines, tmp_path, vocab_size=500, byte_fallback=True)
+    assert with_bytes.decode(with_bytes.encode_batch(["\u4e2d \u2318 the"])[0]) == "\u4e2d \u2318 the"
+
+
+def test_options_that_are_new_are_listed_where_they_are_used() -> None:
+    old = BuildOptions().listed(trained=True)
+    assert "model_form" not in old and "max_sentence" not in old and old["normalization"] == "NFC"
+    new = BuildOptions(model_form="none", max_sentence=40).listed(trained=True)
+    assert new == old | {"model_form": "none", "max_sentence": 40}
+    assert "model_form" not in BuildOptions(model_form="none").listed(trained=False)
+
+
+def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(
+    topics: list[str], tmp_path: Path
+) -> None:
+    lines = [*topics, *["Die Bücher über Élan, किताबों की दुकान"] * 20]
+    options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}
+    tokenizer = trained(lines, tmp_path, **options)
+    assert (
+        tokenizer.kind == "wordpiece"
+        and 700 < tokenizer.vocab_size <= 800
+        and tokenizer.special_ids["pad"] == 0
+    )
+    assert tokenizer.sha256 == trained(lines, tmp_path, **options).sha256
+    text = "The statement's Bücher, किताबों की"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.unk_id not in ids
+    assert "".join(tokenizer.pieces[i] for i in ids).replace(" ", "") == text.replace(" ", "")
+    from transformers import BertTokenizer
+
+    peer = BertTokenizer(
+        vocab={p: i for i, p in enumerate(tokenizer.data.decode().split("\n")[:-1])}, do_lower_case=False
+    )
+    assert peer(lines[0], add_special_tokens=False)["input_ids"] == tokenizer.encode_batch([lines[0]])[0]
+    uncased = trained(lines, tmp_path, lowercase=True, **options)
+    assert uncased.casing == Casing(lowercase=True, strip_accents=False)
+    assert uncased.encode_batch(["BÜCHER की"]) == uncased.encode_batch(["bücher की"])
+    assert "".join(uncased.pieces[i] for i in uncased.encode_batch(["Bücher"])[0]) == " bücher"

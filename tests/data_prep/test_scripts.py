@@ -1,0 +1,166 @@
+"""Texts in twelve languages and nine scripts: built, inspected, masked and tagged without losing their tokens.
+
+`scripts/LANGUAGE.txt` holds a sentence a line, written for this. Documents are drawn from them, several to a paragraph.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.report import inspect_dataset
+from data_prep.text import clean, sentences
+from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer, writes_without_spaces
+from megabert.finetune.datasets import Words
+from megabert.finetune.encoding import encode
+from megabert.finetune.tasks import Task
+
+SAMPLES = Path(__file__).parent / "scripts"
+LANGUAGES = sorted(path.stem for path in SAMPLES.glob("*.txt"))
+NO_SPACE = ("ja", "zh")  # between sentences
+SEQ_LEN = 256
+MORE = {  # scripts whose ends alone are tried: Burmese, Khmer, Tibetan, Ethiopic as it is typed, Japanese's half-width stop
+    "my": ["ဤစာအုပ်သည်ကောင်း၏။", "ကျွန်ုပ်ဖတ်ပြီးပြီ။", "သူလည်းဖတ်သည်။"],
+    "km": ["នេះជាសៀវភៅ។", "ខ្ញុំបានអានវា។"],
+    "bo": ["འདི་དཔེ་ཆ་རེད།", "ང་ཡིས་བཀླགས་པ་ཡིན།"],
+    "am-ascii": ["ይህ መጽሐፍ ነው::", "እኔ አነበብኩት፡፡", "አዎ።"],
+    "hy-ascii": ["Սա գիրք է:", "Ես կարդացի այն:"],
+    "ja-half": ["天気がいい｡", "散歩しましょう｡"],
+    "en-lower": [
+        "this text has no capitals at all, as some corpora have been made.",
+        "its sentences end all the same.",
+    ]
+    * 8,
+}
+
+
+def lines(language):
+    return (SAMPLES / f"{language}.txt").read_text(encoding="utf-8").splitlines()
+
+
+def documents(language, count=100):
+    """Documents of 15 to 60 sentences in paragraphs of 3 to 6."""
+    rng, glue = random.Random(3), "" if language in NO_SPACE else " "
+    return [
+        "\n".join(
+            glue.join(rng.choices(lines(language), k=rng.randint(3, 6))) for _ in range(rng.randint(5, 10))
+        )
+        for _ in range(count)
+    ]
+
+
+def split(text):
+    """The sentences of a document as the encoder would find them."""
+    found = [paragraph.split() for paragraph in clean.paragraphs(text, False)]
+    starts = np.array(sentences.starts([word for words in found for word in words]), np.uint8)
+    (kinds,) = sentences.allowed(starts, np.array([0, len(starts)]))
+    return [sentence for words in found for sentence in sentences.split(" ".join(words), int(kinds))]
+
+
+@pytest.mark.parametrize("language", [*LANGUAGES, *MORE])
+def test_sentences_end_where_their_script_ends_them(language):
+    want = MORE.get(language) or lines(language)
+    glued = language in (*NO_SPACE, "my", "ja-half")
+    assert split(("" if glued else " ").join(want)) == want
+
+
+def test_what_an_english_text_quotes_changes_nothing_in_it():
+    text = (
+        "It is called 東京。 in Japan. The word (Thai: ไทย แลนด์) is older. see below. "
+        + "Nothing else is here. " * 20
+    )
+    assert split(text) == [s for p in text.replace("。", "。\n").split("\n") for s in sentences.split(p)]
+
+
+@pytest.fixture(scope="module", params=LANGUAGES)
+def built(request, tmp_path_factory):
+    """(language, its dataset)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    texts = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(request.param))
+    (folder / "text.jsonl").write_text("".join(texts), encoding="utf-8")
+    command = ["build", "--input", folder / "text.jsonl", "--output", folder / "out", "--seq-len", SEQ_LEN]
+    command += [
+        "--vocab-size",
+        400,
+        "--model-type",
+        "bpe",
+        "--character-coverage",
+        1,
+        "--workers",
+        1,
+        "--quiet",
+    ]
+    assert main([*map(str, command)]) == 0
+    return request.param, folder / "out"
+
+
+def test_little_is_lost_and_half_of_the_pairs_are_random(built, capsys):
+    language, folder = built
+    facts = json.loads((folder / "manifest.json").read_text())["statistics"]
+    lost = facts["truncated_tokens"] / (facts["corpus_tokens"] + facts["borrowed_tokens"])
+    assert lost < 0.05 and 0.45 <= facts["random_next_share"] <= 0.55, (lost, facts["random_next_share"])
+    report = json.loads((folder / "report.json").read_text())
+    assert report["read"]["sentences"] == sum(len(split(text)) for text in documents(language))
+
+
+def test_what_is_in_the_rows_is_the_text(built):
+    language, folder = built
+    dataset = Dataset(folder)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    rows = dataset.read(np.arange(min(20, dataset.manifest.rows)))
+    whole = ["".join(clean.clean_word(text, "NFKC").split()) for text in documents(language)]
+    for ids, bounds in zip(rows.ids, rows.bounds, strict=True):
+        assert tokenizer.unk_id not in ids
+        first = tokenizer.decode(ids[1 : bounds[0, 1] - 1])
+        assert any("".join(first.split()) in text for text in whole), first
+    shown = inspect_dataset.inspect(folder, 2, 0, "word")
+    assert tokenizer.decode(rows.ids[0][1:4]).split()[0] and f"{dataset.manifest.rows:,}" in shown
+
+
+@pytest.mark.parametrize("strategy", ["token", "word", "span"])
+def test_masks_are_spread_over_each_sequence(built, strategy):
+    dataset = Dataset(built[1])
+    t = Tokenizer.load(dataset.tokenizer_path)
+    vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
+    row_ids = np.arange(dataset.manifest.rows)
+    rows = dataset.read(row_ids)
+    masked = mask(
+        rows.ids, rows.bounds, row_ids, seed=1, epoch=0, vocabulary=vocabulary, masking=Masking(strategy)
+    )
+    places, share = [], []
+    for bounds, positions, count in zip(rows.bounds, masked.positions, masked.counts, strict=True):
+        length = int(bounds[0, 0])
+        if length > SEQ_LEN // 2:
+            inside = positions[:count][positions[:count] < length]
+            places.append(len(np.unique(inside * 8 // length)))
+            share.append(len(inside) / (length - 3))
+    assert len(places) > 10
+    assert np.mean(places) >= (5 if strategy != "span" else 3), np.mean(
+        places
+    )  # of eight parts, those with a mask in them
+    assert 0.13 < np.mean(share) < 0.17
+
+
+def test_tags_are_read_from_the_first_piece_of_their_word(built):
+    language, folder = built
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    texts = [
+        tuple("".join(text.split()) if writes_without_spaces(text[0]) else text.split())
+        for text in lines(language)
+    ]
+    examples = [Words(str(i), "", words, ("O",) * len(words)) for i, words in enumerate(texts)]
+    task = Task(name="tags", kind="tag", text=("0",), label="1", metrics=("accuracy",))
+    for item, words in zip(encode(task, examples, tokenizer, ("O", "X"), SEQ_LEN), texts, strict=True):
+        assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()
+        for word, piece in zip(words, item.ids[item.positions].tolist(), strict=True):
+            shown = tokenizer.pieces[piece].strip()
+            assert shown and clean.clean_word(word, "NFKC").startswith(shown), (word, shown)
+        if writes_without_spaces(
+            words[0][0]
+        ):  # a space before the sentence and none inside, as in pre-training
+            assert not tokenizer.word_start[item.ids[2:-1]].any()
