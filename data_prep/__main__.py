@@ -2,6 +2,7 @@
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
+megabert prep build … --part K/N, then --merge         the same bytes out, by N independent jobs and a last one
 megabert prep verify DIR        exit code 1 when anything is damaged
 megabert prep inspect DIR
 """
@@ -15,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from data_prep.build import build
+from data_prep.build import build, build_part
 from data_prep.common.errors import BadInput
 from data_prep.common.records import FORMATS
 from data_prep.executor import pool
@@ -85,7 +86,8 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="auto: UTF-8, or what charset-normalizer is sure of",
     )
     add("--text-documents", choices=("auto", "file", "blank-line", "line"), default=r.text_documents,
-        help="what a document is in plain text; auto: a file up to 16 MiB is one, a larger one has blank lines between")  # fmt: skip
+        help="what a document is in plain text; auto: by the opening of each file, blank-line where it has a sentence or a "
+        "paragraph a line and blank lines between, else file, cut every 8 MiB")  # fmt: skip
     add("--text-field", default=r.text_field, help="field or column that holds the text")
     add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
     add("--normalization", choices=("NFC", "NFKC", "none"),
@@ -121,6 +123,8 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add = g.add_argument
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
     add("--overwrite", action="store_true", help="replace what is in DIR")
+    add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
+    add("--merge", action="store_true", help="when all parts are read: the rest of the build")
     add("--json", metavar="FILE", help="write the summary there too")
     add("--quiet", action="store_true", help="no progress bar")
 
@@ -201,10 +205,33 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return found
 
 
+def _part(args: argparse.Namespace) -> tuple[int, int] | None:
+    """(K, N) of --part K/N."""
+    if args.part is None:
+        return None
+    named = re.fullmatch(r"(\d+)/(\d+)", args.part)
+    if not named or not 1 <= int(named[1]) <= int(named[2]):
+        raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
+    if args.merge or args.overwrite:
+        raise BadInput("--part: goes neither with --merge nor with --overwrite")
+    return int(named[1]), int(named[2])
+
+
 def _build(args: argparse.Namespace) -> int:
-    options, inputs = _options(args), corpora(args.input, args.weight)
+    options, inputs, part = _options(args), corpora(args.input, args.weight), _part(args)
     with pool.opened(_workers(args)) as executor:
         if executor is None:
+            return 0
+        if part:
+            given, progress = _tokenizer(args), not args.quiet
+            done = build_part(inputs, args.output, options, executor, part, given, args.on_error, progress)
+            said = "whole already; nothing to do"
+            if done:
+                said = (
+                    f"part {args.part} is read, {done.counts['bytes read']:,} bytes; when all parts are, the same command "
+                    "with --merge in place of --part"
+                )
+            log.info(f"{args.output}: {said}")
             return 0
         summary = build(
             inputs,
@@ -216,6 +243,7 @@ def _build(args: argparse.Namespace) -> int:
             args.on_error,
             not args.quiet,
             args.allow,
+            args.merge,
         )
     if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")

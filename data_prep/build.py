@@ -18,15 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import Corpus, Task, plan_tasks
+from data_prep.readers.documents import LATER_RULES
+from data_prep.readers.tasks import Corpus, Piece, Task, group, list_pieces
 from data_prep.report import html_report, pair_checks, summary
-from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, write
+from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, unpack, write
 from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data import shards
@@ -43,40 +44,37 @@ def build(
     on_error: str = "stop",
     progress: bool = True,
     allow: bool = False,
+    parts_read: bool = False,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
 
     Stops before rows are written where most pairs would be random or many tokens be cut off, but for `allow`.
 
-    The bytes depend on the inputs and `options` (and the tokenizer file) alone. Raises BadInput for what the user
-    must change, ValueError for a bad tokenizer file, OSError when the disk is full.
+    The bytes depend on the inputs and `options` (and the tokenizer file) alone. With `parts_read` what `build_part` does
+    must be there. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the disk
+    is full.
     """
     began = time.perf_counter()
-    options.check()
     problems = Problems(on_error)
-    tasks = plan_tasks(corpora, options.read, problems)
-    if not tasks:
-        paths = " ".join(path for corpus in corpora for path in corpus.paths)
-        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
-    account = account_of(corpora, tasks, options, given)
+    pieces = _listed(corpora, options, problems)
+    account = account_of(corpora, pieces, options, given)
     with output_folder.opened(Path(folder), account, options.seq_lens, overwrite) as work:
         if work is None:
             return None
         with contextlib.closing(Journal(work, executor)) as journal:
             resumed = journal.holds_something()
             stages = Stages(journal, progress)
-            job = Job(
-                options, "", str(work), on_error,
-                held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
-            )  # fmt: skip
-            made = _run(stages, job, tasks, given, Path(folder), allow)
+            ready = _make_ready(stages, _job(corpora, options, work, on_error), pieces, given)
+            if parts_read:
+                _check_parts(journal, ready)
+            made = _run(stages, ready, Path(folder), given is None, allow)
             journal.settle()
             finished = time.perf_counter()
             facts = summary.facts(
                 account,
                 corpora,
                 made.tokenizer,
-                summary.by_corpus(corpora, tasks, made.documents.results),
+                summary.by_corpus(corpora, made.tasks, made.documents.results),
                 stages.everything,
                 problems,
                 {str(dataset.seq_len): dataset.figures for dataset in made.datasets},
@@ -93,8 +91,81 @@ def build(
         "mb_per_second": None if resumed else megabytes / seconds,
         "mb_per_second_per_worker": None if resumed else megabytes / seconds / executor.size,
         "stage_seconds": dict(stages.everything.seconds),
+        "stages": stages.figures,
         "peak_memory": max(stages.everything.peak, work_files.peak_memory()),
     }
+
+
+def build_part(
+    corpora: Sequence[Corpus],
+    folder: str | os.PathLike[str],
+    options: BuildOptions,
+    executor: Pool,
+    part: tuple[int, int],
+    given: Tokenizer | None = None,
+    on_error: str = "stop",
+    progress: bool = True,
+) -> Done | None:
+    """Part (k, n) of the reading of a build, k from 1 to n, and what it read; None when the dataset is there already.
+
+    Parts need nothing of each other and may be done at the same time, on machines that see the same folder. The first that
+    comes unpacks large files and trains the tokenizer while the others wait. `build` with `parts_read` does the rest.
+    """
+    pieces = _listed(corpora, options, Problems(on_error))
+    account = account_of(corpora, pieces, options, given)
+    with output_folder.joined(Path(folder), account, options.seq_lens) as work:
+        if work is None:
+            return None
+        with contextlib.closing(Journal(work, executor)) as journal:
+            stages = Stages(journal, progress)
+            with output_folder.alone(work):
+                _agree_on_parts(work, part)
+                ready = _make_ready(stages, _job(corpora, options, work, on_error), pieces, given)
+                if ready.unpacked:
+                    journal.keep(ready.unpacked)
+                journal.settle()
+            return stages.do_part("read", read.read_task, ready.job, ready.tasks, part)
+
+
+PARTS = "parts"  # the file of the work folder that says how many there are
+
+
+def _agree_on_parts(work: Path, part: tuple[int, int]) -> None:
+    path = work / PARTS
+    if path.exists() and (number := int(path.read_text())) != part[1]:
+        raise BadInput(f"--part {part[0]}/{part[1]}: other parts of this build are of {number}")
+    write_whole(path, f"{part[1]}\n".encode())
+
+
+def _check_parts(journal: Journal, ready: Ready) -> None:
+    """Raises Unfinished naming the parts that are not done."""
+    missing = journal.missing("read", read.read_task, ready.job, ready.tasks)
+    if not missing:
+        return
+    path, which = Path(ready.job.path(PARTS)), "K/N"
+    if path.exists():
+        parts = int(path.read_text())
+        which = ", ".join(f"{number + 1}/{parts}" for number in sorted({task % parts for task in missing}))
+    raise Unfinished(
+        f"--merge: {len(missing)} of {len(ready.tasks)} tasks are not read yet; first start --part {which}"
+    )
+
+
+def _listed(corpora: Sequence[Corpus], options: BuildOptions, problems: Problems) -> list[tuple[int, Piece]]:
+    """The files of the input, with their corpus. Raises BadInput for bad options and where there are none."""
+    options.check()
+    pieces = list_pieces(corpora, options.read, problems)
+    if not pieces:
+        paths = " ".join(path for corpus in corpora for path in corpus.paths)
+        raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
+    return pieces
+
+
+def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error: str) -> Job:
+    return Job(
+        options, "", str(work), on_error,
+        held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
+    )  # fmt: skip
 
 
 class Stages:
@@ -103,6 +174,9 @@ class Stages:
     def __init__(self, journal: Journal, progress: bool) -> None:
         self.journal, self._progress = journal, progress
         self.everything = Done()
+        self.figures: dict[
+            str, dict[str, float]
+        ] = {}  # of each stage: seconds, and bytes of its largest process
 
     def map(
         self,
@@ -114,18 +188,32 @@ class Stages:
         size: int | None = None,
     ) -> Stage:
         """`function(job, item)` of every item, or what an earlier process recorded of it; the bar has `size` steps."""
-        with tqdm(
-            total=len(items) if size is None else size,
+        began = time.perf_counter()
+        with self._bar(name, len(items) if size is None else size, unit) as bar:
+            stage = self.journal.map(name, function, job, items, lambda done: bar.update(done.size or 1))
+        peak = max((done.peak for done in stage.results), default=0)
+        self.figures[name] = {"seconds": time.perf_counter() - began, "peak_memory": peak}
+        self.everything = total([self.everything, *stage.results])
+        return stage
+
+    def do_part(self, name: str, function: Any, job: Job, tasks: list[Task], part: tuple[int, int]) -> Done:
+        """What a part of the tasks makes, or an earlier process did; the sum of what they report."""
+        size = sum(task.size for task in tasks[part[0] - 1 :: part[1]])
+        with self._bar(name, size, "B") as bar:
+            return total(
+                self.journal.do_part(name, function, job, tasks, part, lambda done: bar.update(done.size))
+            )
+
+    def _bar(self, name: str, size: int, unit: str) -> tqdm[Any]:
+        return tqdm(
+            total=size,
             desc=f"{name:13}",
             unit=unit,
             unit_scale=unit == "B",
             disable=not self._progress,
             file=sys.stderr,
             leave=False,
-        ) as bar:
-            stage = self.journal.map(name, function, job, items, lambda done: bar.update(done.size or 1))
-        self.everything = total([self.everything, *stage.results])
-        return stage
+        )
 
 
 @dataclass(frozen=True)
@@ -143,22 +231,38 @@ class Made:
     """All that the stages made. `documents` is the stage that read the input, which began at `began_reading` of the clock."""
 
     tokenizer: Tokenizer
+    tasks: list[Task]
     documents: Stage
     datasets: list[WrittenDataset]
     began_reading: float
 
 
-def _run(
-    stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None, folder: Path, allow: bool
-) -> Made:
-    """The list of stages. Shards are in their place when it ends, manifests are not."""
-    options = job.options
+@dataclass(frozen=True)
+class Ready:
+    """What reading begins with; `unpacked` is the stage that unpacked large files, if there are any."""
+
+    job: Job
+    tokenizer: Tokenizer
+    tasks: list[Task]
+    unpacked: Stage | None
+
+
+def _make_ready(stages: Stages, job: Job, pieces: list[tuple[int, Piece]], given: Tokenizer | None) -> Ready:
+    tasks, unpacked = _tasks(stages, job, pieces)
     tokenizer = _tokenizer(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
+    return Ready(job, tokenizer, tasks, unpacked)
 
+
+def _run(stages: Stages, ready: Ready, folder: Path, trained: bool, allow: bool) -> Made:
+    """The list of stages. Shards are in their place when it ends, manifests are not."""
+    job, tokenizer, tasks, unpacked = ready.job, ready.tokenizer, ready.tasks, ready.unpacked
+    options = job.options
     began_reading = time.perf_counter()
     size = sum(task.size for task in tasks)
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
+    if unpacked:
+        stages.journal.consume(unpacked, documents)
     compared, mask = _mark_duplicates(stages, job, documents)
     held_out = _hold_out(job, documents)
     job = replace(job, held_limit=held_out.limit)
@@ -177,11 +281,29 @@ def _run(
             for stage in (documents, *compared):
                 stages.journal.consume(stage, train, held)
         pair_checks.check(total(train.results), seq_len, allow)
-        listed = options.listed(trained=given is None)
+        listed = options.listed(trained)
         if any(done.counts[clean.BY_SCRIPT] for done in documents.results):
             listed["text_rules"] = TEXT_RULES
+        if unpacked or documents_by_later_rules(tasks, documents):
+            listed["reading_version"] = output_folder.READING_VERSION
         datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
-    return Made(tokenizer, documents, datasets, began_reading)
+    return Made(tokenizer, tasks, documents, datasets, began_reading)
+
+
+def _tasks(stages: Stages, job: Job, pieces: list[tuple[int, Piece]]) -> tuple[list[Task], Stage | None]:
+    """Tasks of reading, once all that must be unpacked first is; and the stage that did it, if there is anything."""
+    items = unpack.parts(pieces)
+    if not items:
+        return group(pieces), None
+    size = sum(item.piece.size for item in items)
+    unpacked = stages.map("unpack", unpack.unpack, job, items, unit="B", size=size)
+    return group(unpack.cut(job, pieces, items, unpacked.results)), unpacked
+
+
+def documents_by_later_rules(tasks: list[Task], documents: Stage) -> bool:
+    """Whether reading made other documents or other tasks than version 1 did: the manifest then names the version."""
+    in_batches = any(piece.format == "arrow" and piece.start for task in tasks for piece in task.pieces)
+    return in_batches or any(done.counts[LATER_RULES] for done in documents.results)
 
 
 def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None) -> Tokenizer:
@@ -193,7 +315,7 @@ def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | N
         stages.journal.consume(samples, trained)
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
-        Path(job.path(name)).write_bytes(data)
+        write_whole(Path(job.path(name)), data)  # other jobs may be reading it
     return Tokenizer.load(job.path(given.file_name))
 
 
@@ -203,23 +325,40 @@ def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[S
     if not chosen:
         return [], ""
     count = sum(done.facts["documents"] for done in documents.results)
-    made, kinds = [], []
+    made: list[Stage] = []
+    drops = []
     for kind, records in (("documents", count), ("near", count * minhash.BANDS)):
         if kind in chosen:
-            parts = dedup.ranges(kind, "read", tasks, records)
-            made.append(stages.map(f"same {kind}", dedup.find, job, parts))
-            kinds.append((kind, len(parts)))
-    masks = [dedup.TaskMask(i, tuple(kinds)) for i in range(tasks)]
-    kept = stages.map("keep", dedup.mask_documents, job, masks)
+            drops.append(_find_duplicates(stages, job, dedup.Runs(kind, "read", tasks), records, made))
+    kept = stages.map("keep", dedup.mask_documents, job, dedup.task_masks(tasks, drops))
     made.append(kept)
     if "paragraphs" not in chosen:
         return made, "keep"
     paragraphs = sum(done.facts["paragraphs"] for done in kept.results)
-    parts = dedup.ranges("paragraphs", "keep", tasks, paragraphs)
-    made.append(stages.map("same paragraphs", dedup.find, job, parts))
-    masks = [replace(mask, kinds=(("paragraphs", len(parts)),)) for mask in masks]
-    made.append(stages.map("trim", dedup.mask_paragraphs, job, masks))
+    found = _find_duplicates(stages, job, dedup.Runs("paragraphs", "keep", tasks), paragraphs, made)
+    made.append(stages.map("trim", dedup.mask_paragraphs, job, dedup.task_masks(tasks, [found])))
     return made, "trim"
+
+
+def _find_duplicates(
+    stages: Stages, job: Job, runs: dedup.Runs, records: int, made: list[Stage]
+) -> dedup.Drops | list[dedup.Gather]:
+    """Where the duplicates of a kind are listed; the stages that it took are added to `made`."""
+    kind, tasks = runs.kind, runs.count
+    merged = None
+    if groups := dedup.merges(runs, records):
+        merged = stages.map(f"merge {kind}", dedup.merge, job, groups)
+        runs = groups[0].into
+    found = stages.map(f"same {kind}", dedup.find, job, dedup.ranges(runs, records))
+    if merged:
+        stages.journal.consume(merged, found)
+    if gathers := dedup.gathers(kind, len(found.results), tasks):
+        gathered = stages.map(f"gather {kind}", dedup.gather, job, gathers)
+        stages.journal.consume(found, gathered)
+        made.append(gathered)
+        return gathers
+    made.append(found)
+    return dedup.Drops(kind, kind, 0, len(found.results))
 
 
 @dataclass(frozen=True)
@@ -275,11 +414,12 @@ def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Par
     """Pack and shuffle the sequences of the stage `drawn` and write them. Returns the entries of the shards."""
     Path(part.folder).mkdir(parents=True, exist_ok=True)
     tokens = total(drawn.results).counts["tokens"]
-    if groups := shuffle.merges(part, tokens):
+    shard_tokens = job.options.rows_per_shard * part.seq_len
+    if groups := shuffle.merges(part, tokens, len(shuffle.buckets(part, tokens, shard_tokens))):
         merged = stages.map(f"merge {part.stem}", shuffle.merge, job, groups)
         stages.journal.consume(drawn, merged)
         drawn, part = merged, replace(part, runs=len(groups), merged=True)
-    buckets = shuffle.buckets(part, tokens, job.options.rows_per_shard * part.seq_len)
+    buckets = shuffle.buckets(part, tokens, shard_tokens)
     packed = stages.map(f"shuffle {part.stem}", shuffle.process_bucket, job, buckets, unit="bucket")
     stages.journal.consume(drawn, packed)
     rows = [done.counts["rows"] for done in packed.results]
@@ -290,20 +430,26 @@ def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Par
 
 
 def account_of(
-    corpora: Sequence[Corpus], tasks: list[Task], options: BuildOptions, given: Tokenizer | None
+    corpora: Sequence[Corpus],
+    pieces: list[tuple[int, Piece]],
+    options: BuildOptions,
+    given: Tokenizer | None,
 ) -> dict[str, Any]:
     """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
-    pieces = [piece for task in tasks for piece in task.pieces]
+    digest = hashlib.blake2b(digest_size=16)
+    for _, piece in pieces:
+        digest.update(repr(piece).encode())
     return {
+        output_folder.VERSION: output_folder.READING_VERSION,
         "options": options.listed(given is None),
         "corpora": {
             corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
         },
         "tokenizer_sha256": None if given is None else given.sha256,
         output_folder.FILES: {
-            "count": len({piece.path for piece in pieces}),
-            "bytes": sum(task.size for task in tasks),
-            "digest": hashlib.blake2b(repr(pieces).encode(), digest_size=16).hexdigest(),
+            "count": len({piece.path for _, piece in pieces}),
+            "bytes": sum(piece.size for _, piece in pieces),
+            "digest": digest.hexdigest(),
         },
     }
 

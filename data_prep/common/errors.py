@@ -30,13 +30,15 @@ class Problems:
     """Policy and counts for bad input, and counts of what was left out by rule.
 
     `policy` is "stop" or "skip". `counts` maps a reason to how often it was met, only under "skip" (an empty file
-    counts always); `dropped` maps a rule to the documents it left out.
+    counts always); `dropped` maps a rule to the documents it left out; `noted` counts what
+    is no problem and yet to be told.
     """
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.noted: Counter[str] = Counter()
 
     def bad(self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte") -> None:
         """Report one bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: no place."""

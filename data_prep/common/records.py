@@ -18,11 +18,12 @@ class Corpus:
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a file: its bytes, its bzip2 streams that start in its bytes, or its row groups [start, end).
+    """Part of a file: its bytes, its bzip2 streams that start in its bytes, its row groups or batches [start, end).
 
-    All of it when `end` is None. `format` may be "auto" where only unpacking tells.
+    All of it when `end` is None. `format` may be "auto" where only opening or unpacking tells. With `index`, a name in the
+    work folder, [start, end) are bytes of the unpacked text, which that index says where to find (`readers.unpacked`).
     """
 
     path: str
@@ -35,9 +36,14 @@ class Piece:
     stamp: tuple[int, int] | None = (
         None  # (bytes, time of the last change in ns) of the file when it was planned
     )
+    opened: bool = True  # False: planned by its name and size alone
+    documents: str = ""  # what a document is in a text file, once its opening was seen: file or blank-line
+    told: bool = True  # whether the opening says so, or the rule for what can't be told
+    stream: bool = False  # a large file that is unpacked before it can be cut
+    index: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     index: int
     pieces: tuple[Piece, ...]

@@ -39,8 +39,15 @@ def _load(path: Path) -> Any:
         return None
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+def _digest(*values: Any) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for value in values:  # one at a time: items name millions of files
+        found.update(repr(value).encode() + b"\0")
+    return found.hexdigest()
+
+
+def _record_of(job: Job, stage: str, index: int) -> Path:
+    return Path(job.work, FOLDER, stage, f"{index:07d}.json")
 
 
 def _run(
@@ -48,8 +55,8 @@ def _run(
 ) -> Done:
     """One item, in whatever process: taken over from its record, or done and recorded."""
     index, item = numbered
-    path = Path(job.work, FOLDER, stage, f"{index:07d}.json")
-    key = _digest((function.__name__, job, item, digest))
+    path = _record_of(job, stage, index)
+    key = _digest(function.__name__, job, item, digest)
     record = _load(path)
     if record and record["key"] == key:
         done = Done.from_json(record["done"])
@@ -95,7 +102,7 @@ class Journal:
 
         A build calls the same stages in the same order every time: what one reports decides what fits the next.
         """
-        key = _digest((name, function.__name__, job, items, self._digest))
+        key = _digest(name, function.__name__, job, self._digest, *items)
         record = _load(self._work / FOLDER / f"{name}.json")
         if record and record["key"] == key:
             results = [Done.from_json(raw) for raw in record["results"]]
@@ -107,6 +114,43 @@ class Journal:
             results = self._executor.map(call, list(enumerate(items)), progress)
         self._digest = _digest(json.dumps([key, [done.identity() for done in results]], sort_keys=True))
         return Stage(name, key, results)
+
+    def do_part(
+        self,
+        name: str,
+        function: Callable[[Job, Any], Done],
+        job: Job,
+        items: Sequence[Any],
+        part: tuple[int, int],
+        progress: Progress,
+    ) -> list[Done]:
+        """Every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the others of the stage."""
+        (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
+        call = partial(_run, function, job, name, self._digest)
+        return self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
+
+    def missing(
+        self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any]
+    ) -> list[int]:
+        """The numbers of items that nobody has a fitting record of."""
+        key = _digest(name, function.__name__, job, self._digest, *items)
+        record = _load(self._work / FOLDER / f"{name}.json")
+        if record and record["key"] == key:
+            return []
+        found = []
+        for index, item in enumerate(items):
+            record = _load(_record_of(job, name, index))
+            if not record or record["key"] != _digest(function.__name__, job, item, self._digest):
+                found.append(index)
+        return found
+
+    def keep(self, stage: Stage) -> None:
+        """Record the results of a stage whose files stay: other processes take them over without reading the files."""
+        self._write_results(stage)
+
+    def _write_results(self, stage: Stage) -> None:
+        results = [done.as_json() for done in stage.results]
+        write_json(self._work / FOLDER / f"{stage.name}.json", {"key": stage.key, "results": results})
 
     def consume(self, stage: Stage, *makers: Stage) -> None:
         """Delete the files of `stage`, which nothing reads any more now that `makers` have ended.
@@ -131,8 +175,7 @@ class Journal:
                 if (self._work / name).exists():  # else it was consumed itself
                     with open(self._work / name, "rb") as file:
                         os.fsync(file.fileno())
-        results = [done.as_json() for done in stage.results]
-        write_json(self._work / FOLDER / f"{stage.name}.json", {"key": stage.key, "results": results})
+        self._write_results(stage)
         for done in stage.results:
             for name in done.files:
                 (self._work / name).unlink(missing_ok=True)

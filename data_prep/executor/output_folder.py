@@ -25,6 +25,7 @@ HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 REPORTS = ("report.json", "report.html")
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
+VERSION, READING_VERSION = "reading version", 2  # of the rules by which files become documents and tasks
 FILES = "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
 
 
@@ -71,43 +72,107 @@ def _load(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: not valid JSON; --overwrite builds anew") from None
 
 
+def _of_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The account of a whole dataset; one of before there were versions took the digest of its files otherwise."""
+    if VERSION in old:
+        return old
+    return {**old, VERSION: new[VERSION], FILES: {**old[FILES], "digest": new[FILES]["digest"]}}
+
+
 def _is_whole(output: Path, seq_lens: tuple[int, ...]) -> bool:
     return (output / ACCOUNT).is_file() and all(
         (folder / MANIFEST).is_file() for folder in folders(output, seq_lens).values()
     )
 
 
-def _prepare(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool) -> bool:
-    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already."""
+def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:
+    """Whether `output` holds the whole dataset of `account`. Raises BadInput where it holds that of another."""
+    if not _is_whole(output, seq_lens) or (output / WORK / ACCOUNT).exists():
+        return False
+    if changed := list(differences(_of_now(_load(output / ACCOUNT), account), account)):
+        raise BadInput(
+            f"--output {output}: holds a dataset of another build ({'; '.join(changed)}); --overwrite replaces it"
+        )
+    return True
+
+
+def _refuse_foreign(output: Path) -> None:
     foreign = [path.name for path in sorted(output.iterdir()) if not _is_ours(path)]
     if foreign:
         raise BadInput(
             f"--output {output}: holds {foreign[0]}, which is no part of a dataset; name another folder"
         )
+
+
+def _refuse_others(output: Path, begun: dict[str, Any], account: dict[str, Any]) -> None:
+    if changed := list(differences(begun, account)):
+        raise BadInput(
+            f"--output {output}: holds an unfinished build with other options ({'; '.join(changed)}); "
+            "give those to go on, or --overwrite to begin anew"
+        )
+
+
+def _prepare(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool) -> bool:
+    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already."""
+    _refuse_foreign(output)
     if overwrite:
         clear(output)
-    begun = output / WORK / ACCOUNT
-    if _is_whole(output, seq_lens) and not begun.exists():
-        if changed := list(differences(_load(output / ACCOUNT), account)):
-            raise BadInput(
-                f"--output {output}: holds a dataset of another build ({'; '.join(changed)}); --overwrite replaces it"
-            )
+    if _is_done(output, account, seq_lens):
         return False
+    begun = output / WORK / ACCOUNT
     if begun.exists():
-        old = _load(begun)
-        if changed := list(differences({**old, FILES: account[FILES]}, account)):
-            raise BadInput(
-                f"--output {output}: holds an unfinished build with other options ({'; '.join(changed)}); "
-                "give those to go on, or --overwrite to begin anew"
-            )
+        _refuse_others(output, {**_load(begun), FILES: account[FILES]}, account)
         write_json(begun, account)
         return True
-    if list(output.rglob(MANIFEST)):
-        raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+    _refuse_dataset(output)
     clear(output)
     (output / WORK).mkdir()
     write_json(begun, account)
     return True
+
+
+def _refuse_dataset(output: Path) -> None:
+    if list(output.rglob(MANIFEST)):
+        raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+
+
+@contextlib.contextmanager
+def alone(work: Path) -> Iterator[None]:
+    """One of several jobs at a time, in a work folder that they share; the others wait."""
+    with open(work / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def joined(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> Iterator[Path | None]:
+    """The work folder of a build that several jobs do a part of each, at the same time or not; None when it is done already.
+
+    Nothing is ever removed: the job that merges, which is `opened`, does that. Raises BadInput where a build of its own is
+    at work, or the account is not that of the other parts.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    handle = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--output {output}: another build is writing there, which is no part") from None
+        _refuse_foreign(output)
+        if _is_done(output, account, seq_lens):
+            yield None
+            return
+        (output / WORK).mkdir(exist_ok=True)
+        begun = output / WORK / ACCOUNT
+        with alone(output / WORK):
+            if begun.exists():
+                _refuse_others(output, _load(begun), account)
+            else:
+                _refuse_dataset(output)
+                write_json(begun, account)
+        yield output / WORK
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -116,8 +181,9 @@ def opened(
 ) -> Iterator[Path | None]:
     """The work folder of the build that `account` tells of, or None when it is done already. One build at a time.
 
-    When the build ends, the work folder goes and the account stays. An error that the user mends by other options
-    leaves nothing; after any other one (a full disk, an interruption, bad input) the same command goes on.
+    When the build ends, the work folder goes and the account stays. BadInput, which the user mends by other options,
+    leaves nothing; after any other error (a full disk, an interruption, a fault of ours or of a library) what was done
+    stays and the same command goes on.
     """
     if output.exists() and not output.is_dir():
         raise BadInput(f"--output {output}: is a file; name a folder")
@@ -134,9 +200,9 @@ def opened(
             return
         try:
             yield output / WORK
-        except (Unfinished, OSError, KeyboardInterrupt):
+        except Unfinished:
             raise
-        except ValueError:
+        except BadInput:
             clear(output)
             if created:
                 output.rmdir()

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 Progress = Callable[[Any], object]
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
+PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"  # srun --mpi=pmix says no size of MPI's
 
 
 def default_workers() -> int:
@@ -44,6 +45,14 @@ def _begin_worker(parent: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def launched_ranks() -> int:
+    """How many ranks mpirun or srun started of this program, by what they put in the environment; 0 without them."""
+    sizes = [int(os.environ[name]) for name in MPI_SIZES if os.environ.get(name)]
+    if not sizes and PMIX in os.environ:
+        return int(os.environ.get(SRUN_SIZE) or 0)
+    return max(sizes, default=0)
 
 
 class Pool:
@@ -101,22 +110,28 @@ class Pool:
 
 @contextlib.contextmanager
 def opened(workers: int | None) -> Iterator[Pool | None]:
-    """MPI ranks when mpirun started several of them, else `workers` processes (default: the cores).
+    """MPI ranks when mpirun or srun started several of them, else `workers` processes (default: the cores).
 
     None in a rank other than 0, which by then has worked until rank 0 left the block.
     """
-    if any(int(os.environ.get(name) or 1) > 1 for name in MPI_SIZES):
+    launched = launched_ranks()
+    if launched > 1:
         if workers not in (None, 1):
             raise BadInput("--workers: under mpirun a rank is a worker; leave it out and choose mpirun -n")
         from mpi4py import MPI
         from mpi4py.futures import MPICommExecutor
 
+        if MPI.COMM_WORLD.Get_size() == 1:
+            raise BadInput(
+                f"{launched} ranks were started, but MPI sees one: mpi4py's MPI does not know this launcher; use the mpirun "
+                "that belongs to it, or independent jobs with --part K/N"
+            )
         with MPICommExecutor(MPI.COMM_WORLD, root=0) as entered:
             ranks: Any = entered  # an executor on rank 0, else None; the stub calls it an MPICommExecutor
             yield None if ranks is None else Pool(MPI.COMM_WORLD.Get_size(), ranks, root_works=True)
         return
     if workers is None:
-        workers = 1 if any(name in os.environ for name in MPI_SIZES) else default_workers()
+        workers = 1 if launched else default_workers()
     if workers == 1:
         yield Pool(1)
         return

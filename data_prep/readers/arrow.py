@@ -1,14 +1,15 @@
 """Reader of Parquet and Arrow tables.
 
-Rows become texts a few at a time; nothing else of the file is kept in memory. A Parquet file is read by row groups, so that
-several workers can share it; an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them)
-from its first batch to its last. A row has a number, from 0.
+Rows become texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file by its
+row groups, an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them) by its batches. A
+row has a number, from 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
@@ -77,10 +78,23 @@ def row_groups(path: str) -> int:
         return int(parquet.read_metadata(file).num_row_groups)
 
 
+def batches(path: str) -> int:
+    """Number of batches of an Arrow file. Raises BadInput when it is damaged before its last batch."""
+    import pyarrow
+    from pyarrow import ipc
+
+    open_regular(path).close()
+    with _arrow_errors(path), pyarrow.memory_map(path) as file:  # bodies are not touched
+        if file.read(6) == b"ARROW1":
+            return int(ipc.open_file(file).num_record_batches)
+        file.seek(0)
+        return sum(1 for _ in ipc.open_stream(file))
+
+
 def read_table(
     path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
 ) -> Iterator[Row]:
-    """(row number, text) of a table; for Parquet of the row groups [start, end). Null values are counted and left out.
+    """(row number, text) of a table, of its row groups or batches [start, end). Null values are counted and left out.
 
     Raises BadInput where the file is damaged or has no such column.
     """
@@ -88,7 +102,7 @@ def read_table(
         batches = (
             _parquet(path, file, start, end, text_field)
             if format_ == "parquet"
-            else _arrow(path, file, text_field)
+            else _arrow(path, file, start, end, text_field)
         )
         while True:
             with _arrow_errors(path):
@@ -150,19 +164,25 @@ def _parquet(path: str, file: Any, start: int, end: int | None, field: str) -> I
         row += batch.num_rows
 
 
-def _arrow(path: str, file: Any, field: str) -> Iterator[tuple[int, Any]]:
+def _arrow(path: str, file: Any, start: int, end: int | None, field: str) -> Iterator[tuple[int, Any]]:
+    import pyarrow
     from pyarrow import ipc
 
     has_footer = file.read(6) == b"ARROW1"
     file.seek(0)
     source = ipc.open_file(file) if has_footer else ipc.open_stream(file)
     index = _column(path, source.schema, field)
+    if start:  # the batches before are passed over without being read
+        file = pyarrow.memory_map(path)
     file.seek(0)
     options = ipc.IpcReadOptions(included_fields=[index], use_threads=False)
     source = ipc.open_file(file, options=options) if has_footer else ipc.open_stream(file, options=options)
+    every = (source.get_batch(i) for i in range(source.num_record_batches)) if has_footer else source
     row = 0
-    batches = (source.get_batch(i) for i in range(source.num_record_batches)) if has_footer else source
-    for batch in batches:
+    for number, batch in enumerate(islice(every, end)):
+        if number < start:
+            row += batch.num_rows
+            continue
         for i in range(0, batch.num_rows, BATCH_ROWS):
             part = batch.column(0).slice(i, BATCH_ROWS)
             yield row, part

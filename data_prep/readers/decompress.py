@@ -8,6 +8,7 @@ streams can be cut: a range of its bytes owns the streams that start in it.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import lzma
 import os
 import re
@@ -110,6 +111,18 @@ def _decompressor(kind: str) -> Any:
     if kind == "xz":
         return lzma.LZMADecompressor(memlimit=512 << 20)
     return _Gzip() if kind == "gz" else _Zstd()
+
+
+def ratio(head: bytes, compression: str) -> float:
+    """How many times larger the first bytes of a compressed file unpack, as far as they do."""
+    inner = _decompressor(compression)
+    fed = unpacked = 0
+    with contextlib.suppress(*ERRORS):  # whoever reads the file says what is wrong with it
+        while fed < len(head) and not inner.eof and unpacked < MAX_OUT:
+            data = head[fed : fed + FEED[compression]] if inner.needs_input else b""
+            fed += len(data)
+            unpacked += len(inner.decompress(data, MAX_OUT))
+    return unpacked / max(fed, 1)
 
 
 def first_stream(path: str, start: int, end: int) -> int | None:

@@ -14,16 +14,23 @@ from itertools import chain
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, formats, mediawiki
+from data_prep.readers import decompress, encodings, formats, mediawiki, unpacked
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
 
 SNIFF = 1 << 18  # bytes that decide the encoding
+SIZE_RULE = 16 << 20  # bytes on disk at which version 1 changed what a document is in a text file
+LATER_RULES = "text files read by rules of version 2"
+UNTOLD = "text files that do not tell what a document is"
+UNTOLD_DOCUMENTS = "documents of text files that do not tell"
 EXPANSION = 4  # unpacked bytes a compressed one, a rough figure that only steers grouping
 
 
-def inspect(piece: Piece, head: bytes, options: ReadOptions) -> Piece:
-    """The piece with its format and encoding, by the first unpacked bytes. Raises BadInput where they don't tell."""
+def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Piece:
+    """The piece with its format, its encoding and what a document is in it, by the first unpacked bytes.
+
+    `whole`: these are all. Raises BadInput where they don't tell the format or the encoding.
+    """
     path, format_ = piece.path, options.format
     if format_ in (AUTO, *TABLES) and (found := formats.table_format(head)):
         if piece.compression:
@@ -42,37 +49,37 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions) -> Piece:
         if suffix in decompress.SUFFIXES:
             suffix = os.path.splitext(os.path.splitext(path)[0])[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])
-    return replace(piece, format=format_, encoding=encoding)
+    piece = replace(piece, format=format_, encoding=encoding)
+    if format_ != "text" or options.text_documents != AUTO:
+        return piece
+    kind, told = formats.text_kind(head, whole=whole)
+    return replace(piece, documents=kind, told=told)
 
 
-def documents_of(options: ReadOptions, size: int, compression: str) -> str:
-    """What a document is in a text file of `size` bytes on disk: file, blank-line or line."""
-    if options.text_documents != "auto":
-        return options.text_documents
-    limit = formats.AUTO_FILE_LIMIT // (EXPANSION if compression else 1)
-    return "file" if size <= limit else "blank-line"
-
-
-def text_documents(piece: Piece, options: ReadOptions, problems: Problems) -> Iterator[Document]:
-    """Documents of a piece that is no table. Raises BadInput where the file itself is bad."""
+def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folder: str) -> Iterator[Document]:
+    """Documents of a piece that is no table; its index is in `folder`. Raises BadInput where the file itself is bad."""
     path, edge, begin = piece.path, Edge(piece.end), piece.start
-    if piece.compression and piece.end is not None:
+    if piece.compression and piece.end is not None and not piece.index:
         stream = decompress.first_stream(path, piece.start, piece.end)
         if stream is None:
             return
         edge = Edge()
         chunks = decompress.read_chunks(path, piece.compression, stream, piece.end, edge)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
+    elif piece.compression and not piece.index:
+        chunks = decompress.read_chunks(path, piece.compression)
     else:
+        text = unpacked.text_of(piece, folder)
         if piece.start and piece.format not in ELEMENTS:
-            begin = formats.sync_point(path, piece.start, _kind(piece, options) == "blank-line")
-        chunks = decompress.read_chunks(path, piece.compression, begin)
+            begin = formats.sync_point(text, piece.start, _kind(piece, options))
+        chunks = text.chunks(begin)
     first = next(chunks, b"")
     if not first:
         problems.counts["empty file"] += 1
         return
-    if piece.format == AUTO or piece.encoding == AUTO:
-        piece = inspect(piece, first[:SNIFF], options)
+    unseen = piece.format == "text" and options.text_documents == AUTO and not piece.documents
+    if piece.format == AUTO or piece.encoding == AUTO or unseen:
+        piece = inspect(piece, first[:SNIFF], options, whole=len(first) <= SNIFF)
     synced = begin == 0
     if piece.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
@@ -82,7 +89,13 @@ def text_documents(piece: Piece, options: ReadOptions, problems: Problems) -> It
     if piece.format in ELEMENTS:
         yield from _elements(chunks, begin, piece, options, problems, path, edge)
     else:
-        yield from _lines(chunks, begin, synced, piece, options, problems)
+        kind = _kind(piece, options)
+        if not piece.start and piece.format == "text":
+            problems.noted[UNTOLD] += not piece.told
+            problems.noted[LATER_RULES] += _later_rules(piece, kind, options)
+        for document in _lines(chunks, begin, synced, piece, kind, options, problems):
+            problems.noted[UNTOLD_DOCUMENTS] += not piece.told
+            yield document
 
 
 def _elements(
@@ -103,10 +116,18 @@ def _elements(
 
 
 def _kind(piece: Piece, options: ReadOptions) -> str:
+    """What a document is in a file of lines: file, blank-line or line."""
     if piece.format == "jsonl":
         return "line"
-    # A file that is one document is never cut.
-    return documents_of(options, piece.size if piece.end is None else 1 << 62, piece.compression)
+    return piece.documents if options.text_documents == AUTO else options.text_documents
+
+
+def _later_rules(piece: Piece, kind: str, options: ReadOptions) -> bool:
+    """Whether the file was read in another way before: up to SIZE_RULE it was one document, a larger one had blank lines
+    between, and parts of a file were counted from the end of the part before."""
+    size = piece.stamp[0] if piece.stamp else piece.size
+    large = size > SIZE_RULE // (EXPANSION if piece.compression else 1)
+    return (kind == "blank-line") != large if options.text_documents == AUTO else large and kind == "file"
 
 
 def _lines(
@@ -114,14 +135,14 @@ def _lines(
     begin: int,
     synced: bool,
     piece: Piece,
+    kind: str,
     options: ReadOptions,
     problems: Problems,
 ) -> Iterator[Document]:
     path, start, end = piece.path, piece.start, piece.end
     runs = formats.line_runs(chunks, begin, path, problems, start, end)
-    kind = _kind(piece, options)
     if kind == "file":
-        found = formats.split_file(runs)
+        found = formats.split_file(runs, synced)
     elif kind == "line":
         found = formats.split_lines(runs, begin, synced)
     else:

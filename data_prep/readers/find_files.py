@@ -58,7 +58,7 @@ def _match(pattern: str) -> list[str]:
 def _walk(top: str, problems: Problems) -> list[str]:
     """Files below a folder, sorted by path."""
     found: list[str] = []
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()  # folders
     waiting = [top]
     while waiting:
         folder = waiting.pop()
@@ -67,14 +67,16 @@ def _walk(top: str, problems: Problems) -> list[str]:
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-            below = [os.path.join(folder, name) for name in names]
-            folders = [path for path in below if os.path.isdir(path)]
+            with os.scandir(
+                folder
+            ) as entries:  # which knows a folder from a file without another look at the disk
+                kinds = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
+            names = sorted(kinds)
+            folders = [os.path.join(folder, name) for name in names if kinds[name]]
         except OSError as error:
             problems.bad(folder, None, "unreadable folder", f"can't be read: {error.strerror}")
             continue
-        files = [path for path in below if not os.path.isdir(path)]
+        files = [os.path.join(folder, name) for name in names if not kinds[name]]
         if SPLITS in names:
             found += [
                 path

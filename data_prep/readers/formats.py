@@ -10,21 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Protocol
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers.decompress import Edge, open_regular
+from data_prep.readers.decompress import Edge
 
 MAX_LINE = 16 << 20  # bytes; longer is no text that a sentence can be found in
 MAX_DOCUMENT = 16 << 20  # bytes of one element or of one blank-line block
 FILE_PART = 8 << 20  # bytes; a longer `file` document is cut after this, at a line end
-AUTO_FILE_LIMIT = 16 << 20  # bytes on disk; up to here `auto` takes a text file as one document
 STEP = 1 << 20  # bytes looked at once, so that a line inside them is never too long
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
+# An end of a sentence in the scripts that mark one, with the quotes and brackets that close behind it.
+SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 TABLES = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
@@ -32,6 +33,12 @@ ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
 NULL = "null value"  # the rule by which a record without text is left out
 
 Document = tuple[int, bytes]
+
+
+class Text(Protocol):
+    """Text that can be read from any byte on."""
+
+    def read(self, begin: int, size: int) -> bytes: ...
 
 
 def table_format(head: bytes) -> str:
@@ -107,26 +114,26 @@ def line_runs(
         yield offset, b"".join(parts)
 
 
-def sync_point(path: str, start: int, blank: bool) -> int:
-    """Where a range of a file of lines has to start reading to see where its first line or block begins.
+def sync_point(text: Text, start: int, kind: str) -> int:
+    """Where a range of a file of lines has to start reading to see where its first document begins.
 
-    For lines that is one byte before. A blank-line block is open at the last byte that is no space; reading
-    from that line's start also tells whether the line is too long.
+    For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
+    block is open at the last byte that is no space; reading from that line's start also tells whether the line is too long.
     """
-    if not blank:
+    if kind == "line":
         return start - 1
-    with open_regular(path) as file:
-        text = _last(file, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
-        return _last(file, text, rb"\n", MAX_LINE + 1)
+    if kind == "file":
+        return max(start // FILE_PART * FILE_PART - 1, 0)
+    last = _last(text, start, rb"[^ \t\r\n]", 2 * MAX_LINE + 2)
+    return _last(text, last, rb"\n", MAX_LINE + 1)
 
 
-def _last(file: BinaryIO, before: int, pattern: bytes, most: int) -> int:
+def _last(text: Text, before: int, pattern: bytes, most: int) -> int:
     """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
     least = max(before - most, 0)
     while before > least:
         begin = max(before - HEAD, least)
-        file.seek(begin)
-        found = list(re.finditer(pattern, file.read(before - begin)))
+        found = list(re.finditer(pattern, text.read(begin, before - begin)))
         if found:
             return begin + found[-1].start()
         before = begin
@@ -247,20 +254,49 @@ def split_blank(
         yield from block(base, buffer)
 
 
-def split_file(runs: Iterator[Document]) -> Iterator[Document]:
-    """The whole file as one document, or as parts that end at the first line end after FILE_PART bytes."""
+def split_file(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
+    """The whole file as one document, or as parts: one ends at the first line end at or after each multiple of FILE_PART.
+
+    Without `synced` what comes before the first such end belongs to the range before.
+    """
     parts: list[bytes] = []
-    size, start = 0, 0
+    start, cut = 0, -1
     for offset, run in runs:
         at = 0
-        if not parts:
-            start = offset
-        while size + len(run) - at >= FILE_PART:
-            line_end = run.find(b"\n", max(at, at + FILE_PART - size - 1)) + 1 or len(run)
-            yield start, b"".join([*parts, run[at:line_end]])
-            parts, size, at, start = [], 0, line_end, offset + line_end
+        if cut < 0:
+            cut = (offset // FILE_PART + 1) * FILE_PART
+        while offset + len(run) >= cut:
+            line_end = run.find(b"\n", max(at, cut - offset - 1)) + 1 or len(run) if offset + at < cut else at
+            if line_end > at:
+                start = start if parts else offset + at
+                parts.append(run[at:line_end])
+            if synced and parts:
+                yield start, b"".join(parts)
+            parts, at, synced = [], line_end, True
+            cut = ((offset + at) // FILE_PART + 1) * FILE_PART
         if at < len(run):
+            start = start if parts else offset + at
             parts.append(run[at:])
-            size += len(run) - at
-    if parts:
+    if synced and parts:
         yield start, b"".join(parts)
+
+
+def text_kind(head: bytes, whole: bool) -> tuple[str, bool]:
+    """What a document is in a text file by its opening: (file or blank-line, whether that can be told).
+
+    Blocks between blank lines are documents where most have several lines that end as sentences do: a sentence or a
+    paragraph a line. Where lines are wrapped the blocks are paragraphs, and the file is one document; so it is taken where
+    the opening says neither. `whole`: the opening is all of the file.
+    """
+    blocks = BLANK.split(head.strip(SPACE))
+    if not whole and len(blocks) > 1:
+        blocks.pop()  # cut anywhere
+    lines = [[line.rstrip(SPACE) for line in block.split(b"\n")] for block in blocks]
+    if len(lines) == 1:
+        return "file", whole
+    followed = [line for block in lines for line in block[:-1]]
+    ended = sum(bool(SENTENCE_END.search(line[-32:])) for line in followed)
+    several = sum(len(block) > 1 for block in lines)
+    if len(lines) >= 4 and 2 * several >= len(lines) and ended >= 0.9 * len(followed):
+        return "blank-line", True
+    return "file", 2 * several >= len(lines) and ended <= 0.5 * len(followed)

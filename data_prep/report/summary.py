@@ -10,6 +10,7 @@ from typing import Any
 
 from data_prep.common.errors import Problems
 from data_prep.executor.work_files import Done, total
+from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
 from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
 
@@ -93,6 +94,7 @@ def facts(
         },
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
+        "untold": {"files": everything.counts[UNTOLD], "documents": everything.counts[UNTOLD_DOCUMENTS]},
         "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
         "histograms": {
             name: dict(sorted(everything.histograms[name].items()))
@@ -127,6 +129,12 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     ]  # fmt: skip
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
+    if (untold := s["untold"])["files"]:
+        said = (
+            f"{untold['files']:,} text files do not tell what a document is: each was taken as one, cut every 8 MiB, "
+            f"{untold['documents']:,} in all; --text-documents blank-line or line if that is wrong"
+        )
+        lines.insert(1, ("documents", said))
     for length, d in s["datasets"].items():
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
         lines += [

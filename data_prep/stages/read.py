@@ -44,7 +44,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
     clock = time.perf_counter
     before = clock()
     for piece in task.pieces:
-        for document in read_piece(piece, job.options.read, problems):
+        for document in read_piece(piece, job.options.read, problems, job.work):
             done.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
@@ -68,6 +68,14 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
 
 def read_task(job: Job, task: Task) -> Done:
     """Read, judge and encode one task. Leaves read-TASK.{documents,sentences,tokens} and what deduplication needs."""
+    try:
+        return _read_task(job, task)
+    except BaseException:
+        _encoders.clear()  # half a task is in it, and this process may go on with another build
+        raise
+
+
+def _read_task(job: Job, task: Task) -> Done:
     done, problems = Done(size=task.size), Problems(job.on_error)
     encoder = encoder_of(job)[1]
     with _TaskFiles(job, task, done) as out:
@@ -84,6 +92,7 @@ def read_task(job: Job, task: Task) -> Done:
         if pending:
             out.add(_encode(encoder, done), pending)
     done.problems = problems.counts
+    done.counts += problems.noted
     for reason, documents in problems.dropped.items():
         done.dropped[reason] += documents
         done.counts["documents read"] += documents

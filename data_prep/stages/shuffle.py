@@ -3,7 +3,7 @@
 It is a merge of random key ranges: every row order is possible and memory is one bucket's. Sequences lie on disk ordered by
 key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are packed, its rows shuffled. Buckets
 in order are the dataset. Their number follows from the corpus, not from workers. Of a large corpus neighbouring runs are
-merged first: the rows are the same, and files are opened a hundred times less.
+merged first: the rows are the same, and files are opened hundreds of times less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from data_prep.executor.work_files import SEQUENCE, Done, Job, Writer
 from data_prep.tokens.packing import pack
 
 MAX_BUCKET_TOKENS = 1 << 23  # a shard's worth where a shard is smaller
-MAX_RUNS = 512  # that a bucket is met from; more are merged first, since every bucket opens every run
 _STREAM = 2
 _SEQUENCES_AT_ONCE = 1 << 14
 _SEQUENCES_TRIED = 1 << 17
@@ -60,13 +59,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Merge:
-    """Runs [first, first + runs) of a part, to be merged into its run `index`, `ranges` key ranges at a time."""
+    """Runs of a part that are merged into its run `index`."""
 
     part: Part
     index: int
-    first: int
-    runs: int
-    ranges: int
+    runs: work_files.Merge
 
 
 def choose_slots(lengths: Counter[int], seq_len: int) -> int:
@@ -89,24 +86,20 @@ def buckets(part: Part, tokens: int, shard_tokens: int) -> list[Bucket]:
     return [Bucket(part, i, count) for i in range(count)]
 
 
-def merges(part: Part, tokens: int) -> list[Merge]:
-    """Groups of neighbouring runs, MAX_RUNS or fewer; none where the runs are few already."""
-    if part.runs <= MAX_RUNS:
-        return []
-    size = -(-part.runs // MAX_RUNS)
-    ranges = max(1, round(tokens * size / part.runs / MAX_BUCKET_TOKENS))
-    firsts = range(0, part.runs, size)
-    return [Merge(part, i, first, min(size, part.runs - first), ranges) for i, first in enumerate(firsts)]
+def merges(part: Part, tokens: int, buckets: int) -> list[Merge]:
+    """Groups of neighbouring runs to merge before so many buckets are made of them."""
+    planned = work_files.plan_merges(part.runs, buckets, tokens, MAX_BUCKET_TOKENS)
+    return [Merge(part, i, runs) for i, runs in enumerate(planned)]
 
 
 def merge(job: Job, item: Merge) -> Done:
     """Write one merged run: as its runs, SEQUENCE records ordered by key, and their ids in that order."""
     done, written = Done(), 0
-    names = [item.part.run(run) for run in range(item.first, item.first + item.runs)]
+    runs = _open(job, item.part, item.runs.first, item.runs.runs)
     stem = replace(item.part, merged=True).run(item.index)
     with Writer(job, f"{stem}.meta", done) as metas, Writer(job, f"{stem}.ids", done) as file:
-        for index in range(item.ranges):
-            meta, ids = _gather(job, names, item.part.dtype, index, item.ranges)
+        for index in range(item.runs.ranges):
+            meta, ids = _gather(runs, index, item.runs.ranges)
             lengths = meta["length"].astype(np.int64)
             ends = np.cumsum(lengths)
             source = np.repeat(meta["start"].astype(np.int64) - (ends - lengths), lengths)
@@ -117,19 +110,30 @@ def merge(job: Job, item: Merge) -> Done:
     return done
 
 
-def _gather(job: Job, names: list[str], dtype: str, index: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _open(job: Job, part: Part, first: int, runs: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(SEQUENCE records, ids) of runs of a part."""
+    names = [part.run(run) for run in range(first, first + runs)]
+    return [
+        (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", part.dtype))
+        for name in names
+    ]
+
+
+def _gather(
+    runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Metadata and ids of the sequences of runs in key range `index` of `count`, ordered by (key, run).
 
     `start` points into the ids.
     """
-    metas, ids, used = [np.zeros(0, SEQUENCE)], [np.zeros(0, dtype)], 0
-    for name in names:
-        found = work_files.key_range(job, f"{name}.meta", SEQUENCE, index, count)
+    metas, ids, used = [runs[0][0][:0]], [runs[0][1][:0]], 0
+    for meta, its in runs:
+        found = work_files.key_range(meta, index, count)
         if not len(found):
             continue
         first = int(found["start"][0])
         tokens = int(found["start"][-1]) + int(found["length"][-1]) - first
-        ids.append(work_files.read(job, f"{name}.ids", dtype, first, tokens))
+        ids.append(its[first : first + tokens])
         found["start"] = found["start"] - first + used
         used += tokens
         metas.append(found)
@@ -142,8 +146,7 @@ def process_bucket(job: Job, bucket: Bucket) -> Done:
     clock = time.perf_counter
     done = Done()
     before = clock()
-    names = [part.run(run) for run in range(part.runs)]
-    meta, ids = _gather(job, names, part.dtype, bucket.index, bucket.count)
+    meta, ids = _gather(_open(job, part, 0, part.runs), bucket.index, bucket.count)
     done.seconds["shuffle"] += clock() - before
     before = clock()
     seq_len, slots = part.seq_len, part.slots

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,25 @@ class ShardPlan:
 
 def plan_shards(part: Part, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
     """Cut the rows of all buckets, in order, into shards."""
-    edges = np.concatenate([[0], np.cumsum(bucket_rows)]).tolist()
-    plans = []
-    for index, first in enumerate(range(0, edges[-1], rows_per_shard)):
-        last = min(first + rows_per_shard, edges[-1])
-        pieces = []
-        for bucket, (low, high) in enumerate(pairwise(edges)):
-            begin, end = max(first, low), min(last, high)
-            if begin < end:
-                pieces.append((bucket, begin - low, end - begin))
-        plans.append(ShardPlan(part, index, first, last - first, tuple(pieces)))
+    plans: list[ShardPlan] = []
+    pieces: list[tuple[int, int, int]] = []
+    rows = 0  # in `pieces`
+
+    def end_shard() -> None:
+        nonlocal pieces, rows
+        plans.append(ShardPlan(part, len(plans), len(plans) * rows_per_shard, rows, tuple(pieces)))
+        pieces, rows = [], 0
+
+    for bucket, size in enumerate(bucket_rows):
+        taken = 0
+        while taken < size:
+            some = min(size - taken, rows_per_shard - rows)
+            pieces.append((bucket, taken, some))
+            taken, rows = taken + some, rows + some
+            if rows == rows_per_shard:
+                end_shard()
+    if rows:
+        end_shard()
     return plans
 
 

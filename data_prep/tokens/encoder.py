@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.common.errors import BadInput
 from data_prep.common.lexicon import Lexicon, word_hashes
 from data_prep.filters import quality
 from data_prep.text import clean, sentences
@@ -132,7 +133,7 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC") -> None:
         if not tokenizer.word_local:
-            raise ValueError(
+            raise BadInput(
                 f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )

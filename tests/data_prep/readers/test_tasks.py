@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import zstandard
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import formats, pydoc_corpus, tasks
+from data_prep.readers import documents, formats, pydoc_corpus, tasks
 from data_prep.readers.decompress import Edge
 from data_prep.text import clean
 from tests.helpers.prep_reading import plan, read_all
@@ -244,3 +245,96 @@ def test_hard_wrapped_blocks_are_rejoined_whatever_ends_their_lines(ends, mark, 
             for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
         ]
         assert joined == [(" ".join([line] * 3)).split()] * 3
+
+
+WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"
+SENTENCES = (
+    "This corpus has a sentence a line.\nIts documents have blank lines between.\nThat is BERT's format.\n\n"
+)
+LINES = "Paragraphs of one long line each, with blank lines between: of a book, or of many documents?\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        (WRAPPED * 9, "file", True),
+        (SENTENCES * 9, "blank-line", True),
+        (SENTENCES.replace("\n", "\r\n") * 9, "blank-line", True),
+        ("一句一行。\n文档之间有空行。\n\n" * 9, "blank-line", True),
+        ("یہ ایک جملہ ہے۔\nیہ دوسرا ہے۔\n\n" * 9, "blank-line", True),
+        (LINES * 9, "file", False),
+        ("A file without blank lines.\n" * 9, "file", True),
+        (SENTENCES * 2, "file", False),
+        ("", "file", True),
+    ],
+)
+def test_what_a_document_is_follows_from_the_opening(text, kind, told):
+    assert formats.text_kind(text.encode(), whole=True) == (kind, told)
+
+
+@pytest.mark.parametrize(("text", "counts"), [(WRAPPED, (2, 3)), (SENTENCES, None), (LINES, (2, 3))])
+def test_what_a_document_is_does_not_change_at_16_mib(text, counts, tmp_path):
+    """A file of 15 MiB and one of 17 are read by the same rule; the parts of a file are 8 MiB."""
+    found = []
+    for size in (15 << 20, 17 << 20):
+        path = tmp_path / f"{size}.txt"
+        copies = size // len(text)
+        path.write_text(text * copies)
+        texts, problems = read_all([path])
+        found.append((copies, texts, problems.noted))
+    for (copies, texts, noted), count in zip(found, counts or (None, None), strict=True):
+        assert len(texts) == (count or copies)
+        assert noted[documents.UNTOLD] == (text is LINES)
+        assert noted[documents.UNTOLD_DOCUMENTS] == (len(texts) if text is LINES else 0)
+    # the manifest says where an earlier version read in another way
+    assert [noted[documents.LATER_RULES] for *_, noted in found] == ([1, 0] if text is SENTENCES else [0, 1])
+
+
+def test_the_parts_of_a_large_file_do_not_depend_on_its_ranges(tmp_path, monkeypatch):
+    path = tmp_path / "f.txt"
+    lines = [f"Line {i} {'x' * (i * 37 % 91)}" for i in range(3_000)]
+    lines[1_000] = "y" * 2_500  # longer than a part
+    path.write_text("\n".join(lines))
+    monkeypatch.setattr(formats, "FILE_PART", 1_024)
+    want = read_all([path], text_documents="file")[0]
+    assert "".join(want) == path.read_text() and len(want) > 100
+    assert all(text.endswith("\n") for text in want[:-1]) and max(map(len, want)) < 2_500 + 2 * 1_024
+    for size in (700, 1_024, 5_000, 8_192):
+        monkeypatch.setattr(tasks, "RANGE_BYTES", size)
+        assert sum(len(task.pieces) for task in plan([path], text_documents="file")) > 10
+        assert read_all([path], text_documents="file")[0] == want
+
+
+def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
+    for i in range(600):
+        folder = tmp_path / "in" / str(i % 7)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i}.txt").write_text(f"Text {i}.\n")
+        (folder / f"{i}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "Record %d."}\n' % i))
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more)
+    )
+    monkeypatch.setattr(tasks, "TASK_BYTES", (4_096, 4_096))
+    planned = plan([tmp_path / "in"])
+    assert not opened and sum(len(task.pieces) for task in planned) == 1_200 and len(planned) > 20
+    found, problems = read_all([tmp_path / "in"])
+    assert len(opened) >= 1_200 and sorted(found) == sorted(
+        [f"Text {i}.\n" for i in range(600)] + [f"Record {i}." for i in range(600)]
+    )
+    assert not problems.counts
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_an_arrow_file_is_cut_by_its_batches(footer, tmp_path, monkeypatch):
+    import pyarrow as pa
+
+    table = pa.table({"n": list(range(900)), "text": [f"Row {i}." if i % 50 else None for i in range(900)]})
+    path = tmp_path / "t.arrow"
+    with (pa.ipc.new_file if footer else pa.ipc.new_stream)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", path.stat().st_size // 4)
+    pieces = [piece for task in plan([path]) for piece in task.pieces]
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 2), (2, 4), (4, 6), (6, 9)]
+    assert read_all([path])[0] == [f"Row {i}." for i in range(900) if i % 50]

@@ -1,12 +1,15 @@
 """What a build drops as repeated is what was planted, wherever in the input it stands, and everything adds up."""
 
+import contextlib
 import json
 import random
 
 import pytest
 
+from data_prep import build
 from data_prep.common.errors import Problems
 from data_prep.executor import work_files
+from data_prep.executor.journal import Journal
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks
@@ -49,7 +52,7 @@ def planted(topics, tmp_path_factory):
     return folder
 
 
-def build(command, folder, tokenizer_file, output, *extra):
+def run(command, folder, tokenizer_file, output, *extra):
     result = command(
         "build", "--input", folder, "--tokenizer", tokenizer_file, "--output", output, "--held-out", 0, "--quiet",
         "--no-nsp", *extra,
@@ -59,14 +62,14 @@ def build(command, folder, tokenizer_file, output, *extra):
 
 
 def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, command, tmp_path):
-    report, _ = build(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
+    report, _ = run(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
     assert report["read"]["documents"] == 370 and report["dropped"]["documents"] == 0
-    report, stdout = build(command, planted, tokenizer_file, tmp_path / "exact")
+    report, stdout = run(command, planted, tokenizer_file, tmp_path / "exact")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40}
     assert "exact duplicate 40" in stdout and len(report["examples"]["exact duplicate"]) == 3
-    report, _ = build(command, planted, tokenizer_file, tmp_path / "near", "--dedup", "documents", "near")
+    report, _ = run(command, planted, tokenizer_file, tmp_path / "near", "--dedup", "documents", "near")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
-    report, _ = build(
+    report, _ = run(
         command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs"
     )
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
@@ -77,8 +80,8 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
 
 
 def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, command, tmp_path):
-    build(command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs")
-    build(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
+    run(command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs")
+    run(command, planted, tokenizer_file, tmp_path / "none", "--dedup", "none")
     counts = {}
     for name in ("all", "none"):
         dataset = Dataset(tmp_path / name)
@@ -91,9 +94,12 @@ def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, com
     assert counts["none"] > 1.2 and counts["all"] < 1.01
 
 
-@pytest.mark.parametrize("size", [64, 1 << 21])
-def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size):
+@pytest.mark.parametrize(("size", "merged"), [(64, False), (64, True), (1 << 21, False)])
+def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size, merged):
     monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
+    if merged:
+        monkeypatch.setattr(work_files, "MAX_OPENS", 1)
+        monkeypatch.setattr(work_files, "MERGED_RUNS", 1)
     options = BuildOptions(dedup=("documents", "near"))
     job = work_files.Job(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
     tasks = plan_tasks(
@@ -103,11 +109,15 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     )
     read = [read_task(job, task) for task in tasks]
     documents = sum(done.facts["documents"] for done in read)
-    kinds = []
-    for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
-        parts = dedup.ranges(kind, "read", len(tasks), records)
-        assert (len(parts) > 1) == (size == 64)
-        Pool(1).map(lambda part: dedup.find(job, part), parts, lambda done: None)
-        kinds.append((kind, len(parts)))
-    masks = [dedup.mask_documents(job, dedup.TaskMask(task.index, tuple(kinds))) for task in tasks]
+    drops = []
+    with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
+        stages = build.Stages(journal, progress=False)
+        for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
+            runs = dedup.Runs(kind, "read", len(tasks))
+            assert (len(dedup.ranges(runs, records)) > 1) == (size == 64)
+            assert len(dedup.merges(runs, records)) == merged
+            drops.append(build._find_duplicates(stages, job, runs, records, []))
+            assert isinstance(drops[-1], list) == merged
+        journal.settle()
+    masks = [dedup.mask_documents(job, mask) for mask in dedup.task_masks(len(tasks), drops)]
     assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.build import build
+from data_prep.executor import work_files
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
@@ -33,10 +34,11 @@ def test_merged_runs_give_the_same_bytes(make, monkeypatch):
     few = make("few")
     merged = []
     original = shuffle.merge
-    monkeypatch.setattr(shuffle, "MAX_RUNS", 2)
+    monkeypatch.setattr(work_files, "MAX_OPENS", 1)
+    monkeypatch.setattr(work_files, "MERGED_RUNS", 2)
 
     def merge(job, item):
-        merged.append((item.index, item.runs, item.ranges))
+        merged.append((item.index, item.runs.runs, item.runs.ranges))
         return original(job, item)
 
     monkeypatch.setattr(shuffle, "merge", merge)

@@ -1,0 +1,245 @@
+"""Inputs of the size that users bring: one large packed file, very many small files, a corpus of many gigabytes.
+
+    python benchmarks/bench_prep_scale.py --packed 8 --kills 5 --files 500000 --corpus 20 [--json FILE]
+
+Each part is run where it is asked for; sizes are GB (10^9 bytes) of unpacked text. The text is the input over and over with
+one letter in fifty changed (`bench_prep.py --memory` says why). The tokenizer is trained once, untimed, unless one is given.
+
+`--packed G`: one file of G GB as it is, as one gzip member and as one bzip2 stream, each built with `--workers`: MB/s, the
+largest process by stage, and whether the shards are the same bytes. With `--kills N` the bzip2 build is killed N times
+(SIGKILL to all its processes, at even distances of the time that the first build took) and goes on each time.
+`--files N`: N files of 2 KB in folders of a thousand: seconds and memory to list and group them, and of the whole build.
+`--corpus G`: G GB in files of 200 MB, of which two fifths are one gzip file: MB/s and memory by stage, beside 1/100 of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+import bz2
+
+import numpy as np
+
+from benchmarks.bench_prep import CHANGED, LETTERS, build, unpack
+from benchmarks.common import hardware
+from data_prep.readers import tasks as sources
+
+ROOT = hardware.ROOT
+SMALL = 2_000  # bytes of a small file
+FILE_BYTES = 200_000_000  # of a corpus
+LISTING = """
+import json, sys, time
+from data_prep.common.errors import Problems
+from data_prep.executor.work_files import peak_memory
+from data_prep.readers.tasks import Corpus, ReadOptions, group, list_pieces
+before, began = peak_memory(), time.perf_counter()
+tasks = group(list_pieces([Corpus("input", (sys.argv[1],))], ReadOptions(), Problems("stop")))
+found = {"tasks": len(tasks), "seconds": time.perf_counter() - began, "memory_bytes": peak_memory() - before}
+print(json.dumps(found))
+"""
+
+
+def write_text(paths: list[str], size: int, files: Sequence[Any], first_copy: int = 0) -> None:
+    """The same `size` bytes of text to each of `files`: whole input files, from the second round on with letters changed."""
+    rng = np.random.default_rng(first_copy)
+    copy = first_copy
+    while size > 0:
+        for path in paths:
+            data = np.fromfile(path, np.uint8)
+            if copy:
+                changed = np.isin(data, LETTERS) & (rng.random(len(data)) < CHANGED)
+                data[changed] = rng.choice(LETTERS, int(changed.sum()))
+            for file in files:
+                file.write(data.tobytes())
+            size -= len(data)
+            if size <= 0:
+                return
+        copy += 1
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the shards of a dataset and of its held-out part."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.tar")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def figures(run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "read_bytes": run["read"]["bytes"],
+        "documents": run["read"]["documents"],
+        "mb_per_second": run["mb_per_second"],
+        "seconds": run["seconds"] + run["tokenizer_seconds"],
+        "peak_memory_bytes": run["peak_memory"],
+        "stages": run["stages"],
+    }
+
+
+def say(name: str, run: dict[str, Any]) -> None:
+    rate = "killed and gone on" if run["mb_per_second"] is None else f"{run['mb_per_second']:.2f} MB/s"
+    print(
+        f"{name:16} {rate}, {run['seconds'] + run['tokenizer_seconds']:.0f} s, {run['peak_memory'] / 1e6:.0f} MB"
+    )
+    for stage, found in run["stages"].items():
+        print(f"  {stage:18} {found['seconds']:8.1f} s {found['peak_memory'] / 1e6:8.0f} MB", flush=True)
+
+
+def killed(path: Path, output: Path, extra: list[str], kills: int, seconds: float) -> None:
+    """Begin the build of `path` and kill it, `kills` times; the last one is left to go on."""
+    command = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "build",
+        "--input",
+        str(path),
+        "--output",
+        str(output),
+        "--quiet",
+    ]
+    for _ in range(kills):
+        process = subprocess.Popen([*command, *extra], cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(timeout=seconds / (kills + 1))
+            raise SystemExit("the build ended before it was killed; give more text")
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def packed(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
+    names = {"plain": folder / "text", "gz": folder / "text.gz", "bz2": folder / "text.bz2"}
+    with (
+        open(names["plain"], "wb") as plain,
+        gzip.open(names["gz"], "wb", 6) as gz,
+        bz2.open(names["bz2"], "wb") as bz,
+    ):
+        write_text(paths, int(args.packed * 1e9), [plain, gz, bz])
+    runs: dict[str, Any] = {}
+    for name, path in names.items():
+        run = build([str(path)], folder / "built", *extra)
+        say(name, run)
+        runs[name] = figures(run) | {"file_bytes": path.stat().st_size, "shards": digest(folder / "built")}
+    if args.kills:
+        output = folder / "killed"
+        killed(names["bz2"], output, extra, args.kills, runs["bz2"]["seconds"])
+        began = time.perf_counter()
+        command = [
+            sys.executable,
+            "-m",
+            "data_prep",
+            "build",
+            "--input",
+            str(names["bz2"]),
+            "--output",
+            str(output),
+        ]
+        summary = folder / "killed.json"
+        subprocess.run(
+            [*command, "--quiet", "--json", str(summary), *extra],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        run = json.loads(summary.read_text())
+        runs["killed"] = figures(run) | {
+            "kills": args.kills, "resumed": run["resumed"], "last_seconds": time.perf_counter() - began,
+            "shards": digest(output),
+        }  # fmt: skip
+    same = len({run["shards"] for run in runs.values()}) == 1
+    print(f"the same bytes: {same}", flush=True)
+    return {"runs": runs, "same_bytes": same}
+
+
+def files(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
+    text = b"".join(Path(path).read_bytes() for path in paths)
+    for i in range(args.files):
+        place = folder / "small" / f"{i // 1000:05d}"
+        place.mkdir(parents=True, exist_ok=True)
+        at = i * SMALL % (len(text) - SMALL)
+        content = b"File %d. " % i + text[at : at + SMALL].decode(errors="ignore").encode()
+        (place / f"{i:07d}.txt").write_bytes(content)
+    listing = [sys.executable, "-c", LISTING, str(folder / "small")]
+    listed = json.loads(subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    print(
+        f"listed in {listed['seconds']:.1f} s and {listed['memory_bytes'] / 1e6:.0f} MB: {listed['tasks']} tasks"
+    )
+    run = build([str(folder / "small")], folder / "built", *extra)
+    say(f"{args.files} files", run)
+    return {"files": args.files, "listed": listed, "build": figures(run)}
+
+
+def corpus(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
+    runs = {}
+    for size in (args.corpus / 100, args.corpus):
+        place = folder / f"corpus-{size}"
+        place.mkdir()
+        with gzip.open(place / "large.gz", "wb", 6) as file:
+            write_text(paths, int(size * 0.4e9), [file], first_copy=1)
+        left, number = int(size * 0.6e9), 0
+        while left > 0:
+            with open(place / f"{number:04d}", "wb") as plain:
+                write_text(paths, min(left, FILE_BYTES), [plain], first_copy=1_000 + number)
+            left, number = left - FILE_BYTES, number + 1
+        run = build([str(place)], folder / "built", *extra, "--dedup", "documents", "near")
+        say(f"{size} GB", run)
+        runs[str(size)] = figures(run)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    hardware.add_json(parser)
+    parser.add_argument("--input", nargs="+", metavar="PATH")
+    parser.add_argument("--packed", type=float, metavar="GB", help="of text in one file, plain, gz and bz2")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="of the bz2 build, by SIGKILL")
+    parser.add_argument("--files", type=int, metavar="N", help="of 2 KB")
+    parser.add_argument(
+        "--corpus", type=float, metavar="GB", help="of text in many files, one of them a large gz"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
+    )
+    parser.add_argument("--workers", type=int, default=hardware.cores())
+    parser.add_argument("--scratch", metavar="DIR", help="where the text and the datasets are written")
+    args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
+    data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
+    inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else sources.PYDOC]
+    result: dict[str, Any] = {"unit": "MB/s", "workers": args.workers}
+    with tempfile.TemporaryDirectory(dir=args.scratch) as name:
+        folder = Path(name)
+        paths = unpack(inputs, 210, folder / "text")
+        tokenizer = args.tokenizer
+        if tokenizer is None:
+            build(paths, folder / "trained")
+            tokenizer = str(folder / "trained" / "tokenizer.model")
+        extra = ["--workers", str(args.workers), "--tokenizer", tokenizer]
+        print(hardware.describe())
+        for part in (packed, files, corpus):
+            if getattr(args, part.__name__):
+                place = folder / f"of-{part.__name__}"
+                place.mkdir()
+                result[part.__name__] = part(args, paths, place, extra)
+                subprocess.run(["rm", "-r", str(place)], check=True)
+    if args.json:
+        hardware.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A large file gives the same rows whatever it is packed in, read by as many as its format allows."""
+
+import bz2
+import gzip
+import json
+import lzma
+import struct
+import zlib
+
+import pytest
+import zstandard
+
+from data_prep.build import build
+from data_prep.common.errors import Problems, Unfinished
+from data_prep.executor.pool import Pool
+from data_prep.options import BuildOptions
+from data_prep.readers import decompress, tasks, unpacked
+from data_prep.readers.tasks import Corpus, ReadOptions
+from data_prep.stages import unpack
+from megabert.data.shards import Manifest
+from megabert.data.tokenizer import Tokenizer
+
+
+def seekable(data, size=9_000):
+    """A zstd file of frames of `size` bytes with a seek table, as zstd's contrib/seekable_format writes."""
+    packer = zstandard.ZstdCompressor()
+    frames = [data[i : i + size] for i in range(0, len(data), size)]
+    packed = [packer.compress(frame) for frame in frames]
+    table = b"".join(struct.pack("<II", len(a), len(b)) for a, b in zip(packed, frames, strict=True))
+    footer = struct.pack("<IBI", len(frames), 0, 0x8F92EAB1)
+    return b"".join(packed) + struct.pack("<II", 0x184D2A5E, len(table) + 9) + table + footer
+
+
+def bgzip(data, size=5_000):
+    """Blocks of gzip with their size in an extra field, and the empty block that ends a bgzip file."""
+    found = []
+    for part in [*(data[i : i + size] for i in range(0, len(data), size)), b""]:
+        packer = zlib.compressobj(wbits=-15)
+        packed = packer.compress(part) + packer.flush()
+        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + struct.pack("<H", len(packed) + 25)
+        found.append(head + packed + struct.pack("<II", zlib.crc32(part), len(part)))
+    return b"".join(found)
+
+
+PACK = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "bz2": lambda data: bz2.compress(data, 1),  # blocks of 100 KB
+    "bz2 of streams": lambda data: b"".join(
+        bz2.compress(data[i : i + 30_000]) for i in range(0, len(data), 30_000)
+    ),
+    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
+    "zst with a table": seekable,
+    "gz of blocks": bgzip,
+    "utf-16": lambda data: data.decode().encode("utf-16"),
+}
+PARTS = {"bz2": 2, "bz2 of streams": 2}  # at least
+MAKE = {
+    "text": lambda i, text: text.replace("\n\n", "\n") + "\n\n",
+    "jsonl": lambda i, text: json.dumps({"text": text}, ensure_ascii=False) + "\n",
+    "wiki": lambda i, text: f'<doc id="{i}" title="Ä">\nÄ\n\n{text}\n</doc>\n',
+}
+
+
+@pytest.fixture
+def small_ranges(monkeypatch):
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 17)
+    monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 16, 1 << 18))
+    monkeypatch.setattr(tasks, "BZIP2_BYTES", 20_000)
+    monkeypatch.setattr(unpacked, "MEMBER_BYTES", 20_000)
+    monkeypatch.setitem(decompress.FEED, "bz2", 4_096)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.tar")}
+
+
+@pytest.fixture
+def make(tokenizer_file, tmp_path, monkeypatch):
+    calls = []
+    real = unpack.unpack
+
+    def recorded(job, part):
+        calls.append(part.piece)
+        return real(job, part)
+
+    monkeypatch.setattr(unpack, "unpack", recorded)
+
+    def run(path, **options):
+        """(shards, pieces that were unpacked) of a build of one file."""
+        calls.clear()
+        output = tmp_path / f"out-{path.name}"
+        given = BuildOptions(held_out=0.02, rows_per_shard=256, read=ReadOptions(**options))
+        build(
+            [Corpus("input", (str(path),))],
+            output,
+            given,
+            Pool(1),
+            Tokenizer.load(tokenizer_file),
+            progress=False,
+        )
+        assert not (output / ".work").exists()
+        return contents(output), list(calls), Manifest.load(output)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_packed_file_gives_the_rows_of_the_unpacked_one(kind, small_ranges, topics, make, tmp_path):
+    data = "".join(MAKE[kind](i, text) for i, text in enumerate(topics[:60])).encode()
+    options = {"format": kind, "text_documents": "blank-line" if kind == "text" else "auto"}
+    (tmp_path / "plain.txt").write_bytes(data)
+    want, parts, manifest = make(tmp_path / "plain.txt", **options)
+    assert len(want) >= 2 and not parts and "reading_version" not in manifest.options
+    for name, pack in PACK.items() if kind != "text" else list(PACK.items())[:3]:
+        path = tmp_path / f"packed {name}"
+        path.write_bytes(pack(data))
+        found, parts, manifest = make(path, **options)
+        if kind == "wiki" and name == "bz2 of streams":
+            assert not parts  # is read by its streams, as it was before
+            continue
+        assert found == want, name
+        assert len(parts) >= PARTS.get(name, 1), name
+        assert manifest.options["reading_version"] == 2
+
+
+def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_path):
+    """20 KB that hold a megabyte are no task for one worker's memory."""
+    lines = [f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000)]
+    for name, pack in (("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)):
+        path = tmp_path / name
+        path.write_bytes(pack("".join(lines).encode()))
+        assert path.stat().st_size < tasks.RANGE_BYTES // 4 * 3 // 2
+        (piece,) = [
+            piece
+            for _, piece in tasks.list_pieces([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
+        ]
+        assert piece.stream, name
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("name", ["gz", "bz2", "gz of blocks", "zst with a table"])
+def test_damage_in_a_large_file_stops_or_ends_it(
+    name, policy, small_ranges, topics, tokenizer_file, tmp_path
+):
+    data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
+    packed = bytearray(PACK[name](data))
+    packed[len(packed) * 2 // 3] ^= 0x55
+    path = tmp_path / "damaged"
+    path.write_bytes(packed)
+    corpora, output = [Corpus("input", (str(path),))], tmp_path / "out"
+    options = BuildOptions(rows_per_shard=256)
+
+    def run():
+        return build(
+            corpora, output, options, Pool(1), Tokenizer.load(tokenizer_file), on_error=policy, progress=False
+        )
+
+    if policy == "stop":
+        with pytest.raises(Unfinished, match=r"damaged: (damaged|truncated|byte)"):
+            run()
+        path.write_bytes(PACK[name](data))
+        assert run()["read"]["documents"] == 60
+    else:
+        summary = run()
+        assert sum(summary["problems"].values()) >= 1
+        assert 10 < summary["read"]["documents"] < 60
+
+
+def test_a_build_that_stops_while_it_unpacks_goes_on(
+    small_ranges, topics, tokenizer_file, tmp_path, monkeypatch
+):
+    data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
+    path = tmp_path / "d"
+    path.write_bytes(bz2.compress(data, 1))
+    corpora, calls = [Corpus("input", (str(path),))], []
+    real = unpack.unpack
+
+    def stopping(job, part):
+        calls.append(part.number)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(job, part)
+
+    stopping.__name__ = "unpack"
+    monkeypatch.setattr(unpack, "unpack", stopping)
+
+    def run(name):
+        build(
+            corpora, tmp_path / name, BuildOptions(), Pool(1), Tokenizer.load(tokenizer_file), progress=False
+        )
+        return contents(tmp_path / name)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("killed")
+    assert len(list((tmp_path / "killed/.work").glob("stream-*.zst"))) >= 2
+    found = run("killed")
+    assert calls[:4] == [0, 1, 2, 2], "a part that was done is not done again"
+    assert found == run("at once")

@@ -1,0 +1,98 @@
+"""Independent jobs that read a part of the input each, and one that merges: the bytes of a build that did it all."""
+
+import gzip
+from multiprocessing import get_context
+
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.build import build, build_part
+from data_prep.common.errors import BadInput, Unfinished
+from data_prep.executor.pool import Pool
+from data_prep.options import BuildOptions
+from data_prep.readers import tasks
+from data_prep.readers.tasks import Corpus
+
+
+@pytest.fixture
+def given(topics, tmp_path, monkeypatch):
+    """(corpora, options) of a small build of some ten tasks, one file of which is unpacked first."""
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 16)
+    monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 15, 1 << 16))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i, text in enumerate(topics[:30]):
+        (folder / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    large = "".join(f'<doc id="{i}">\nT\n\n{text}\n</doc>\n' for i, text in enumerate(topics[30:]))
+    (folder / "large").write_bytes(gzip.compress(large.encode()))
+    options = BuildOptions(
+        vocab_size=600, model_type="bpe", sample_megabytes=1, held_out=0.05, rows_per_shard=256
+    )
+    return [Corpus("input", (str(folder),))], options
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_parts_in_any_order_and_a_last_job_give_the_same_bytes(given, tmp_path):
+    corpora, options = given
+    build(corpora, tmp_path / "at once", options, Pool(1), progress=False)
+    output = tmp_path / "in parts"
+    for k in (3, 1):
+        build_part(corpora, output, options, Pool(1), (k, 3), progress=False)
+    with pytest.raises(
+        Unfinished, match=r"--merge: \d+ of \d+ tasks are not read yet; first start --part 2/3"
+    ):
+        build(corpora, output, options, Pool(1), progress=False, parts_read=True)
+    with pytest.raises(BadInput, match="--part 2/4: other parts of this build are of 3"):
+        build_part(corpora, output, options, Pool(1), (2, 4), progress=False)
+    read = build_part(corpora, output, options, Pool(1), (2, 3), progress=False)
+    assert read.counts["bytes read"] > 10_000
+    summary = build(corpora, output, options, Pool(1), progress=False, parts_read=True)
+    assert summary["resumed"] and contents(output) == contents(tmp_path / "at once")
+    assert build_part(corpora, output, options, Pool(1), (2, 3), progress=False) is None
+
+
+def test_parts_at_the_same_time_share_a_folder_that_no_whole_build_may_enter(given, tmp_path):
+    corpora, options = given
+    output = tmp_path / "out"
+    processes = get_context("fork")
+    entered = processes.Barrier(3, timeout=60)
+
+    class Slow(Pool):
+        def map(self, function, items, done):
+            if "read" in function.args[2:]:  # the stage that is shared
+                entered.wait()
+                entered.wait()
+            return super().map(function, items, done)
+
+    def part(k):
+        build_part(corpora, output, options, Slow(1), (k, 2), progress=False)
+
+    jobs = [processes.Process(target=part, args=(k,)) for k in (1, 2)]
+    for job in jobs:
+        job.start()
+    entered.wait()
+    with pytest.raises(BadInput, match="another build is writing there"):
+        build(corpora, output, options, Pool(1), progress=False)
+    entered.wait()
+    for job in jobs:
+        job.join()
+        assert job.exitcode == 0
+    build(corpora, output, options, Pool(1), progress=False, parts_read=True)
+    build(corpora, tmp_path / "at once", options, Pool(1), progress=False)
+    assert contents(output) == contents(tmp_path / "at once")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--part", "3/2"], "--part 3/2: give K/N with K from 1 to N"),
+        (["--part", "one"], "--part one: give K/N"),
+        (["--part", "1/2", "--merge"], "goes neither with --merge nor with --overwrite"),
+    ],
+)
+def test_a_part_that_makes_no_sense_is_one_line(extra, said, tmp_path, capfd):
+    assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), *extra]) == 2
+    assert said in capfd.readouterr().err and not (tmp_path / "out").exists()
