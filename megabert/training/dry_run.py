@@ -233,18 +233,12 @@ def bucket_bytes(config: Config) -> float:
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
-    """The largest `batch.micro_size` that divides a rank's share of the global batch and fits a GPU; 0 where none does.
-
-    Raises ValueError when the ranks cannot share the global batch.
-    """
-    share, rest = divmod(config.batch.global_size, world_size)
-    if rest:
-        raise ValueError(
-            f"batch.global_size={config.batch.global_size} is not a multiple of {world_size} ranks; change one of them"
-        )
+    """The largest `batch.micro_size` that fits a GPU; 0 where none does. It divides a rank's share of the global batch, where
+    the shares are equal."""
+    share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     room = (1 - SPARE) * memory_gib * GIB - bucket_bytes(config)
     room -= sum(resident(config, config.zero.stage, world_size).values())
-    for micro in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
+    for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
         if activations(with_micro_size(config, micro), seq_len) <= room:
             return micro
     return 0
