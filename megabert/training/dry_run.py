@@ -26,6 +26,7 @@ from megabert.config import (
     fit_micro_size,
     from_dict,
     merge_deepspeed,
+    shares,
     to_deepspeed,
 )
 from megabert.data.batch import Batch, Shape, Update, collate
@@ -163,11 +164,11 @@ def report(
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
     if mfu is not None and not config.peak_tflops:
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
-    micro_steps, update = accumulation(config, world_size), work(config, manifest)
+    update = work(config, manifest)
     steps = updates_of(config, update)
     data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
     lines = [
-        f"batch    {config.batch.global_size:,} rows = {config.batch.micro_size} x {world_size} ranks x {micro_steps} micro-steps,"
+        f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions",
         f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
