@@ -25,6 +25,7 @@ from megabert.config.schema import (
     from_dict,
     load,
     presets,
+    shares,
 )
 
 __all__ = [
@@ -53,5 +54,6 @@ __all__ = [
     "load",
     "merge_deepspeed",
     "presets",
+    "shares",
     "to_deepspeed",
 ]

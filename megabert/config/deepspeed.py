@@ -24,7 +24,7 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
             raise ValueError("zero.offload=cpu needs zero.stage 1, 2 or 3")
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     result: dict[str, Any] = {
-        "train_batch_size": config.batch.global_size,
+        "train_batch_size": config.batch.micro_size * accumulation(config, world_size) * world_size,  # seats
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": accumulation(config, world_size),
         "gradient_clipping": config.optimizer.clip,

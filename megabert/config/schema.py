@@ -391,23 +391,24 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 
 def fit_micro_size(config: Config, world_size: int) -> Config:
-    """The config with `batch.micro_size` no larger than a rank's share of the global batch; pure."""
+    """The config with the smallest `batch.micro_size` that needs no more micro-steps than the one it has; pure."""
     batch = config.batch
-    if batch.micro_size * world_size <= batch.global_size or batch.global_size % world_size:
-        return config
-    fitted = batch.model_copy(update={"micro_size": batch.global_size // world_size})
+    rows = accumulation(config, world_size) * world_size
+    fitted = batch.model_copy(update={"micro_size": -(-batch.global_size // rows)})
     return config.model_copy(update={"batch": fitted})
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """Micro-steps of an update. Raises ValueError unless micro x world divides the global batch."""
-    per_step = config.batch.micro_size * world_size
-    if config.batch.global_size % per_step:
-        raise ValueError(
-            f"batch.global_size={config.batch.global_size} is not a multiple of batch.micro_size={config.batch.micro_size}"
-            f" x {world_size} ranks = {per_step}; change one of them"
-        )
-    return config.batch.global_size // per_step
+    """Micro-steps of an update. Where ranks and micro-batches do not divide the global batch, the last micro-step has seats
+    without a row: they hold fillers, which count for nothing."""
+    return -(-config.batch.global_size // (config.batch.micro_size * world_size))
+
+
+def shares(config: Config, world_size: int) -> str:
+    """How an update's rows come about, for a reader: `64 x 24 ranks x 43 micro-steps less 512 seats`."""
+    micro, steps = config.batch.micro_size, accumulation(config, world_size)
+    vacant = micro * world_size * steps - config.batch.global_size
+    return f"{micro} x {world_size} ranks x {steps} micro-steps" + (f" less {vacant} seats" if vacant else "")
 
 
 def _check(config: Config) -> None:

@@ -43,7 +43,7 @@ class Batch:
     nsp_pairs: int
     tokens: int  # real ones, without padding
     sequences: int
-    row_ids: np.ndarray  # int64 [B]; -1 is a filler, which has no labels and counts for nothing
+    row_ids: np.ndarray  # int64 [B]; negative is a filler, which has no labels and counts for nothing
     epochs: np.ndarray  # int64 [B], the epoch each row belongs to
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -79,6 +79,7 @@ def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
 
 
 TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
+VACANT = -2  # row id of a seat behind an update's last row, where the ranks' micro-batches have more seats than it has rows
 COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
 
 
@@ -101,7 +102,7 @@ class Update:
 
     @property
     def row_ids(self) -> np.ndarray:
-        """int64 [n], fillers -1."""
+        """int64 [n], fillers -1, seats without a row VACANT."""
         return np.concatenate([batch.row_ids for batch in self.batches])
 
     @property

@@ -3,8 +3,9 @@
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
 masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers, accumulation and micro-batch size only cut
 that range in different places, so every global batch holds the same rows under the same masks whatever they are. Every array
-has a static shape, which may change where a run goes from left to right to masked LM.
-Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W), n = A m rows of one rank's update, T row
+has a static shape, which may change where a run goes from left to right to masked LM. Where m W does not divide G, the last
+micro-steps of some ranks have seats without a row.
+Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update, T row
 length, S sequences a row, K prediction slots a row.
 """
 
@@ -20,14 +21,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from megabert.common import errors
 from megabert.common.malloc import keep_freed_memory
-from megabert.data.batch import Batch, Shape, Update, collate
+from megabert.config import Config, accumulation
+from megabert.data.batch import VACANT, Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
 from megabert.data.objective import masking_at
 from megabert.data.order import row_order
@@ -36,12 +38,10 @@ from megabert.data.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 
-if TYPE_CHECKING:
-    from megabert.config import Config
-
 # How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, asks nothing of the
 # program's main module, and is born with the signals below blocked. The threads that a run has by then (gloo, watchdog,
 # OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
+DEAD_WORKER = "DataLoader worker"  # how torch's RuntimeError begins that it raises, wherever a process is, when a worker dies
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 CHUNK_TOKENS = (
@@ -147,24 +147,28 @@ class _Updates(torch.utils.data.Dataset):
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
 
-    def positions(self, step: int) -> np.ndarray:
-        """Global positions of this rank's rows, int64 [n], micro-step by micro-step."""
+    def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""
         m = self.source.micro_batch
-        micro_steps = np.arange(self.global_batch // (m * self.world))[:, None]
-        return (step * self.global_batch + (micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
+        micro_steps = np.arange(-(-self.global_batch // (m * self.world)))[:, None]
+        seats = ((micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
+        vacant = seats >= self.global_batch
+        return step * self.global_batch + np.where(vacant, 0, seats), vacant
 
     def __getitem__(
         self, asked: tuple[int, Masking]
     ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
         step, masking = asked
         manifest = self.source.dataset.manifest
-        epochs, positions = np.divmod(self.positions(step), manifest.rows)
+        positions, vacant = self.positions(step)
+        epochs, positions = np.divmod(positions, manifest.rows)
         row_ids = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             row_ids[here] = row_order(
                 manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
             )
+        row_ids[vacant] = VACANT
         problem, code = "", errors.OK
         try:
             narrow, wide, damage = self.source.make(row_ids, epochs, masking)
@@ -217,8 +221,8 @@ class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
     `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Signals that ask a
-    run to stop pass them by: the run needs them until it has saved. Raises ValueError for a batch that does not divide
-    or a tokenizer that is not the dataset's. `close` ends the workers.
+    run to stop pass them by: the run needs them until it has saved. Raises ValueError for a tokenizer that is not the
+    dataset's. `close` ends the workers.
 
     `masking_of(step)` says how an update is masked (without it `masking` holds for all). What it says when the update is
     taken counts: one that a worker made for another answer is made again, in this process.
@@ -245,12 +249,9 @@ class Loader:
         self.source = _source(dataset, tokenizer, seed, micro_batch)
         fixed = Masking.of(masking or Masking())
         self._masking_of = masking_of or (lambda step: fixed)
-        if global_batch < 1 or global_batch % (micro_batch * world):
-            raise ValueError(
-                f"batch.global_size={global_batch} is not a multiple of batch.micro_size={micro_batch} x {world} ranks"
-            )
-        assert 0 <= rank < world and start_step >= 0
-        self.step, self.global_batch, self.rows = start_step, global_batch, global_batch // world
+        assert 0 <= rank < world and start_step >= 0 and global_batch > 0
+        self.step, self.global_batch = start_step, global_batch
+        self.rows = -(-global_batch // (micro_batch * world)) * micro_batch  # seats of this rank's update
         self._updates = _Updates(self.source, global_batch, rank, world)
         self._pin = pin_memory
         asked = _Asked(start_step, self._masking_of)
@@ -298,7 +299,7 @@ class Loader:
         all updates are as the run's first one.
         """
         seq_len = dataset.manifest.seq_len
-        accumulation = max(1, config.batch.global_size // (config.batch.micro_size * world))
+        micro_steps = accumulation(config, world)
         return Loader(
             dataset,
             tokenizer,
@@ -309,7 +310,7 @@ class Loader:
             rank=rank,
             world=world,
             workers=config.data.workers,
-            prefetch=-(-config.data.prefetch // accumulation),
+            prefetch=-(-config.data.prefetch // micro_steps),
             start_step=start_step,
             pin_memory=torch.cuda.is_available(),
         )
@@ -320,15 +321,7 @@ class Loader:
     def __next__(self) -> Update:
         if self._items is None:
             raise StopIteration
-        try:
-            made_for, narrow, wide, damage, problem, code = next(self._items)
-        except RuntimeError as error:  # torch's only word for a worker that is gone
-            dead = [worker.pid for worker in self._workers if not worker.is_alive()]
-            if not dead:
-                raise
-            raise errors.Failed(
-                f"a loader process died (pid {dead[0]}): {str(error).splitlines()[0]}"
-            ) from error
+        made_for, narrow, wide, damage, problem, code = next(self._items)
         masking = self._masking_of(self.step)
         if made_for != masking:
             masking, narrow, wide, damage, problem, code = self._updates[self.step, masking]

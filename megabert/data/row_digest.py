@@ -7,11 +7,12 @@ and others do not (2^-64 by chance). Damaged rows, which were left out, are coun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megabert.data.batch import Update
+from megabert.data.batch import VACANT, Update
 from megabert.data.masking import stream_keys
 from megabert.distributed.process_group import World
 
@@ -38,15 +39,24 @@ class RowDigest:
         """One more update of this rank; gives what is to be said about damaged rows, once for each row."""
         row_ids = update.row_ids
         self._own_digest += row_digest(row_ids, update.epochs)
-        self._own_damaged += int((row_ids < 0).sum())
+        self._own_damaged += int(((row_ids < 0) & (row_ids != VACANT)).sum())
         new = {row: text for row, text in update.damage.items() if row not in self._reported}
         self._reported |= new.keys()
         return list(new.values())
 
+    @property
+    def own(self) -> list[int]:
+        """This rank's part of what `of_sums` takes summed over the ranks."""
+        digest = self._own_digest % MODULUS
+        return [digest >> 32, digest & 0xFFFFFFFF, self._own_damaged]
+
     def totals(self) -> dict[str, Any]:
         """{"row_digest": int, "damaged_rows": int} of all ranks. A collective."""
-        own = self._own_digest % MODULUS
-        high, low, damaged = self._world.sum_ints([own >> 32, own & 0xFFFFFFFF, self._own_damaged])
+        return self.of_sums(self._world.sum_ints(self.own))
+
+    def of_sums(self, sums: Sequence[int]) -> dict[str, Any]:
+        """`totals` from the sums of `own` over the ranks."""
+        high, low, damaged = sums
         return {
             "row_digest": (self._digest + (high << 32) + low) % MODULUS,
             "damaged_rows": self._damaged + damaged,

@@ -12,6 +12,7 @@ from types import FrameType
 
 OURS = str(Path(__file__).parents[1]) + os.sep  # it may be installed among the libraries
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+WAITING = "wait_for_ranks"  # the function of ours that waits for a collective begun earlier, wherever it was
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")  # where ranks wait
 
 
@@ -21,7 +22,8 @@ def main_thread() -> tuple[str, bool]:
     frame: FrameType | None = sys._current_frames().get(identity or 0)
     if frame is None:
         return "gone", False
-    waiting = any(part in frame.f_code.co_filename for part in COLLECTIVES)
+    code = frame.f_code
+    waiting = code.co_name == WAITING or any(part in code.co_filename for part in COLLECTIVES)
     innermost = frame
     while frame is not None and not _is_own(frame.f_code.co_filename):
         frame = frame.f_back

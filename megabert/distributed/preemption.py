@@ -21,6 +21,7 @@ REQUEUE = 85  # exit code: everything is saved, start the same command again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_SECONDS = 1.0  # one request may reach a process twice: with its group and through its launcher
 RECENT = 100  # updates, and saves, whose longest is taken for the time of the next one
+LATE = 2  # updates until all ranks know of a request: they hear of it while the next one is trained
 MARGIN_SECONDS = 5.0  # for what is neither an update nor a save: an evaluation's end, leaving
 UNKNOWN_SAVE = (
     0.1,
@@ -92,7 +93,7 @@ class Stop:
         if self._ends is None:
             return float("inf")
         save = max(self._saves, default=self._first_save)
-        return self._ends - time.time() - max(self._updates, default=0.0) - save - MARGIN_SECONDS
+        return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def updated(self, seconds: float) -> None:
         """One more update took so long, with what belonged to it (data, evaluation)."""

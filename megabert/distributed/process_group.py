@@ -36,6 +36,25 @@ SETTLE_SECONDS = 0.2  # gloo threads let go of a collective in microseconds, on 
 
 
 @dataclass(frozen=True)
+class Pending:
+    """A collective that was begun."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None
+
+    def result(self) -> list[int]:
+        """What came of it; waits for the ranks that have not yet begun it."""
+        if self.work is not None:
+            wait_for_ranks(self.work)
+        return self.tensor.tolist()
+
+
+def wait_for_ranks(work: dist.Work) -> None:
+    """Wait for a collective that was begun, in a function that the watchdog knows (`heartbeat.WAITING`)."""
+    work.wait()
+
+
+@dataclass(frozen=True)
 class World:
     """This process among the others. `device` is where the model lives; `launcher` is who started the ranks."""
 
@@ -66,13 +85,16 @@ class World:
         """Element-wise maxima over the ranks; every rank passes as many values."""
         return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
 
-    def max_float(self, value: float) -> float:
-        """The largest of the ranks' values."""
-        return self.max_floats([value])[0]
+    def start_max_ints(self, values: Sequence[int]) -> Pending:
+        """Element-wise maxima over the ranks, on their way while this rank goes on."""
+        tensor, work = torch.tensor(list(values), dtype=torch.int64), None
+        if self.size > 1:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control, async_op=True)
+        return Pending(tensor, work)
 
-    def max_floats(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maxima over the ranks; every rank passes as many values."""
-        return self._reduce(values, torch.float64, dist.ReduceOp.MAX)
+    def slots(self, value: int) -> list[int]:
+        """`value` in this rank's place among zeros: summed over the ranks, what each of them has."""
+        return [value if rank == self.rank else 0 for rank in range(self.size)]
 
     def gather_ints(self, values: Sequence[int]) -> list[int]:
         """The values of all ranks, in rank order; ranks may pass different numbers of them."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabert.common import rng
-from megabert.config import Config, accumulation, merge_deepspeed, to_deepspeed
+from megabert.config import Config, accumulation, merge_deepspeed, shares, to_deepspeed
 from megabert.distributed.process_group import World
 from megabert.engine import apex_kernels, device_step, optimizers
 from megabert.engine.averaging import Average
@@ -422,7 +422,7 @@ class Engine:
         return (
             f"{parameters / 1e6:.1f} M parameters, {precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
-            f"{c.batch.global_size} = {c.batch.micro_size} x {self.world.size} x {self.accumulation} micro-steps"
+            f"{c.batch.global_size} = {shares(c, self.world.size)}"
         )
 
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megabert.distributed.process_group import wait_for_ranks
+
 BUCKET = 25_000_000  # elements summed at once, at most: 100 MB, a millisecond of NVLink
 LEAST = 1_000_000  # of a rank's own part; smaller ones would cost more in latency than in bandwidth, so all ranks get all
 
@@ -86,7 +88,7 @@ class Gradients:
                 view.zero_()
         self._launch(len(self._buckets))
         for work in self._works:
-            work.wait()
+            wait_for_ranks(work)
 
     @torch.no_grad()
     def _arrived(self, n: int, parameter: nn.Parameter) -> None:

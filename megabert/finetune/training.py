@@ -160,16 +160,15 @@ class TaskMeter(Window):
         super().__init__(world, counts=2)  # items, tokens
         self._task, self._terms = task, terms
 
-    def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
-        """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
-        self._seconds += seconds
+    def add(self, result: UpdateResult, update: Update) -> None:
+        """One update. The figures of a skipped update are not averaged in, its counts are."""
         self._counts[0] += sum(batch.items for batch in update.batches)
         self._counts[1] += sum(batch.tokens for batch in update.batches)
         self._means.add(result)
 
-    def drain(self) -> dict[str, float]:
-        """Means since the last call over all ranks. A collective."""
-        items, tokens = self._world.sum_ints(self._counts)
+    def drain(self, counts: Sequence[int]) -> dict[str, float]:
+        """Means since the last call; `counts` are summed over all ranks."""
+        items, tokens = counts
         seconds = max(self._seconds, 1e-9)
         values = self._means.figures(self._terms)
         if values:

@@ -28,6 +28,7 @@ from megabert.config import (
     fit_micro_size,
     from_dict,
     merge_deepspeed,
+    shares,
     to_deepspeed,
 )
 from megabert.data.batch import Batch, Shape, Update, collate
@@ -168,11 +169,11 @@ def report(
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
     if mfu is not None and not config.peak_tflops:
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
-    micro_steps, update = accumulation(config, world_size), work(config, manifest)
+    update = work(config, manifest)
     steps = updates_of(config, update)
     data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
     lines = [
-        f"batch    {config.batch.global_size:,} rows = {config.batch.micro_size} x {world_size} ranks x {micro_steps} micro-steps,"
+        f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions",
         f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
@@ -265,18 +266,12 @@ def bucket_bytes(config: Config) -> float:
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
-    """The largest `batch.micro_size` that divides a rank's share of the global batch and fits a GPU; 0 where none does.
-
-    Raises ValueError when the ranks cannot share the global batch.
-    """
-    share, rest = divmod(config.batch.global_size, world_size)
-    if rest:
-        raise ValueError(
-            f"batch.global_size={config.batch.global_size} is not a multiple of {world_size} ranks; change one of them"
-        )
+    """The largest `batch.micro_size` that fits a GPU; 0 where none does. It divides a rank's share of the global batch, where
+    the shares are equal."""
+    share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     room = (1 - SPARE) * memory_gib * GIB - bucket_bytes(config)
     room -= sum(resident(config, config.zero.stage, world_size).values())
-    for micro in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
+    for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
         if activations(with_micro_size(config, micro), seq_len) <= room:
             return micro
     return 0

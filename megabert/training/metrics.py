@@ -104,6 +104,15 @@ class Window:
         self._seconds, self._means = 0.0, Means()
         self._counts = [0] * self._kinds  # of this rank
 
+    @property
+    def counts(self) -> list[int]:
+        """This rank's part of what `drain` takes summed over the ranks."""
+        return list(self._counts)
+
+    def passed(self, seconds: float) -> None:
+        """An update took so long on the slowest rank."""
+        self._seconds += seconds
+
     def state(self) -> dict[str, Any]:
         """The sums of all ranks, as JSON. A collective."""
         counts = self._world.sum_ints(self._counts)
@@ -129,9 +138,8 @@ class Meter(Window):
         cuda = world.device.type == "cuda"
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
-    def add(self, result: UpdateResult, update: Update, seconds: float) -> None:
-        """One update that took `seconds`. The figures of a skipped update are not averaged in, its time is."""
-        self._seconds += seconds
+    def add(self, result: UpdateResult, update: Update) -> None:
+        """One update. The figures of a skipped update are not averaged in, its counts are."""
         self._counts[0] += update.tokens
         self._counts[1] += update.sequences
         self._counts[2] += update.predictions
@@ -139,9 +147,9 @@ class Meter(Window):
         self._counts[3] += round(attending_pairs(squares, update.tokens, update.objective == "causal"))
         self._means.add(result)
 
-    def drain(self) -> dict[str, float]:
-        """Means since the last call, over all ranks: `train/…` and `perf/…`. Every rank must call it."""
-        tokens, sequences, predictions, pairs = self._world.sum_ints(self._counts)
+    def drain(self, counts: Sequence[int]) -> dict[str, float]:
+        """Means since the last call, `train/…` and `perf/…`; `counts` are summed over all ranks."""
+        tokens, sequences, predictions, pairs = counts
         flops = training_flops(self._model, tokens, pairs, predictions, sequences)
         values = self._means.figures(self._terms)
         seconds = max(self._seconds, 1e-9)

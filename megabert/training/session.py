@@ -8,6 +8,7 @@ from pathlib import Path
 from megabert.common import errors, logs
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
+from megabert.data.loader import DEAD_WORKER
 from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
@@ -56,6 +57,9 @@ def run(command: Callable[[Session], int]) -> int:
             log.error(errors.describe(error))
         return errors.exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone
+        if str(error).startswith(DEAD_WORKER):  # SIGBUS: a mapped file that can no longer be read
+            log.error(f"a loader process died: {str(error).splitlines()[0]}")
+            return errors.FAILED
         if session is None or session.watchdog is None or session.world.size == 1:
             raise
         if not session.watchdog.started:

@@ -17,9 +17,10 @@ from megabert.common import errors
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.config import Config
+from megabert.data.batch import VACANT
 from megabert.data.row_digest import RowDigest
 from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
+from megabert.distributed.process_group import Pending, World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.lr_schedule import finished, learning_rate, share_used
@@ -79,13 +80,22 @@ class Unjudged:
     result: UpdateResult
 
 
-class Agreed(NamedTuple):
-    """What all ranks know after an update: the slowest one's seconds, and what any of them reports."""
+class Report(NamedTuple):
+    """What the ranks have to know of each other after an update, as integers: the maximum counts."""
 
-    seconds: float
-    stop: bool  # asked to stop
-    writing: bool  # a checkpoint is not yet on the disk
-    problem: bool  # the data could not be had
+    nanoseconds: int  # of the update
+    stop: int  # asked to stop
+    writing: int  # a checkpoint is not yet on the disk
+    problem: int  # the data could not be had: an exit code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A report on its way between the ranks, and this rank's own problem with the update (text and exit code)."""
+
+    pending: Pending
+    problem: str
+    problem_code: int
 
 
 class Trainer:
@@ -120,6 +130,8 @@ class Trainer:
         self.saving_since = 0.0
         self.state = TrainState()
         self.unjudged: list[Unjudged] = []
+        self.asked: list[Asked] = []  # not yet heard of
+        self.sums: list[int] | None = None  # of `log_counts` over the ranks, after the newest update
         self.saved_step = -1  # of the newest checkpoint; -1 where there is none
         self.rows = RowDigest(world)
         if saved is not None:
@@ -143,17 +155,18 @@ class Trainer:
             update, lr, result = self.train_update()
             if due := self.reading_due(self.state.step + 1):
                 result.wait()  # here, where it is training time
-            agreed = self.agree(time.perf_counter() - clock, update)
-            self.account(update, result, agreed.seconds)
-            if self.checkpoints.pending and not agreed.writing:
-                self.finish_save()
-            decision = self.judge() if due or agreed.stop or self.over else Decision.OK
+            seconds = time.perf_counter() - clock
+            self.account(update, result)
+            stop = self.exchange(seconds, update, now=due or self.by_tokens)
+            if stop or self.over:
+                self.hear_all()
+            decision = self.judge() if due or stop or self.over else Decision.OK
             if decision is Decision.ROLLBACK:
                 self.roll_back(update)
             else:
                 self.log_and_evaluate(lr)
             self.stop.updated(time.perf_counter() - clock)
-            if agreed.stop and not self.over:
+            if stop and not self.over:
                 self.save()
                 self.finish_save()
                 return False
@@ -164,6 +177,11 @@ class Trainer:
             self.save()
         self.finish_save()
         return True
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether the next update depends on how many tokens all ranks have had."""
+        return self.config.schedule.unit == "tokens"
 
     @property
     def complete(self) -> bool:
@@ -224,26 +242,62 @@ class Trainer:
             log.info(f"step {self.state.step + 1}: {OBJECTIVES[objective]} from here on")
         self.state.objective = objective
 
-    def agree(self, seconds: float, update: Update) -> Agreed:
-        """One small collective for all that the ranks have to know of each other. Raises Refused."""
-        writing = self.checkpoints.pending and not self.checkpoints.ready
-        own = Agreed(seconds, self.stop.requested, writing, bool(update.problem))
-        slowest, *flags = self.world.max_floats([float(value) for value in own])
-        agreed = Agreed(slowest, *map(bool, flags))
-        if agreed.problem:
-            refuse(self.world, update.problem, update.problem_code)
-        return agreed
+    def exchange(self, seconds: float, update: Update, now: bool) -> bool:
+        """The one collective of an update between the hosts: what the ranks have to know of each other; whether any was asked
+        to stop. It is heard of while the next update is trained, or `now`, and then with the sums of a log line.
 
-    def account(self, update: Any, result: UpdateResult, seconds: float) -> None:
-        """An update is done that took `seconds` on the slowest rank."""
+        Raises Refused.
+        """
+        writing = self.checkpoints.pending and not self.checkpoints.ready
+        own = Report(round(seconds * 1e9), self.stop.requested, writing, update.problem_code)
+        earlier, self.asked, self.sums, size = self.asked, [], None, self.world.size
+        stop = False
+        for asked in earlier:
+            stop |= self.hear(asked)
+        if not now and size > 1:
+            self.asked.append(Asked(self.world.start_max_ints(own), update.problem, update.problem_code))
+            return stop
+        own_slots = [slot for value in own for slot in self.world.slots(int(value))]
+        own_tokens = update.tokens if self.by_tokens else 0
+        sums = self.world.sum_ints([*own_slots, own_tokens, *self.log_counts()])
+        found = [max(sums[first : first + size]) for first in range(0, len(own_slots), size)]
+        tokens, *self.sums = sums[len(own_slots) :]
+        if self.by_tokens:
+            self.state.tokens += tokens
+        return self.heard(Report(*found), update.problem, update.problem_code) or stop
+
+    def hear(self, asked: Asked) -> bool:
+        """Wait for a report that is on its way; whether any rank was asked to stop."""
+        return self.heard(Report(*asked.pending.result()), asked.problem, asked.problem_code)
+
+    def hear_all(self) -> None:
+        """Every update that was done has been heard of."""
+        earlier, self.asked = self.asked, []
+        for asked in earlier:
+            self.hear(asked)
+
+    def heard(self, report: Report, problem: str, code: int) -> bool:
+        """What all ranks reported of an update, with this rank's problem; whether any was asked to stop."""
+        if report.problem:
+            refuse(self.world, problem, code)
+        self.state.seconds += report.nanoseconds / 1e9
+        self.workload.meter.passed(report.nanoseconds / 1e9)
+        if self.checkpoints.pending and not report.writing:
+            self.finish_save()
+        return bool(report.stop)
+
+    def log_counts(self) -> list[int]:
+        """This rank's numbers that a log line sums over the ranks."""
+        memory = self.world.slots(round(peak_memory_gib(self.world.device) * 2**30))
+        return [*self.rows.own, *memory, *self.workload.meter.counts]
+
+    def account(self, update: Any, result: UpdateResult) -> None:
+        """An update is done."""
         self.state.step += 1
         self.state.cursor = update.step + 1
-        self.state.seconds += seconds
-        if self.config.schedule.unit == "tokens":
-            self.state.tokens += self.world.sum_ints([update.tokens])[0]
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
         self.unjudged.append(Unjudged(**place, row_ids=update.row_ids.tolist(), result=result))
-        self.workload.meter.add(result, update, seconds)
+        self.workload.meter.add(result, update)
         for text in self.rows.add(update):
             log.warning(f"left out: {text}")
         self.watchdog.progress(self.state.step)
@@ -257,10 +311,16 @@ class Trainer:
             self.evaluate()
 
     def log(self, lr: float) -> None:
-        """An object for the sinks and a line for the terminal. A collective."""
-        state, seen = self.state, self.rows.totals()
+        """An object for the sinks and a line for the terminal. A collective where none of this update had the sums."""
+        sums = self.world.sum_ints(self.log_counts()) if self.sums is None else self.sums
+        seen, memory, counts = (
+            self.rows.of_sums(sums[:3]),
+            sums[3:][: self.world.size],
+            sums[3 + self.world.size :],
+        )
+        state = self.state
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
-        values |= {"train/lr": lr} | self.workload.meter.drain()
+        values |= {"train/lr": lr} | self.workload.meter.drain(counts)
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
         values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
         values |= {"data/damaged_rows": seen["damaged_rows"]}
@@ -268,7 +328,7 @@ class Trainer:
             values["data/tokens"] = state.tokens
         if self.config.objective.causal_share:
             values["train/objective"] = state.objective
-        values["perf/peak_memory_gib"] = round(self.world.max_float(peak_memory_gib(self.world.device)), 4)
+        values["perf/peak_memory_gib"] = round(max(memory) / 2**30, 4)
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.eta_seconds))
@@ -331,7 +391,7 @@ class Trainer:
 
     def record(self, done: Unjudged, trouble: Trouble) -> None:
         """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
-        row_ids = self.world.gather_ints(done.row_ids)
+        row_ids = self.world.gather_ints([row for row in done.row_ids if row != VACANT])
         if self.writes and self.world.is_main:
             entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
@@ -413,7 +473,8 @@ class Trainer:
         while self.state.step < step:
             started = time.perf_counter()
             update, lr, result = self.train_update()
-            self.account(update, result, self.agree(time.perf_counter() - started, update).seconds)
+            self.account(update, result)
+            self.exchange(time.perf_counter() - started, update, now=True)
             self.unjudged.clear()  # they were judged when the run did them
             self.spike_policy.expect(result.host_loss)
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
@@ -423,6 +484,8 @@ class Trainer:
 def refuse(world: World, problem: str, code: int) -> None:
     """Raises Refused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
     collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
+    if not world.max_ints([code])[0]:
+        return
     found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
     for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
         raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)

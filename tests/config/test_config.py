@@ -128,22 +128,19 @@ def test_a_preset_may_set_the_masking(tmp_path):
     assert (masking.rate, masking.strategy, masking.mask) == (0.4, "span", 0.8)
 
 
-def test_accumulation_is_derived_and_exact():
+def test_accumulation_is_derived_for_any_number_of_ranks():
     config = c.load("", ["batch.global_size=96", "batch.micro_size=8"])
-    assert c.accumulation(config, 1) == 12
-    assert c.accumulation(config, 4) == 3
-    with pytest.raises(
-        ValueError, match=r"batch.global_size=96 is not a multiple of batch.micro_size=8 x 5 ranks = 40"
-    ):
-        c.accumulation(config, 5)
+    assert [c.accumulation(config, ranks) for ranks in (1, 4, 5, 12, 100)] == [12, 3, 3, 1, 1]
+    large = c.load("large_phase1")
+    assert c.accumulation(large, 24) == 43 and c.fit_micro_size(large, 24) == large
 
 
-def test_micro_size_shrinks_to_a_ranks_share_and_no_further():
+def test_micro_size_shrinks_to_what_the_micro_steps_need():
     config = c.load("", ["batch.global_size=96", "batch.micro_size=64"])
-    assert [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 6)] == [64, 48, 16]
-    assert (
-        c.fit_micro_size(config, 5) == config
-    )  # 96 rows have no equal shares: left for `accumulation` to refuse
+    sizes = [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 5, 6, 100)]
+    assert sizes == [48, 48, 20, 16, 1]
+    seats = c.to_deepspeed(c.fit_micro_size(config, 5), 5)
+    assert (seats["train_batch_size"], seats["gradient_accumulation_steps"]) == (100, 1)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mini"])

@@ -189,7 +189,11 @@ def agreements(world: Any) -> dict[str, Any]:
         "any": [world.agree_any(world.rank == 2), world.agree_any(False)],
         "sum": world.sum_ints([world.rank, 10**15]),
         "max": world.max_ints([world.rank, -world.rank]),
-        "float": world.max_float(0.5 + world.rank),
+        "begun": [
+            pending.result()
+            for pending in [world.start_max_ints([world.rank, -world.rank]) for _ in range(2)]
+        ],
+        "slots": world.sum_ints(world.slots(world.rank + 5)),
         "gather": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
         "ints": world.gather_ints(range(world.rank)),
         "broadcast": world.broadcast({"from": world.rank}),
@@ -203,7 +207,8 @@ def test_agreements_are_the_same_on_every_rank():
             "any": [True, False],
             "sum": [3, 3 * 10**15],
             "max": [2, 0],
-            "float": 2.5,
+            "begun": [[2, 0], [2, 0]],
+            "slots": [5, 6, 7],
             "gather": [{"rank": r, "text": "ä" * r} for r in range(3)],
             "ints": [0, 0, 1],
             "broadcast": {"from": 0},

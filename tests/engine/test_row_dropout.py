@@ -1,4 +1,5 @@
-"""The same update with dropout on 1, 2 and 4 ranks: what is dropped follows the row, not the rank."""
+"""The same update with dropout on any number of ranks: what is dropped follows the row, not the rank, and shares that are
+uneven hold the same rows."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ if not MISSING:
 def losses(world: Any) -> dict[str, list[tuple[float, float]]]:
     found = {}
     for name, ops in BACKENDS.items():
-        cfg = tiny.config(model__dropout=0.1, model__attention_dropout=0.1, zero__stage=1, **ops)
-        found[name] = tiny.train(tiny.engine(cfg, world), range(6))
+        for stage in (0, 1, 2, 3) if world.size == 3 and name == "torch" else (1,):
+            cfg = tiny.config(model__dropout=0.1, model__attention_dropout=0.1, zero__stage=stage, **ops)
+            found[f"{name} {stage}"] = tiny.train(tiny.engine(cfg, world), range(6))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_any_number_of_ranks_drops_the_same() -> None:
-    one, two, four = (run_ranks(ranks, losses)[0] for ranks in (1, 2, 4))
-    for name in BACKENDS:
-        for others in (two, four):
-            for ours, theirs in zip(others[name], one[name], strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-5)
+    one = run_ranks(1, losses)[0]
+    for ranks in (2, 3, 4):  # 8 rows on 3 ranks, 2 a micro-step: the last one of one rank has none
+        for name, found in run_ranks(ranks, losses)[0].items():
+            for ours, theirs in zip(found, one[f"{name.split()[0]} 1"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5), (ranks, name)

@@ -86,8 +86,9 @@ def engine(cfg: Config, world: World, seed: int = 7) -> Engine:
     return built
 
 
-def batch(step: int, rows: Sequence[int]) -> Batch:
-    """Row i of step s: one sequence, 1 + (s + i) % 4 predictions, so that micro-batches hold unequal counts."""
+def batch(step: int, rows: Sequence[int], limit: int = 1 << 30) -> Batch:
+    """Row i of step s: one sequence, 1 + (s + i) % 4 predictions, so that micro-batches hold unequal counts. From row `limit`
+    on they are fillers, which have no labels."""
     size = len(rows)
     ids = torch.zeros(size, LENGTH, dtype=torch.int32)
     positions = torch.zeros(size, SLOTS, dtype=torch.int32)
@@ -101,6 +102,8 @@ def batch(step: int, rows: Sequence[int]) -> Batch:
         positions[i, :count] = i * LENGTH + 1 + torch.arange(count)
         labels[i, :count] = (ids[i, 1 : 1 + count] * 7 % 40).long()
         nsp[i, 0] = -100 if row % 3 == 0 else row % 2
+        if row >= limit:
+            labels[i], nsp[i, 0] = -100, -100
     full = torch.full((size, LENGTH), LENGTH, dtype=torch.int32)
     return Batch(
         ids,
@@ -121,11 +124,9 @@ def batch(step: int, rows: Sequence[int]) -> Batch:
 
 def update(step: int, cfg: Config, world: World) -> Update:
     """This rank's part of update `step`: micro-step a of rank r takes rows [(a x W + r) x m, ...)."""
-    m = cfg.batch.micro_size
-    micro = [
-        batch(step, range((a * world.size + world.rank) * m, (a * world.size + world.rank + 1) * m))
-        for a in range(cfg.batch.global_size // (m * world.size))
-    ]
+    m, rows = cfg.batch.micro_size, cfg.batch.global_size
+    firsts = [(a * world.size + world.rank) * m for a in range(configuration.accumulation(cfg, world.size))]
+    micro = [batch(step, range(first, first + m), rows) for first in firsts]
     return Update(step, micro)
 
 

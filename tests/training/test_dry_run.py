@@ -152,7 +152,6 @@ def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:
     text = dry_run.report(cfg, None, 8, mfu=0.4)
     assert f"time     {1000 * update.flops(cfg) / (0.4 * 989e12 * 8) / 86_400:.3g} days" in text
     for values, message in (
-        ({"world_size": 7}, "is not a multiple"),
         ({"world_size": 0}, "--world-size 0"),
         ({"world_size": 8, "tokens_per_sec": 0.0}, "--tokens-per-sec 0"),
         ({"world_size": 8, "mfu": 1.5}, "--mfu 1.5"),
@@ -216,8 +215,9 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
     text = dry_run.report(cfg, None, 2, memory_gib=16)
     assert f"batch.micro_size={micro}, {needs[micro] / 2**30:.1f} GiB, {180 // micro} micro-steps" in text
     assert "no micro-batch fits 1 GiB" in dry_run.report(cfg, None, 2, memory_gib=1)
-    with pytest.raises(ValueError, match=r"batch\.global_size=360 is not a multiple of 7 ranks"):
-        dry_run.largest_micro_size(cfg, 512, 7, 16)
+    assert dry_run.largest_micro_size(cfg, 512, 7, 16) == max(
+        n for n in range(1, 53) if needs[n] <= 0.9 * 16 * 2**30
+    )
 
 
 def one_fake_step(world: World) -> str:
@@ -264,4 +264,4 @@ def test_the_command_plans_for_other_sizes_than_it_runs_at(tmp_path) -> None:
     assert "64 rows = 16 x 4 ranks x 1 micro-steps" in done.stdout
     assert "one fake update worked" in done.stdout and "1 rank(s) on" in done.stdout
     done = command(*arguments, 3, PYTHONPATH=str(ROOT))
-    assert done.returncode == 2 and done.stderr.startswith("error: batch.global_size=64 is not a multiple")
+    assert done.returncode == 0 and "64 rows = 22 x 3 ranks x 1 micro-steps less 2 seats" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megabert.checkpoint import Checkpoints
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
@@ -22,6 +24,7 @@ from megabert.training.metrics import Meter
 from megabert.training.rate_record import FILE, RECORD
 from megabert.training.trainer import Trainer, refuse
 from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
 
 
 @dataclass
@@ -30,6 +33,9 @@ class Ranks:
 
     reports: list[Any]
     size: int = 3
+
+    def max_ints(self, own: Any) -> list[int]:
+        return [max(code for _, code in self.reports)]
 
     def gather(self, own: Any) -> list[Any]:
         return self.reports
@@ -157,3 +163,60 @@ def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_
         replayed = json.loads(trainer(cfg, world, tmp_path, replay=step).replay(step))
         assert [replayed[name] for name in same] == [again[step][name] for name in same]
     assert len(record.read_bytes()) == 7 * RECORD.size
+
+
+STEPS, LINES = 12, 4  # updates, updates between log lines
+
+
+def collectives(world: World, folder: str) -> list[list[tuple[str, bool]]]:
+    """What the hosts of a run that only trains tell each other, for each update: the call, and whether it is waited for."""
+    updates: list[list[tuple[str, bool]]] = [[]]
+
+    def hooked(name: str, call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            if caller.endswith("process_group.py"):
+                updates[-1].append((name, not kwargs.get("async_op")))
+            return call(*args, **kwargs)
+
+        return counted
+
+    cfg = tiny.config(
+        precision="bf16", zero__stage=1, log__interval=LINES, log__tensorboard=False, schedule__warmup_steps=0,
+        checkpoint__asynchronous=False,
+    )  # fmt: skip
+    ours = trainer(cfg, world, Path(folder), dies=STEPS)
+    ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
+    ours.stop_after = None
+    train_update = ours.train_update
+
+    def next_update() -> Any:
+        updates.append([])
+        return train_update()
+
+    ours.train_update = next_update  # type: ignore[method-assign]
+    names = (
+        "all_reduce",
+        "reduce",
+        "all_gather",
+        "gather",
+        "broadcast",
+        "barrier",
+        "all_gather_object",
+        "send",
+        "recv",
+    )
+    for name in names:
+        setattr(dist, name, hooked(name, getattr(dist, name)))
+    with pytest.raises(Killed):
+        ours.train()
+    return updates[1:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_hosts_tell_each_other_one_thing_an_update_and_wait_only_for_log_lines(tmp_path) -> None:
+    for found in run_ranks(2, collectives, str(tmp_path)):
+        assert len(found) == STEPS
+        for step, calls in enumerate(found, 1):
+            assert calls == [("all_reduce", step % LINES == 0)], (step, calls)
