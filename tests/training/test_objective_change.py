@@ -158,6 +158,14 @@ def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
     found = [(m["time/train_seconds"], m["train/objective"]) for m in lines if "train/loss" in m]
     kinds = ["causal"] * 4 + ["masked"] * 2  # 12 s are 40% of 30 s
     assert found == list(zip((0.06, 0.12, 9.12, 18.12, 27.12, 36.12), kinds, strict=True))
+    trainer = opened(world, tmp_path, *budget, replay=6)  # from step 4, by a clock of its own
+    again = json.loads(trainer.replay(6))
+    trainer.close()
+    losses = [
+        json.loads(line).get("train/mlm_loss")
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert again["train/mlm_loss"] in losses
 
 
 def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: Path) -> None:
