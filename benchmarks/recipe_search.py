@@ -94,7 +94,8 @@ class Table:
             "rungs": [asdict(rung) for rung in search.rungs],
             "data": data,
         }
-        tree = json.loads(path.read_text()) if path.is_file() else {"settings": self.settings, "rows": []}
+        empty = {"settings": self.settings, "rows": []}
+        tree: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else empty
         for name in ("digest", "data"):
             if tree["settings"][name] != self.settings[name]:
                 raise ValueError(f"{path}: was made by a search with another {name}; name another --json")

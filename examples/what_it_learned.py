@@ -30,8 +30,8 @@ from megabert.training import evaluation
 
 EXAMPLES = 3
 WORDS = 8, 18  # of a sentence that is shown
-COMMON = 20_000  # an answer is a word that is at least one piece in so many of the training rows
-SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?]")
+COMMON = 5_000  # an answer is a word that is at least one piece in so many of the training rows
+SENTENCE = re.compile(r"[A-Z][^.!?⁇]*[.!?]")  # no ⁇: a character that the tokenizer does not know
 WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ .,;!?])")
 WIDTH, HEIGHT = 60, 8  # characters of the loss curve
 

@@ -54,6 +54,12 @@ def losses(run_folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["eval/mlm_loss"]) for line in lines if "eval/mlm_loss" in line]
 
 
+def right(shown: str) -> tuple[float, float]:
+    """Percent of held-out masks that the model has right, and that the most frequent piece has."""
+    (found,) = re.findall(r"right: ([\d.]+)% of [\d,]+ held-out masks; .*: ([\d.]+)%", shown)
+    return float(found[0]), float(found[1])
+
+
 def test_every_block_is_run_here_or_needs_other_hardware() -> None:
     marked = set(re.findall(r"<!-- test: (\S+) -->\n```bash\n", README))
     assert marked == {"quickstart", "suite", "own-text"}
@@ -83,6 +89,7 @@ def test_quickstart_on_your_own_text(tmp_path) -> None:
     assert f"--logdir {out}/run/tensorboard" in shown
     assert list((out / "run/tensorboard").glob("events*"))
     assert [step for step, _ in losses(out / "run")] == [0, 24]
+    assert "training loss, updates" in shown and right(shown)
 
 
 @pytest.mark.slow
@@ -134,4 +141,6 @@ def test_quickstart_as_written(tmp_path) -> None:
     figures = losses(tmp_path / "run")
     assert figures[0][0] == 0 and figures[-1][0] == 600
     assert figures[-1][1] < figures[0][1] - 2, figures
-    assert "resumed and finished" in shown
+    assert "resumed and finished" in shown and shown.count("  untrained: ") == shown.count("  trained: ") == 3
+    model, most_frequent = right(shown)
+    assert model > 2 * most_frequent, shown

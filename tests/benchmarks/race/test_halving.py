@@ -15,8 +15,8 @@ SPACE = {"lr": {"low": 1e-4, "high": 1e-2, "log": True}, "batch": [8, 16, 32]}
 
 
 def objective(job: Job) -> float:
-    """Best at trial 4; noise by seed that can deceive one seed and no mean of three."""
-    return abs(job.trial - 4) + (0.6 if job.seed == 0 and job.trial == 4 else 0.0) + 0.01 * job.seed
+    """Best at trial 4; its first seed deceives, and no mean of seeds does."""
+    return abs(job.trial - 4) + (1.2 if job.seed == 0 and job.trial == 4 else 0.0) + 0.01 * job.seed
 
 
 def search(results: dict, upto: int = 1000) -> list[Job]:
@@ -31,7 +31,7 @@ def test_the_best_trial_wins_and_each_rung_takes_the_best_of_the_one_before() ->
     results: dict = {}
     done = search(results)
     assert halving.winner(RUNGS, results) == 4
-    assert halving.entrants(RUNGS, results, 1) == [4, 3, 5]
+    assert halving.entrants(RUNGS, results, 1) == [3, 5, 4]
     assert [sorted({j.trial for j in done if j.rung == rung}) for rung in (0, 1, 2)] == [
         list(range(9)), [3, 4, 5], [3, 4],
     ]  # fmt: skip
@@ -66,7 +66,9 @@ def test_trial_0_is_the_recipe_and_the_others_are_drawn_in_their_ranges() -> Non
     rates = [trial["lr"] for trial in trials]
     assert 1e-4 <= min(rates) < 1.2e-4 and 0.8e-2 < max(rates) <= 1e-2
     assert 0.4 < sum(rate < 1e-3 for rate in rates) / len(rates) < 0.6, "even in the logarithm"
-    assert {trial["batch"] for trial in trials} == {8, 16, 32}
+    for batch in (8, 16, 32):
+        with_it = [trial["lr"] < 1e-3 for trial in trials if trial["batch"] == batch]
+        assert len(with_it) > 40 and 0.3 < sum(with_it) / len(with_it) < 0.7, "one key does not tell another"
     more = [halving.draw(SPACE | {"beta": [0.9, 0.99]}, trial, seed=1) for trial in range(1, 200)]
     assert [t["lr"] for t in more] == rates, "another key changes no drawn value"
     assert all(a["lr"] != b["lr"] for a, b in pairwise(trials))
