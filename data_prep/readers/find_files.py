@@ -70,7 +70,7 @@ def _walk(top: str, problems: Problems) -> list[str]:
             with os.scandir(
                 folder
             ) as entries:  # which knows a folder from a file without another look at the disk
-                kinds = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
+                kinds = {entry.name: _is_folder(entry) for entry in entries if not entry.name.startswith(".")}
             names = sorted(kinds)
             folders = [os.path.join(folder, name) for name in names if kinds[name]]
         except OSError as error:
@@ -92,6 +92,13 @@ def _walk(top: str, problems: Problems) -> list[str]:
         found += files
         waiting += reversed(folders)
     return sorted(found)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself: whoever opens it says so
+        return False
 
 
 def _names(folder: str, file: str) -> list[str]:

@@ -59,7 +59,9 @@ class MemberText:
 
     def __init__(self, piece: Piece, folder: str) -> None:
         self._own, self._kind, self._folder = piece.path, piece.compression, folder
-        self._members, self._edges = _loaded(os.path.join(folder, piece.index))
+        path = os.path.join(folder, piece.index)
+        status = os.stat(path)
+        self._members, self._edges = _loaded(path, status.st_ino, status.st_mtime_ns)
         self._last: tuple[int, bytes] = (-1, b"")
 
     def chunks(self, begin: int) -> Iterator[bytes]:
@@ -145,8 +147,8 @@ def index_bytes(members: list[Member]) -> bytes:
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: str) -> tuple[list[Member], list[int]]:
-    """Members and where each begins in the text."""
+def _loaded(path: str, inode: int, changed: int) -> tuple[list[Member], list[int]]:
+    """Members and where each begins in the text. The cache goes by `inode` and `changed`, the time of its last change, too."""
     with open(path, "rb") as file:
         members: list[Member] = [tuple(member) for member in json.load(file)]
     return members, list(accumulate((member[3] for member in members), initial=0))[:-1]

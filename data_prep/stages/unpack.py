@@ -83,7 +83,7 @@ class _Spool:
     def __init__(self, job: Job, name: str, done: Done) -> None:
         self._name, self._done = name, done
         self._file = Writer(job, name, done)
-        self._packer = zstandard.ZstdCompressor(level=LEVEL).compressobj()
+        self._packer = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj()
         self.size = 0
 
     def write(self, text: bytes) -> None:

@@ -1,6 +1,7 @@
 """What an input names, in which order, and that nothing but regular files is ever opened."""
 
 import os
+import shutil
 import socket
 
 import pytest
@@ -99,12 +100,19 @@ def test_a_file_or_a_folder_without_permission(tmp_path, monkeypatch):
 
 def test_a_folder_that_vanishes_while_it_is_walked(tmp_path, monkeypatch):
     make(tmp_path, "in/a.txt", "in/gone/b.txt")
-    real = os.path.isdir
-    monkeypatch.setattr(os.path, "isdir", lambda path: str(path).endswith("phantom") or real(path))
-    (tmp_path / "in" / "phantom").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match=r"phantom: can't be read: No such file"):
-        plan([tmp_path])
-    assert plan([tmp_path], problems := Problems("skip")) and problems.counts == {"unreadable folder": 1}
+    real = os.stat
+
+    def stat(path, *rest, **more):
+        if str(path).endswith("gone"):
+            shutil.rmtree(path, ignore_errors=True)
+        return real(path, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stat)
+        with pytest.raises(BadInput, match=r"gone: can't be read: No such file"):
+            plan([tmp_path])
+        make(tmp_path, "in/gone/b.txt")
+        assert plan([tmp_path], problems := Problems("skip")) and problems.counts == {"unreadable folder": 1}
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "replace", "vanish"])

@@ -12,6 +12,7 @@ from data_prep.stages import shuffle
 from data_prep.stages.shuffle import Part
 from data_prep.stages.write import plan_shards
 from megabert.data.shards import Dataset
+from megabert.data.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def make(corpus, tokenizer_file, tmp_path, monkeypatch):
     def run(name, **options):
         given = BuildOptions(held_out=0.02, rows_per_shard=4096, **options)
         corpora = [tasks.Corpus("input", (str(corpus),))]
-        build(corpora, tmp_path / name, given, Pool(1), str(tokenizer_file), progress=False)
+        build(corpora, tmp_path / name, given, Pool(1), Tokenizer.load(tokenizer_file), progress=False)
         return tmp_path / name
 
     return run
