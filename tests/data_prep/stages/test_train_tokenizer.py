@@ -11,7 +11,8 @@ from sentencepiece import sentencepiece_model_pb2
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import STEPS, exact, train, train_files
-from megabert.data.tokenizer import Casing, Tokenizer
+from megabert.data.casing import Casing
+from megabert.data.tokenizer import Tokenizer
 
 
 def pieces(model: bytes) -> list[tuple[str, int, float]]:
