@@ -61,7 +61,7 @@ def trained(lines: list[str], folder: Path, **options: Any) -> Tokenizer:
 
 
 def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> None:
-    lines = [*topics, *["10 m² of H₂O at ½ bar, ﬁne"] * 50]
+    lines = [*topics[:9], *["10 m² of H₂O at ½ bar, ﬁne"] * 50]
     decoded = {}
     for form in ("NFKC", "NFC", "none"):
         options = BuildOptions(vocab_size=400, model_form=form, normalization="NFC", character_coverage=1.0)
@@ -77,7 +77,7 @@ def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> 
 
 
 def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: Path) -> None:
-    lines = [*topics, "one rare sign: \u2318"]
+    lines = [*topics[:9], "one rare sign: \u2318"]
     plain = trained(lines, tmp_path, vocab_size=300)
     assert plain.unk_id in plain.encode_batch(["\u2318"])[0]
     whole = trained(lines, tmp_path, vocab_size=300, character_coverage=1.0)
@@ -100,7 +100,7 @@ def test_options_that_are_new_are_listed_where_they_are_used() -> None:
 def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(
     topics: list[str], tmp_path: Path
 ) -> None:
-    lines = [*topics, *["Die Bücher über Élan, किताबों की दुकान"] * 20]
+    lines = [*topics[:9], *["Die Bücher über Élan, किताबों की दुकान"] * 20]
     options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}
     tokenizer = trained(lines, tmp_path, **options)
     assert (
