@@ -17,8 +17,8 @@ from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
+from megabert.data.casing import CONFIG
 from megabert.data.shards import MANIFEST
-from megabert.data.tokenizer import CONFIG
 
 WORK = ".work"
 HELD_OUT = "held_out"

@@ -39,10 +39,10 @@ _FLAGS_OF_BYTE = (
 _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
 
 
-def describe(words: list[str], ends: list[bool]) -> np.ndarray:
+def describe(words: list[str], ends: list[int]) -> np.ndarray:
     """FACTS [w] of words as `clean.clean_word` leaves them; none holds a NUL. A hash is never zero.
 
-    `ends` are `sentences.ends(words)`. What ASCII decides is found in the bytes of all words at once; the few words with
+    `ends` are `sentences.ends(words)`, not 0 where a sentence may end. What ASCII decides is found in the bytes of all words at once; the few words with
     other characters are looked at alone.
     """
     parts = [
@@ -52,7 +52,7 @@ def describe(words: list[str], ends: list[bool]) -> np.ndarray:
     return np.concatenate([np.zeros(0, FACTS), *parts])
 
 
-def _describe(words: list[str], can_end: list[bool]) -> np.ndarray:
+def _describe(words: list[str], can_end: list[int]) -> np.ndarray:
     facts = np.zeros(len(words), FACTS)
     # A lone surrogate half, which JSON can spell, has no UTF-8 form.
     joined = np.frombuffer("\0".join([*words, ""]).encode("utf-8", "surrogatepass"), np.uint8)

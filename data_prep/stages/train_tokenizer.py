@@ -115,6 +115,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
     model = io.BytesIO()
     if not lines:
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
+    # A model lists the options that it was given: none that was not asked for.
+    given: dict[str, Any] = {"byte_fallback": True} if options.byte_fallback else {}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -132,9 +134,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             eos_piece="[SEP]",
             control_symbols=["[MASK]"],
             character_coverage=options.character_coverage,
-            **(
-                {"byte_fallback": True} if options.byte_fallback else {}
-            ),  # a model says which options were given
+            **given,
             max_sentence_length=4 * MAX_SENTENCE,
             num_threads=THREADS,
             minloglevel=2,

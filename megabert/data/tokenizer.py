@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ import sentencepiece
 
 from megabert.common.canonical_json import canonical
 from megabert.common.plain_text import plain, plain_with_places
+from megabert.common.scripts import begins_unit
+from megabert.data.casing import CONFIG, FIELDS, NOTHING_SAID, Casing, read_casing
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}  # of a SentencePiece model
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -42,36 +43,6 @@ CONTINUATION = "##"  # WordPiece's mark of a piece inside a word
 MAX_BYTES = 256 << 20  # a model of a million pieces takes about 20 MB
 MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
 CHUNK = 4096  # texts handed to a thread at once
-# Blocks of scripts that put no space between words, first and last code point: Thai, Lao, Tibetan; Burmese; Khmer; Tai;
-# Balinese; CJK radicals to bopomofo; their extensions; ideographs; Yi; Javanese, Burmese; Tai Viet; compatibility ideographs;
-# full-width forms, half-width kana; ideographs beyond the first plane.
-NO_SPACES = (
-    (0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x1AAF), (0x1B00, 0x1B7F), (0x2E80, 0x312F),
-    (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
-    (0xF900, 0xFAFF), (0xFF00, 0xFF9F), (0x20000, 0x3FFFF),
-)  # fmt: skip
-TRAILING_VOWELS = (
-    "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
-)
-
-
-CONFIG = "tokenizer_config.json"  # beside a vocab.txt
-NOTHING_SAID: Mapping[str, bool | None] = {}
-FIELDS = {
-    "lowercase": "do_lower_case",
-    "strip_accents": "strip_accents",
-    "ideographs": "tokenize_chinese_chars",
-}
-
-
-@dataclass(frozen=True)
-class Casing:
-    """What BERT's tokenizer does to text: lower-cases it, drops accents (all of Unicode's non-spacing marks, of any script),
-    puts space around ideographs."""
-
-    lowercase: bool
-    strip_accents: bool
-    ideographs: bool = True
 
 
 class Tokenizer:
@@ -105,7 +76,7 @@ class Tokenizer:
         )
         self.word_start = word_start
         self.word_start[list(special_ids.values())] = False
-        self.unit_start = word_start | np.array([_is_unit(piece) for piece in pieces], bool)
+        self.unit_start = word_start | np.array([begins_unit(piece) for piece in pieces], bool)
         self.unit_start[list(special_ids.values())] = False
         self.pieces = [
             f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)
@@ -133,7 +104,7 @@ class Tokenizer:
         said = {"lowercase": lowercase, "strip_accents": strip_accents}
         beside = path.with_name(CONFIG)
         if _first_byte_that_is_no_text(data) is None and beside.is_file():
-            said = _read_casing(beside) | {name: value for name, value in said.items() if value is not None}
+            said = read_casing(beside) | {name: value for name, value in said.items() if value is not None}
         return Tokenizer.parse(data, path, said)
 
     @staticmethod
@@ -203,28 +174,6 @@ class Tokenizer:
         raise NotImplementedError
 
 
-def writes_without_spaces(character: str) -> bool:
-    """Whether a character's script puts no space between words."""
-    return any(first <= ord(character) <= last for first, last in NO_SPACES)
-
-
-def stand_together(before: str, after: str) -> bool:
-    """Whether no space is between two words of a text: one is in a script without spaces, the other too or punctuation."""
-    edges = before[-1:], after[:1]
-    without = [bool(c) and writes_without_spaces(c) for c in edges]
-    return any(without) and all(
-        w or unicodedata.category(c or " ")[0] == "P" for w, c in zip(without, edges, strict=True)
-    )
-
-
-def _is_unit(piece: str) -> bool:
-    """Whether a piece begins with a character of `NO_SPACES` that does not belong to the one before it."""
-    first = piece[:1]
-    if not first or not writes_without_spaces(first) or first in TRAILING_VOWELS:
-        return False
-    return unicodedata.category(first) not in ("Mn", "Mc", "Lm")
-
-
 @functools.cache
 def _blank() -> np.ndarray:
     """bool [every code point]: whether Unicode calls it a separator, a control or a format character."""
@@ -254,19 +203,6 @@ def _places_in(text: str, seen: str, offsets: np.ndarray) -> np.ndarray:
 
 def _in_brackets(piece: str) -> bool:
     return piece[:1] == "[" and piece[-1:] == "]"
-
-
-def _read_casing(path: Path) -> dict[str, bool | None]:
-    """What Hugging Face's tokenizer_config.json says of the fields of `Casing`; None where it says nothing."""
-    try:
-        found = json.loads(path.read_bytes()[:MAX_BYTES])
-        said = {name: found.get(field) for name, field in FIELDS.items()}
-    except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: is no JSON object; remove it or save the tokenizer anew") from None
-    for name, value in said.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{path}: {FIELDS[name]} is {value!r:.40}, must be true or false")
-    return said
 
 
 def _first_byte_that_is_no_text(data: bytes) -> int | None:

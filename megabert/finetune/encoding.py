@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megabert.data.tokenizer import Tokenizer, stand_together
+from megabert.common.scripts import stand_together
+from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Example, Question, Text, Words
 from megabert.finetune.tasks import Task
 
@@ -178,9 +179,9 @@ def _tags(
     """
     distinct = list(dict.fromkeys(word for e in examples for word in e.words))
     room = max_length - 2
-    ids = [tokenizer.encode_texts(distinct), tokenizer.encode_inside(distinct)]
+    ways = tokenizer.encode_texts(distinct), tokenizer.encode_inside(distinct)
     apart, inside = (
-        {w: _word(found, tokenizer, room) for w, found in zip(distinct, i, strict=True)} for i in ids
+        {word: _word(ids, tokenizer, room) for word, ids in zip(distinct, way, strict=True)} for way in ways
     )
     for i, example in enumerate(examples):
         words = [

@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.data.tokenizer import (
-    SPECIAL_PIECES,
-    WORD_START,
-    Tokenizer,
-    writes_without_spaces,
-)
+from megabert.common.scripts import writes_without_spaces
+from megabert.data.tokenizer import SPECIAL_PIECES, WORD_START, Tokenizer
 
 STEPS = 256  # of a unigram score in 1, as data_prep trains them: their sums are exact
 NORMAL, UNIGRAM = 1, 1  # SentencePiece's numbers of a kind of piece and of a kind of model

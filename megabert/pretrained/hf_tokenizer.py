@@ -19,7 +19,8 @@ import json
 import os
 from typing import Any
 
-from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Casing, Tokenizer
+from megabert.data.casing import Casing
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's kinds of pieces
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds of models

@@ -13,9 +13,10 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.report import inspect_dataset
 from data_prep.text import clean, sentences
+from megabert.common.scripts import writes_without_spaces
 from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.shards import Dataset
-from megabert.data.tokenizer import Tokenizer, writes_without_spaces
+from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Words
 from megabert.finetune.encoding import encode
 from megabert.finetune.tasks import Task

@@ -10,8 +10,9 @@ import pytest
 
 from data_prep.__main__ import main as data_prep
 from megabert.checkpoint import write_start
+from megabert.common.scripts import writes_without_spaces
 from megabert.config import Config, ModelConfig
-from megabert.data.tokenizer import Tokenizer, writes_without_spaces
+from megabert.data.tokenizer import Tokenizer
 from tests.helpers import runs
 from tests.integration.conftest import ROOT, command
 
