@@ -28,13 +28,14 @@ STABLE_TORCH_LIBRARY(megabert, m) {
       "cast_transpose(Tensor x, Tensor scale, bool e5m2, bool straight, bool transposed) -> (Tensor, Tensor, Tensor)");
 
   // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
+  // bias [3 * H * d], which qkv has in it already: given so that backward gives its gradient
   m.def(
-      "attention(Tensor qkv, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) -> (Tensor, "
-      "Tensor)");
-  // -> dqkv
+      "attention(Tensor qkv, Tensor? bias, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) "
+      "-> (Tensor, Tensor)");
+  // -> dqkv, and its sums over all tokens [3 * H * d]
   m.def(
       "attention_backward(Tensor grad, Tensor qkv, Tensor context, Tensor lse, Tensor key_start, Tensor key_end, "
-      "Tensor seed, int stream, int heads, float p) -> Tensor");
+      "Tensor seed, int stream, int heads, float p) -> (Tensor, Tensor)");
 
   // scores [B, H, Q, K]; key_start, key_end int32 [B or 1, Q or 1]; mask broadcastable to scores, bool (true: attend) or
   // added -> dropped probabilities, and with dropout the probabilities before it (else empty)

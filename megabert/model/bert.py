@@ -56,6 +56,23 @@ class Linear(Affine):
         return self.product(x, self.bias)
 
 
+class QueriesKeysValues(Affine):
+    """The projection in front of attention: queries, keys, values, each head by head.
+
+    Returns them and, for native attention, the bias, whose gradient is attention's to give: with that of its product, it
+    would be a sum that reads all of theirs again.
+    """
+
+    def __init__(self, cfg: ModelConfig, attention: str):
+        super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
+        self.native = attention == "native"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
+        if not self.native:
+            return self.product(x, self.bias), None
+        return self.product(x, self.bias.detach()), self.bias.view_as(self.bias)
+
+
 class LinearActivation(Affine):
     """f(x W^T + b) with the exact (erf) GELU or the squared ReLU."""
 
@@ -163,9 +180,7 @@ class Layer(nn.Module):
     def __init__(self, cfg: ModelConfig, backends: native.Backends):
         super().__init__()
         layer = backends.layer.name
-        self.qkv = Linear(
-            cfg.hidden, 3 * cfg.hidden, cfg.init_std
-        )  # queries, keys, values, each head by head
+        self.qkv = QueriesKeysValues(cfg, backends.attention.name)
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
         self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
@@ -184,8 +199,10 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
         p = self.cfg.attention_dropout if self.training else 0.0
-        qkv = self.qkv(normed)  # (B, T, 3D)
-        context = native.attend(qkv, self.cfg.heads, bounds, p, seed, stream, self.attention)  # (B, T, D)
+        qkv, bias = self.qkv(normed)  # (B, T, 3D)
+        context = native.attend(
+            qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias
+        )  # (B, T, D)
         if keep is not None:
             flat = keep.flatten()
             context, x = (

@@ -289,19 +289,24 @@ const char* attention(int type, bool backwards, const void* qkv, const int32_t* 
   });
 }
 
-// partial [batch * heads, tokens to whole tiles, kHeadSize] where there are more than kBlockKeys tokens
+// sums [batch, 3 * heads * size], dbias [3 * heads * size]; partial [batch * heads, tokens to whole tiles, kHeadSize] where
+// there are more than kBlockKeys tokens
 const char* attention_backward(int type, bool backwards, const void* grad, const void* qkv, const void* context,
-                               const float* lse, const int32_t* start, const int32_t* end, void* dqkv, float* partial,
-                               int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
+                               const float* lse, const int32_t* start, const int32_t* end, void* dqkv, void* dbias,
+                               float* sums, float* partial, int64_t batch, int64_t tokens, int64_t heads, int64_t size, int64_t stream, double p,
                                const int64_t* seed) {
   return with_half_type(type, [&](auto t) {
     using T = decltype(t);
     AttentionRows<T> a = attention_rows<T>(qkv, start, end, tokens, heads, size);
     a.context = static_cast<T*>(const_cast<void*>(context)), a.lse = const_cast<float*>(lse);
     a.grad = static_cast<const T*>(grad), a.dqkv = static_cast<T*>(dqkv), a.partial = partial;
+    a.sums = sums;
     const int64_t bytes = GradientShared<T>::bytes((tokens + kGradientQueries - 1) / kGradientQueries);
-    return launch(batch * heads, kAttentionThreads, backwards,
-                  [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); }, (bytes + 15) / 16 * 16);
+    const std::string result = launch(batch * heads, kAttentionThreads, backwards,
+                                      [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); },
+                                      (bytes + 15) / 16 * 16);
+    const int64_t width = 3 * heads * size;
+    return result.empty() ? reduce(backwards, sums, static_cast<T*>(dbias), batch, width, width) : result;
   });
 }
 
