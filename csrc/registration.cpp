@@ -9,6 +9,11 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // -> dx, dbias
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
 
+  // for FP8 products, x [N, D]: the result in E4M3, the gradient in E5M2, as cast_transpose of them gives it, all three results
+  m.def("bias_gelu_cast(Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor)");
+  // and then dbias
+  m.def("bias_gelu_backward_cast(Tensor grad, Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // dropout over x [..., D]; the gradient is the same operation on the gradient
   m.def("dropout(Tensor x, Tensor seed, int stream, float p) -> Tensor");
 
@@ -16,6 +21,10 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
       "int stream, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+  // for an FP8 product that reads y: y as [N, D] in E4M3 as well, as cast_transpose of it gives it, all three results
+  m.def(
+      "dropout_add_layer_norm_cast(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
+      "int stream, float p, float eps, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // grad: of y; second: of y too (where it is also the residual: post-LN), or of z
   // -> dx (empty without dropout: then it is dresidual), dresidual, dbias, dweight, dshift
   m.def(
@@ -28,13 +37,14 @@ STABLE_TORCH_LIBRARY(megabert, m) {
       "cast_transpose(Tensor x, Tensor scale, bool e5m2, bool straight, bool transposed) -> (Tensor, Tensor, Tensor)");
 
   // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
+  // bias [3 * H * d], which qkv has in it already: given so that backward gives its gradient
   m.def(
-      "attention(Tensor qkv, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) -> (Tensor, "
-      "Tensor)");
-  // -> dqkv
+      "attention(Tensor qkv, Tensor? bias, Tensor key_start, Tensor key_end, Tensor seed, int stream, int heads, float p) "
+      "-> (Tensor, Tensor)");
+  // -> dqkv, and its sums over all tokens [3 * H * d]
   m.def(
       "attention_backward(Tensor grad, Tensor qkv, Tensor context, Tensor lse, Tensor key_start, Tensor key_end, "
-      "Tensor seed, int stream, int heads, float p) -> Tensor");
+      "Tensor seed, int stream, int heads, float p) -> (Tensor, Tensor)");
 
   // scores [B, H, Q, K]; key_start, key_end int32 [B or 1, Q or 1]; mask broadcastable to scores, bool (true: attend) or
   // added -> dropped probabilities, and with dropout the probabilities before it (else empty)

@@ -1,6 +1,8 @@
 // The arguments of attention, checked, on whichever device they are.
 #pragma once
 
+#include <optional>
+
 #include "common/check.h"
 
 namespace megabert {
@@ -9,12 +11,13 @@ struct AttentionShape {
   int64_t batch, tokens, heads, size;
 };
 
-inline AttentionShape check_attention(const char* op, const Tensor& qkv, const Tensor& start, const Tensor& end,
-                                      int64_t heads) {
+inline AttentionShape check_attention(const char* op, const Tensor& qkv, const std::optional<Tensor>& bias,
+                                      const Tensor& start, const Tensor& end, int64_t heads) {
   check_compute_dtype(op, "qkv", qkv);
   STD_TORCH_CHECK(qkv.dim() == 3, op, ": qkv has ", qkv.dim(), " dimensions, not 3");
   STD_TORCH_CHECK(heads > 0 && qkv.size(2) > 0 && qkv.size(2) % (3 * heads) == 0, op, ": qkv has size ", qkv.size(2),
                   " in dimension 2, not a multiple of 3 x ", heads, " heads");
+  if (bias) check_columns(op, "bias", *bias, qkv);
   const AttentionShape shape{qkv.size(0), qkv.size(1), heads, qkv.size(2) / (3 * heads)};
   check_device(op, "key_start", start, qkv);
   check_device(op, "key_end", end, qkv);

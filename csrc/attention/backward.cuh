@@ -7,6 +7,8 @@
 // each the tiles of queries that touch them. Scores are computed transposed, [keys, queries], so that P^T and dS^T are left
 // operands as they come; dS goes through shared memory, as dQ sums over all warps' keys. Queries whose keys lie in several
 // such blocks have their dQ so far in `partial`, where the thread that wrote it finds it.
+// The sums over the row's tokens, for the bias that was added to qkv: a thread adds up its elements of dQ in a place of its
+// own; the lines of dK and dV are added up on their way to memory, by a product with ones.
 #pragma once
 
 #include "attention/kernel.cuh"
@@ -31,8 +33,18 @@ struct GradientShared {
       float norm, delta;  // log-sum-exp in powers of two; rowsum(dC C) over the share kept
     } line[kGradientQueries];
   } stage[2];
-  T dscore[kBlockKeys * kScoreStride];  // [key][query]
+  union {
+    T dscore[kBlockKeys * kScoreStride];           // [key][query]
+    float key_sums[2][kAttentionWarps][kHeadSize];  // after the queries: of dK and dV over a warp's keys
+  };
+  float query_sums[kAttentionThreads][4];  // of dQ over the lines that a thread has had: two columns, and those 8 further
   // behind it: first and last key that each tile of queries touches
+
+  // Of a column, one of the kSumsOfColumn sums that make up the whole.
+  static constexpr int kSumsOfColumn = 16;
+  __device__ float& query_sum(int column, int i) {
+    return query_sums[(column / 16 * 2 + i / 8) * kWarp + i % 8 * 4 + column % 8 / 2][column % 16 / 8 * 2 + column % 2];
+  }
   static constexpr int64_t bytes(int64_t tiles) { return sizeof(GradientShared) + 8 * tiles; }
 };
 
@@ -158,9 +170,36 @@ __device__ inline void sum_over_keys(GradientShared<T>& shared, typename Gradien
       const int at = query + g + i % 2 * 8;
       const float norm = own.line[at].norm, times = norm != norm ? NAN : factor;
       *reinterpret_cast<uint32_t*>(own.query + at * kStride + column + i / 2 * 8 + t) = pack_pair(x * times, y * times, T{});
+      float* const sum = shared.query_sums[threadIdx.x] + i / 2 * 2;
+      sum[0] += x * times, sum[1] += y * times;
     } else {
       part[i % 2 * kEightLines + i / 2 * kEightColumns] = {x, y};
     }
+  }
+}
+
+// The block's number, unknown to the compiler: what follows from it is computed again, and no register kept for it.
+__device__ inline unsigned block_again() {
+  unsigned block = blockIdx.x;
+  asm("" : "+r"(block));
+  return block;
+}
+
+// The sums of a warp's 16 lines in shared memory by columns.
+template <class T>
+__device__ inline void sum_lines(float* to, const T* lines) {
+  const int lane = threadIdx.x % kWarp, t = lane % 4 * 2;
+  const LaneAt down = LaneAt::down(lane);
+  const uint32_t two = pack_pair(1.0f, 1.0f, T{}), ones[4] = {two, two, two, two};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    float sum[2][4] = {};
+    uint32_t b[4];
+    load_transposed(b, lines + down.line * kStride + s * 16 + down.column);
+    multiply(sum[0], sum[1], ones, b, T{});
+    if (lane >= 4) continue;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) *reinterpret_cast<Two*>(to + s * 16 + n * 8 + t) = {sum[n][0], sum[n][1]};
   }
 }
 
@@ -187,12 +226,15 @@ attention_gradient(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
     const Touched keys = Touched::of_warp(range, range);
     if (lane == 0) touched[tile] = keys;
   }
+  for (int i = 0; i < 4; ++i) shared.query_sums[threadIdx.x][i] = 0;
   __syncthreads();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {  // nothing to attend to: zeros
     const int query = tile * kGradientQueries + chunk_query;
     if (touched[tile].first < touched[tile].last || query >= a.tokens || chunk_column >= a.size) continue;
-    const float value = keys_of(query).wrong ? NAN : 0.0f;
+    const bool wrong = keys_of(query).wrong;
+    const float value = wrong ? NAN : 0.0f;
+    for (int i = 0; wrong && i < kGroup; ++i) shared.query_sum(chunk_column + i, 0) = NAN;
     const uint32_t pair = pack_pair(value, value, T{});
     *reinterpret_cast<Chunk*>(a.dqkv + qkv0 + (query * 3 * width + chunk_column)) = {pair, pair, pair, pair};
   }
@@ -242,11 +284,29 @@ attention_gradient(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
         store_chunk(a.dqkv + qkv0, 3 * width, own.query, threadIdx.x, query0, a.tokens, a.size);
       tile = next;
     }
-    store_lines(a.dqkv + qkv0 + width, 3 * width, shared.keys + warp * 16 * kStride, dkey, a.root * dropout.scale,
-                a.root * dropout.scale, warp_key0, a.tokens, a.size);
-    store_lines(a.dqkv + qkv0 + 2 * width, 3 * width, shared.values + warp * 16 * kStride, dvalue, dropout.scale,
-                dropout.scale, warp_key0, a.tokens, a.size);
-    __syncthreads();  // keys and values have been read
+    T *const keys = shared.keys + warp * 16 * kStride, *const values = shared.values + warp * 16 * kStride;
+    const float factor = a.root * dropout.scale;
+    store_lines(a.dqkv + qkv0 + width, 3 * width, keys, dkey, factor, factor, warp_key0, a.tokens, a.size);
+    sum_lines(shared.key_sums[0][warp], keys);
+    store_lines(a.dqkv + qkv0 + 2 * width, 3 * width, values, dvalue, dropout.scale, dropout.scale, warp_key0, a.tokens,
+                a.size);
+    sum_lines(shared.key_sums[1][warp], values);
+    __syncthreads();  // keys and values have been read; the sums are whole
+    const int part = threadIdx.x / kHeadSize, column = threadIdx.x % kHeadSize;
+    const unsigned block = block_again();
+    float* const sums = a.sums + static_cast<int64_t>(block / a.heads) * 3 * width + (block % a.heads * a.size + column);
+    if (part < 2 && column < a.size) {
+      float sum = key0 ? sums[(part + 1) * width] : 0.0f;
+#pragma unroll 1
+      for (int w = 0; w < kAttentionWarps; ++w) sum += shared.key_sums[part][w][column];
+      sums[(part + 1) * width] = sum;
+    } else if (part == 2 && column < a.size && key0 + kBlockKeys >= a.tokens) {
+      float sum = 0;
+#pragma unroll 1
+      for (int i = 0; i < shared.kSumsOfColumn; ++i) sum += shared.query_sum(column, i);
+      sums[0] = sum;
+    }
+    __syncthreads();  // the sums have been read
   }
 }
 

@@ -47,11 +47,12 @@ Attention<T> arguments(const Tensor& qkv, const Tensor& start, const Tensor& end
   return args;
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start, const Tensor& key_end,
-                                     const Tensor& seed, int64_t stream, int64_t heads, double p) {
+std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tensor>& bias, const Tensor& key_start,
+                                     const Tensor& key_end, const Tensor& seed, int64_t stream, int64_t heads,
+                                     double p) {
   constexpr const char* op = "attention";
   check_cpu(op, "qkv", qkv);
-  const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
+  const Shape shape = check_attention(op, qkv, bias, key_start, key_end, heads);
   const Dropout dropout = make_dropout(op, seed, stream, p, shape.heads * shape.tokens);
   const Tensor qc = dense(qkv), start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
@@ -69,18 +70,20 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
   return {context, lse};
 }
 
-Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context, const Tensor& lse,
-                          const Tensor& key_start, const Tensor& key_end, const Tensor& seed, int64_t stream,
-                          int64_t heads, double p) {
+std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context,
+                                              const Tensor& lse, const Tensor& key_start, const Tensor& key_end,
+                                              const Tensor& seed, int64_t stream, int64_t heads, double p) {
   constexpr const char* op = "attention_backward";
   check_cpu(op, "qkv", qkv);
-  const Shape shape = check_attention(op, qkv, key_start, key_end, heads);
+  const Shape shape = check_attention(op, qkv, {}, key_start, key_end, heads);
   check_attention_backward(op, shape, grad, qkv, context, lse);
   const Dropout dropout = make_dropout(op, seed, stream, p, shape.heads * shape.tokens);
   const Tensor gc = dense(grad), qc = dense(qkv), cc = dense(context), lc = dense(lse),
                start = dense(key_start), end = dense(key_end);
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
-  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc));
+  const int64_t width = 3 * shape.heads * shape.size;
+  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc)), dbias = torch::stable::new_empty(qc, {width});
+  const Tensor sums = torch::stable::new_empty(qc, {shape.batch, width}, ScalarType::Float);
   const auto run = [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
@@ -88,11 +91,13 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
     args.context = static_cast<T*>(const_cast<void*>(cc.const_data_ptr()));
     args.grad = static_cast<const T*>(gc.const_data_ptr());
     args.dqkv = static_cast<T*>(dqkv.mutable_data_ptr());
+    args.sums = static_cast<float*>(sums.mutable_data_ptr());
     for_each_part(shape, [&](const Heads& part) { kernel.attention_backward(args, part); });
+    kernel.reduce_blocks(args.sums, static_cast<T*>(dbias.mutable_data_ptr()), shape.batch, width, 0, width);
   };
   if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
-  return dqkv;
+  return {dqkv, dbias};
 }
 
 }  // namespace

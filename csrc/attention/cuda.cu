@@ -10,9 +10,10 @@
 namespace megabert {
 namespace {
 
-AttentionShape check(const char* op, const Tensor& qkv, const Tensor& start, const Tensor& end, int64_t heads) {
+AttentionShape check(const char* op, const Tensor& qkv, const std::optional<Tensor>& bias, const Tensor& start,
+                     const Tensor& end, int64_t heads) {
   check_cuda(op, "qkv", qkv);
-  const AttentionShape shape = check_attention(op, qkv, start, end, heads);
+  const AttentionShape shape = check_attention(op, qkv, bias, start, end, heads);
   STD_TORCH_CHECK(qkv.scalar_type() != ScalarType::Float, op, ": qkv has dtype Float, not BFloat16 or Half as on CUDA");
   STD_TORCH_CHECK(shape.size <= kHeadSize && shape.size % kGroup == 0, op, ": heads have size ", shape.size,
                   ", not a multiple of ", kGroup, " up to ", kHeadSize, " as on CUDA");
@@ -20,12 +21,6 @@ AttentionShape check(const char* op, const Tensor& qkv, const Tensor& start, con
                   ": qkv has ", shape.batch, " rows of ", shape.tokens, " x ", qkv.size(2),
                   "; on CUDA rows x heads and the elements of a row are less than 2^31 each");
   return shape;
-}
-
-// Contiguous and on a 16-byte boundary: itself, or a copy.
-Tensor aligned(const Tensor& t) {
-  const Tensor d = dense(t);
-  return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 ? torch::stable::clone(d) : d;
 }
 
 template <class T>
@@ -43,10 +38,11 @@ void with_half_type(ScalarType type, F f) {
   else f(__half{});
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start, const Tensor& key_end,
-                                     const Tensor& seed, int64_t stream, int64_t heads, double p) {
+std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tensor>& bias, const Tensor& key_start,
+                                     const Tensor& key_end, const Tensor& seed, int64_t stream, int64_t heads,
+                                     double p) {
   constexpr const char* op = "attention";
-  const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
+  const AttentionShape shape = check(op, qkv, bias, key_start, key_end, heads);
   const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
   const Tensor qc = aligned(qkv), start = dense(key_start), end = dense(key_end);
@@ -65,26 +61,32 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const Tensor& key_start,
   return {context, lse};
 }
 
-Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context, const Tensor& lse,
-                          const Tensor& key_start, const Tensor& key_end, const Tensor& seed, int64_t stream,
-                          int64_t heads, double p) {
+std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& context,
+                                              const Tensor& lse, const Tensor& key_start, const Tensor& key_end,
+                                              const Tensor& seed, int64_t stream, int64_t heads, double p) {
   constexpr const char* op = "attention_backward";
-  const AttentionShape shape = check(op, qkv, key_start, key_end, heads);
+  const AttentionShape shape = check(op, qkv, {}, key_start, key_end, heads);
   check_attention_backward(op, shape, grad, qkv, context, lse);
   const Dropout dropout = check_dropout(op, seed, stream, p, shape.heads * shape.tokens, qkv);
   const OnDevice device(qkv);
   const Tensor gc = aligned(grad), qc = aligned(qkv), cc = aligned(context), lc = dense(lse), start = dense(key_start),
                end = dense(key_end);
-  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc));
-  if (!lc.numel()) return dqkv;
+  const int64_t width = 3 * shape.heads * shape.size;
+  Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc)), dbias = torch::stable::new_empty(qc, {width});
+  if (!lc.numel()) {
+    torch::stable::zero_(dbias);
+    return {dqkv, dbias};
+  }
   const int64_t tiles = ceil_div(shape.tokens, kGradientQueries), blocks = shape.batch * shape.heads;
   const int64_t lines = shape.tokens > kBlockKeys ? tiles * kGradientQueries : 0;
-  Tensor partial = torch::stable::new_empty(qc, {blocks, lines, kHeadSize}, ScalarType::Float);
+  const Tensor partial = torch::stable::new_empty(qc, {blocks, lines, kHeadSize}, ScalarType::Float),
+               sums = torch::stable::new_empty(qc, {shape.batch, width}, ScalarType::Float);
   with_half_type(qc.scalar_type(), [&](auto type) {
     using T = decltype(type);
     AttentionRows<T> a = arguments<T>(shape, qc, start, end);
     a.context = const_cast<T*>(data<T>(cc)), a.lse = const_cast<float*>(data<float>(lc));
     a.grad = data<T>(gc), a.dqkv = out<T>(dqkv), a.partial = out<float>(partial);
+    a.sums = out<float>(sums);
     const int64_t bytes = GradientShared<T>::bytes(tiles);
     STD_TORCH_CHECK(cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(bytes)) == cudaSuccess,
@@ -93,8 +95,9 @@ Tensor attention_backward(const Tensor& grad, const Tensor& qkv, const Tensor& c
     attention_gradient<T><<<static_cast<unsigned>(blocks), kAttentionThreads, static_cast<size_t>(bytes), device.stream>>>(
         a, dropout, data<int64_t>(seed));
     check_launch(op);
+    reduce_lines_on(device.stream, data<float>(sums), out<T>(dbias), shape.batch, width, width, op);
   });
-  return dqkv;
+  return {dqkv, dbias};
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 // Counted for BERT-LARGE (24 layers, 16 heads of 64), a step of 16,384 tokens in full rows with dropout, forward and
 // backward together, on an H200 (132 processors at 1.75 GHz, four instructions a clock each; 4.8 TB/s):
 //   length 128: 14 T T d FLOP a (row, head) = 0.72 TFLOP; qkv, context and gradients, read or written once, are 402 MB a
-//     layer = 9.7 GB, 2.2-2.6 ms at 3.7-4.3 TB/s; instructions of warps, 21,000 + 38,000 a (row, head) (sm_90), 3.1 ms at
+//     layer = 9.7 GB, 2.2-2.6 ms at 3.7-4.3 TB/s; instructions of warps, 21,000 + 39,000 a (row, head) (sm_90), 3.2 ms at
 //     full issue. Projection, not measured: 4-5 ms, against 6-11 of flash attention.
 //   length 512: the same memory, four times the products and scores: 10.4 ms at full issue in full rows, about 60% of that
 //     at the real lengths. Projection, not measured: 8-13 ms, against 11-16.
@@ -30,6 +30,7 @@ struct AttentionRows {
   float root;                  // 1 / sqrt(size)
   const T* grad;               // backward only: gradient of context
   T* dqkv;
+  float* sums;     // [batch, 3, heads, size]: those of dqkv over a row's tokens
   float* partial;  // backward of more than kBlockKeys tokens: [batch * heads, tokens to whole kGradientQueries, kHeadSize]
 };
 

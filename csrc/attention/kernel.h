@@ -195,6 +195,7 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
 
 // With P the probabilities, M the scaled dropout mask, C the context:
 //   dV = (P M)^T dC; dP = (dC V^T) M; dS = P (dP - rowsum(dC C)) / sqrt(size); dQ = dS K; dK = dS^T Q.
+// Their sums over the row's tokens are taken before they are rounded.
 template <class T>
 static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
@@ -205,7 +206,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   const int64_t most = padded(tokens), steps = units<T>(size), lds = padded(size);
   const int64_t stride = tokens / 8 + 2 * W + 8;  // of a row's dropout bits
   scratch.reset(sizeof(U) * (2 * steps * most + units<T>(tokens) * lds + kBlock * (2 * steps + 2 * lds + 3 * most)) +
-                sizeof(float) * (kBlock * (2 * most + lds) + 2 * tokens * lds) + pack * stride + 2048);
+                sizeof(float) * (kBlock * (2 * most + lds) + (2 * tokens + 3) * lds) + pack * stride + 2048);
   U* key_columns = scratch.take<U>(steps * most);
   U* value_columns = scratch.take<U>(steps * most);
   U* key_pairs = scratch.take<U>(units<T>(tokens) * lds);
@@ -221,6 +222,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   float* dq = scratch.take<float>(kBlock * lds);
   float* dk = scratch.take<float>(tokens * lds);
   float* dv = scratch.take<float>(tokens * lds);
+  float* sums = scratch.take<float>(3 * lds);
   uint8_t* bits = scratch.take<uint8_t>(pack * stride);
   const T* query = a.qkv + row * tokens * ld + head * size;
   const T *key = query + a.heads * size, *value = key + a.heads * size;
@@ -234,7 +236,15 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   const float kept = a.dropout.scale, root = 1.0f / std::sqrt(static_cast<float>(size)), scale = root * kLog2e;
   memset(dk, 0, sizeof(float) * tokens * lds);
   memset(dv, 0, sizeof(float) * tokens * lds);
+  memset(sums, 0, sizeof(float) * 3 * lds);
   const int32_t* end = a.end + row * tokens;
+  const auto write = [&](int64_t which, int64_t token, const float* line, float factor) {  // of q, k, v: 0, 1, 2
+    for (int64_t c = 0; c < size; c += W) {
+      const vf value = load(line + c) * factor;
+      store(dqkv + token * ld + which * ldc + c, value, size - c);
+      store(sums + which * lds + c, load(sums + which * lds + c) + value);
+    }
+  };
 
   for_each_run(a.start + row * tokens, end, tokens, [&](int64_t i0, int64_t queries, int64_t j0, int64_t keys) {
     if (keys <= 0) {
@@ -291,16 +301,15 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
       multiply<T, false>(rows, lds, units<T>(seen), ds_rows, ldk / pack, 1, key_pairs, lds, dq, lds);
       multiply<T, true>(seen, lds, units<T>(rows), p_pairs, 1, ldk, grad_pairs, lds, dv + j0 * lds, lds);
       multiply<T, true>(seen, lds, units<T>(rows), ds_pairs, 1, ldk, query_pairs, lds, dk + j0 * lds, lds);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < size; c += W) store(dqkv + (i + r) * ld + c, load(dq + r * lds + c) * (root * kept), size - c);
+      for (int64_t r = 0; r < rows; ++r) write(0, i + r, dq + r * lds, root * kept);
     }
   });
   for (int64_t j = 0; j < tokens; ++j) {
-    for (int64_t c = 0; c < size; c += W) {
-      store(dqkv + j * ld + a.heads * size + c, load(dk + j * lds + c) * (root * kept), size - c);
-      store(dqkv + j * ld + 2 * a.heads * size + c, load(dv + j * lds + c) * kept, size - c);
-    }
+    write(1, j, dk + j * lds, root * kept);
+    write(2, j, dv + j * lds, kept);
   }
+  for (int64_t which = 0; which < 3; ++which)
+    memcpy(a.sums + row * ld + (which * a.heads + head) * size, sums + which * lds, sizeof(float) * size);
 }
 
 template <class T>

@@ -48,6 +48,7 @@ struct Attention {
   Dropout dropout;
   const T* grad;  // backward only: gradient of context
   T* dqkv;        // backward only
+  float* sums;    // backward only: [batch, 3, heads, size], those of dqkv over a row's tokens
 };
 
 // Rows [row, last_row) x heads [head, last_head): what one thread does, row by row, so that a row's tokens, whose heads lie

@@ -163,6 +163,25 @@ def test_backends_give_the_same_losses_and_gradients(norm: str) -> None:
         assert (results[1][1][name] - grad).abs().max() < 1e-4 * scale, name
 
 
+@needs_library
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_gives_the_gradient_of_the_biases_in_front_of_it(recompute: bool) -> None:
+    """It is that of a sum over qkv's gradient, and nothing else changes a bit."""
+    inputs, found = batch([[9, 20, 1], [32], [16]], 32), []
+    for alone in (False, True):
+        built = model(NATIVE, activation_checkpointing=recompute).train()
+        for layer in built.layers:
+            layer.qkv.native &= alone
+        found.append(gradients(built, inputs)[1])
+    summed, given = found
+    for name, grad in given.items():
+        if name.endswith(".qkv.bias"):
+            largest = summed[name].abs().max()
+            assert (grad - summed[name]).abs().max() < 1e-5 * largest and largest > 1e-4, name
+        else:
+            assert grad.equal(summed[name]), name
+
+
 @backends
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_recomputation_replays_dropout(norm: str, choice: OpsConfig) -> None:

@@ -60,19 +60,28 @@ def units(norm: Any, dropout: float, backend: str) -> Counter[str]:
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(("dropout", "gradient"), [(0.1, 5), (0.0, 4)])
 def test_every_tensor_is_moved_once(norm: str, dropout: float, gradient: int) -> None:
-    """41 units with dropout, 39 without it (plain torch: about 85).
+    """38 units with dropout, 36 without it (plain torch: about 85).
 
     GELU 8 + 12. Each norm reads the branch and the residual and writes y and z, 4; its gradient reads two gradients and z and
-    writes those of the residual and, with dropout, of the branch. The sum of the gradients of the biases of q, k and v reads
-    3: the attention that writes them could give it for nothing.
+    writes those of the residual and, with dropout, of the branch. Biases cost nothing: what writes a gradient sums it.
+
+    Around products that only read and write tensors, that is the floor but for one unit a norm. What a product gives must be
+    read, what it takes be written, and what both passes need be kept: GELU reads x (4 units) and writes y, its gradient reads
+    x and the product's and writes one, 20 in all. A norm reads a product's result and a residual, its gradient two gradients
+    (of a product, of the residual path) and what it is computed from, and writes the next residual's and, with dropout, the
+    branch's, which differs in the dropped elements. Post-LN could do without z: y alone, from which the gradient divides by
+    the norm's weight: 36 and 34. That is wrong where a weight is near 0. Pre-LN needs y and z.
+    So 30 units need work inside the products: the residual's addition and the dropout in front of its end, GELU's forward or
+    backward pass at its end. torch's products have no such ends but a bias and an approximate GELU; cuBLAS's addition to what
+    is there (beta = 1) reads the same bytes, uncounted.
     """
     found = units(norm, dropout, "native")
     wanted = {
         "bias_gelu": 8, "bias_gelu_backward": 12, "dropout_add_layer_norm": 2 * 4,
-        "dropout_add_layer_norm_backward": 2 * gradient, "sum": 3,
+        "dropout_add_layer_norm_backward": 2 * gradient,
     }  # fmt: skip
     assert {name: round(number, 1) for name, number in found.items()} == wanted
-    assert found.total() <= 31 + 2 * gradient + 0.1
+    assert found.total() <= 28 + 2 * gradient + 0.1
 
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")

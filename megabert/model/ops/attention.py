@@ -43,16 +43,19 @@ def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: 
 
 
 def attend(
-    qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str
-) -> Tensor:
+    qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
     seed int64 [1] and stream number the dropout mask of native and fused_softmax (the same mask); the others draw from
     torch's generator. A seed of two elements says too which row of a larger batch qkv[0] is (`row_dropout`).
+    bias [3 * D], for native alone: what was added to make qkv, whose gradient backward then gives where it writes qkv's, in
+    place of a sum that reads it again.
     """
     if backend == "native":
-        return torch.ops.megabert.attention(qkv, inputs[0], inputs[1], seed, stream, heads, p)[0]
+        return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
     if backend == "varlen":
@@ -90,8 +93,9 @@ def attend(
 def _register() -> None:
     @torch.library.register_fake("megabert::attention")
     def _(
-        qkv: Tensor, key_start: Tensor, key_end: Tensor, seed: Tensor, stream: int, heads: int, p: float
-    ) -> tuple[Tensor, Tensor]:
+        qkv: Tensor, bias: Tensor | None, key_start: Tensor, key_end: Tensor, seed: Tensor, stream: int,
+        heads: int, p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, width, triple = qkv.shape
         return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(
             batch, heads, width, dtype=torch.float32
@@ -101,19 +105,19 @@ def _register() -> None:
     def _(
         grad: Tensor, qkv: Tensor, context: Tensor, lse: Tensor, key_start: Tensor, key_end: Tensor,
         seed: Tensor, stream: int, heads: int, p: float,
-    ) -> Tensor:  # fmt: skip
-        return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return torch.empty_like(qkv, memory_format=torch.contiguous_format), qkv.new_empty(qkv.shape[-1])
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        qkv, key_start, key_end, seed, *ctx.numbers = inputs
+        qkv, _bias, key_start, key_end, seed, *ctx.numbers = inputs
         ctx.save_for_backward(qkv, *output, key_start, key_end, seed)
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, grad: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
-        dqkv = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-        return dqkv, None, None, None, None, None, None
+            return (None,) * 8
+        dqkv, dbias = torch.ops.megabert.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        return dqkv, dbias if ctx.needs_input_grad[1] else None, None, None, None, None, None, None
 
     torch.library.register_autograd("megabert::attention", backward, setup_context=setup_context)
 

@@ -46,7 +46,10 @@ inline void __syncwarp() { cuda_on_cpu::exchange(0); }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int distance) {
   return cuda_on_cpu::exchange(value)[cuda_on_cpu::lane() ^ static_cast<unsigned>(distance)];
 }
-inline uint32_t __shfl_sync(unsigned, uint32_t value, int source) { return cuda_on_cpu::exchange(value)[source % 32]; }
+template <class V>
+V __shfl_sync(unsigned, V value, int source) {
+  return cuda_on_cpu::exchange(value)[source % 32];
+}
 
 namespace megabert {
 

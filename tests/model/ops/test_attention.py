@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from megabert.data.batch import compact_lengths
 from megabert.model import ops
 from megabert.model.ops import reference
+from megabert.model.ops.tolerance import Function
 from tests.model.ops.oracle import DTYPES, check, needs_library, normal
 
 SEED, STREAM = 0xABCDEF0123, 4
@@ -55,6 +57,11 @@ def plain_attention(qkv: Tensor, heads: int, start: Tensor, end: Tensor, keep: T
     return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
 
 
+def added(function: Callable[[Tensor], Tensor]) -> Function:
+    """`function` of qkv that a bias was added to: the same values, and the bias has its gradient."""
+    return lambda qkv, bias: [function(qkv + (bias - bias.detach()))]
+
+
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -64,10 +71,10 @@ def test_native_against_fp64(case: str, p: float, dtype: torch.dtype) -> None:
     start, end, _ = bounds(*rows, width=width)
     keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED])
     check(
-        lambda qkv: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native")],
-        lambda qkv: [plain_attention(qkv, heads, start, end, keep)],
-        lambda qkv: [reference.attention(qkv, heads, start, end, keep)],
-        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5)],
+        lambda qkv, bias: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native", bias)],
+        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
+        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
         [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
     )  # fmt: skip
 
@@ -119,10 +126,10 @@ def test_native_left_to_right_against_fp64(case: str, p: float, dtype: torch.dty
     end = causal(start, end)
     keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED])
     check(
-        lambda qkv: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native")],
-        lambda qkv: [plain_attention(qkv, heads, start, end, keep)],
-        lambda qkv: [reference.attention(qkv, heads, start, end, keep)],
-        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5)],
+        lambda qkv, bias: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native", bias)],
+        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
+        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
         [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
     )  # fmt: skip
 
@@ -187,14 +194,12 @@ def test_strided_input_and_threads_change_no_bit() -> None:
     before, results = torch.get_num_threads(), []
     for threads, value in ((1, qkv), (2, qkv), (2, strided)):
         torch.set_num_threads(threads)
-        leaf = value.detach().requires_grad_()
-        out = ops.attend(leaf, 4, [start, end], 0.1, torch.tensor([SEED]), STREAM, "native")
-        out.float().square().sum().backward()
-        results.append((out, leaf.grad))
+        leaves = value.detach().requires_grad_(), torch.zeros(192).bfloat16().requires_grad_()
+        out = ops.attend(leaves[0], 4, [start, end], 0.1, torch.tensor([SEED]), STREAM, "native", leaves[1])
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     torch.set_num_threads(before)
-    for out, grad in results[1:]:
-        assert out.equal(results[0][0])
-        assert grad is not None and grad.equal(results[0][1])
+    for found in results[1:]:
+        assert all(ours.equal(theirs) for ours, theirs in zip(found, results[0], strict=True))
 
 
 @needs_library
@@ -203,8 +208,9 @@ def test_torch_knows_the_operation() -> None:
     qkv = normal(1, 10, 3 * 2 * 8, seed=1).float().requires_grad_()
     seed = torch.tensor([SEED])
     library: Any = torch.ops.megabert
-    torch.library.opcheck(library.attention, (qkv, start, end, seed, 1, 2, 0.1))
-    context, lse = (t.detach() for t in library.attention(qkv, start, end, seed, 1, 2, 0.1))
+    for bias in (None, torch.zeros(48).requires_grad_()):
+        torch.library.opcheck(library.attention, (qkv, bias, start, end, seed, 1, 2, 0.1))
+    context, lse = (t.detach() for t in library.attention(qkv, None, start, end, seed, 1, 2, 0.1))
     torch.library.opcheck(
         library.attention_backward,
         (context, qkv.detach(), context, lse, start, end, seed, 1, 2, 0.1),
@@ -218,6 +224,8 @@ def test_torch_knows_the_operation() -> None:
     [
         ({"qkv": torch.ones(1, 4, 24, dtype=torch.float64)}, "qkv has dtype"),
         ({"heads": 5}, "not a multiple of 3 x 5 heads"),
+        ({"bias": torch.ones(8)}, "bias has size 8 in dimension 0, not 24"),
+        ({"bias": torch.ones(24).bfloat16()}, "bias has dtype BFloat16"),
         ({"key_start": torch.zeros(1, 4)}, "key_start has dtype"),
         ({"key_end": torch.full((1, 4), 5, dtype=torch.int32)}, r"outside \[0, 4\]"),
         ({"key_start": torch.full((1, 4), -1, dtype=torch.int32)}, r"outside \[0, 4\]"),
@@ -226,7 +234,7 @@ def test_torch_knows_the_operation() -> None:
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     args: dict[str, Any] = {
-        "qkv": torch.ones(1, 4, 24), "key_start": torch.zeros(1, 4, dtype=torch.int32),
+        "qkv": torch.ones(1, 4, 24), "bias": None, "key_start": torch.zeros(1, 4, dtype=torch.int32),
         "key_end": torch.full((1, 4), 4, dtype=torch.int32), "seed": torch.tensor([1]), "stream": 0, "heads": 2, "p": 0.1,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=message):

@@ -14,7 +14,7 @@ from megabert.model import ops
 from megabert.model.ops import reference
 from tests.model.ops import oracle
 from tests.model.ops.oracle import FLOOR, error, normal
-from tests.model.ops.test_attention import bounds, causal, plain_attention
+from tests.model.ops.test_attention import added, bounds, causal, plain_attention
 from tests.model.ops.test_softmax_mask import SHAPE, factor, masks, plain
 
 pytestmark = pytest.mark.gpu
@@ -191,10 +191,10 @@ def test_attention(case: str, left_to_right: bool, p: float, dtype: torch.dtype)
         -1, heads, width, width
     )
     check(
-        lambda qkv: [ops.attend(qkv, heads, there, p, seed(), STREAM, "native")],
-        lambda qkv: [plain_attention(qkv, heads, start, end, keep)],
-        lambda qkv: [reference.attention(qkv, heads, start, end, keep)],
-        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5)],
+        lambda qkv, bias: [ops.attend(qkv, heads, there, p, seed(), STREAM, "native", bias)],
+        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
+        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
         [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,
     )  # fmt: skip
 
@@ -206,11 +206,10 @@ def test_attention_repeats_bit_for_bit(case: str) -> None:
     qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", torch.bfloat16)
     found = []
     for _ in range(10):
-        leaf = qkv.detach().requires_grad_()
-        out = ops.attend(leaf, heads, there, 0.1, seed(), STREAM, "native")
-        out.float().square().sum().backward()
-        found.append((out, leaf.grad))
-    assert all(out.equal(found[0][0]) and grad.equal(found[0][1]) for out, grad in found[1:])
+        leaves = qkv.detach().requires_grad_(), torch.zeros_like(qkv[0, 0]).requires_grad_()
+        out = ops.attend(leaves[0], heads, there, 0.1, seed(), STREAM, "native", leaves[1])
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    assert all(a.equal(b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
 def test_attention_with_wrong_bounds_is_nan_and_touches_nothing() -> None:
@@ -219,12 +218,14 @@ def test_attention_with_wrong_bounds_is_nan_and_touches_nothing() -> None:
     wrong = torch.zeros(2, 161, dtype=torch.bool, device="cuda")
     wrong[0, 3:5] = wrong[1, 96:128] = True
     qkv = normal(2, 161, 3 * 2 * 64, seed=1).to("cuda", torch.bfloat16).requires_grad_()
-    out = ops.attend(qkv, 2, [start, end], 0.1, seed(), STREAM, "native")
-    (grad,) = torch.autograd.grad(out, [qkv], torch.ones_like(out))
+    bias = torch.zeros_like(qkv[0, 0]).requires_grad_()
+    out = ops.attend(qkv, 2, [start, end], 0.1, seed(), STREAM, "native", bias)
+    grad, of_bias = torch.autograd.grad(out, [qkv, bias], torch.ones_like(out))
     torch.cuda.synchronize()
     for found in (out, grad[..., :128]):
         assert found.isnan().all(-1).equal(wrong) and found.isnan().any(-1).equal(wrong)
     assert grad[..., 128:].isfinite().all()
+    assert of_bias[:128].isnan().all() and of_bias[128:].isfinite().all()
 
 
 @pytest.mark.parametrize(

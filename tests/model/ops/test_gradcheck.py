@@ -32,8 +32,10 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
         [normal(1, 2, 3, 5, seed=1)],
     ),
     "attention": (
-        lambda x: ops.attend(x, 2, [torch.zeros(1, 3).int(), torch.full((1, 3), 3).int()], P, SEED, 1, "native"),
-        [normal(1, 3, 3 * 2 * 4, seed=1)],
+        lambda x, b: ops.attend(
+            x + b.detach(), 2, [torch.zeros(1, 3).int(), torch.full((1, 3), 3).int()], P, SEED, 1, "native", b
+        ),
+        [normal(1, 3, 3 * 2 * 4, seed=1), normal(3 * 2 * 4, seed=2)],
     ),
     "mlm_loss": (
         lambda h, w, b: ops.mlm_loss(h, w, b, LABELS, 6, "native", 0.1, 0.01)[0],
@@ -45,7 +47,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 }  # fmt: skip
 
 
-NO_GRADIENT = {"cast_transpose"}  # called inside the forward and backward of FP8 products
+# called inside the forward and backward of FP8 products
+NO_GRADIENT = {"cast_transpose", "bias_gelu_cast", "bias_gelu_backward_cast", "dropout_add_layer_norm_cast"}
 
 
 def test_every_registered_operation_has_a_case() -> None:
