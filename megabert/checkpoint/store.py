@@ -319,7 +319,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     """Begin `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
     the state saved with them. A collective.
 
-    Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments.
+    Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments or with another optimizer's.
     """
     path = Path(source)
     checkpoints = Checkpoints(path, world)
@@ -337,6 +337,12 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     if not has_moments(manifest):
         raise ValueError(
             f"init_from={source} holds no moments; set init_moments=false to start from its weights alone"
+        )
+    name, ours = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
+    if name != ours:
+        raise ValueError(
+            f"init_from={source} holds the moments of optimizer.name={name} and this run's is {ours}; set init_moments=false "
+            "to start from its weights alone"
         )
     engine.load_weights(read_weights(path))
     engine.take_moments(Moments(path, manifest).read)

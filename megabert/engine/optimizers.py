@@ -21,10 +21,8 @@ from megabert.config import OptimizerConfig
 from megabert.distributed.process_group import World
 from megabert.engine.result import to_device
 
-MOMENTS = (
-    "exp_avg",
-    "exp_avg_sq",
-)  # what update rules keep of an element, in fp32; of Muon's the first alone
+# What update rules keep of an element, in fp32; of Muon's matrices the first alone.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CACHED = 1 << 17  # elements of a piece on the CPU: five fp32 arrays of it fit a core's cache
 
 
