@@ -106,6 +106,9 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("rows")
     add = g.add_argument
     add("--no-nsp", action="store_true", help="full sentences in place of sentence pairs")
+    add("--cut", choices=("words", "sentences"), default=d.cut,
+        help="where full sentences end when a row is full: words fills rows and goes on in the next, sentences leaves a "
+        "tenth of a row of 128 empty, as all builds did before")  # fmt: skip
     add(
         "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
     )
@@ -156,6 +159,7 @@ def _options(args: argparse.Namespace) -> BuildOptions:
         seq_lens=tuple(args.seq_len),
         max_sequences=args.max_sequences,
         nsp=not args.no_nsp,
+        cut=args.cut,
         short_share=args.short_share,
         max_sentence=args.max_sentence,
         held_out=args.held_out,

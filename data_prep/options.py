@@ -19,7 +19,13 @@ TRAINING = (
 )
 
 # Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
-LATER = {"max_sentence": 0, "model_form": "NFKC", "character_coverage": 0.9995, "byte_fallback": False}
+LATER: dict[str, Any] = {
+    "cut": "sentences",
+    "max_sentence": 0,
+    "model_form": "NFKC",
+    "character_coverage": 0.9995,
+    "byte_fallback": False,
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class BuildOptions:
     seq_lens: tuple[int, ...] = (128,)  # tokens a row; a dataset each
     max_sequences: int = 0  # packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
     nsp: bool = True  # sentence pairs; without, full sentences
+    cut: str = "words"  # where full sentences end: words fills rows, sentences is what builds did before
     short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
     held_out: float = 0.01  # of documents, by a hash of their words
     seed: int = 0
@@ -92,10 +99,13 @@ class BuildOptions:
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """As manifests list them; a reused tokenizer makes the options of its training void."""
+        """As manifests list them; a reused tokenizer makes the options of its training void.
+
+        An option that came later is left out where it says what builds did before it, so that their accounts still fit.
+        """
         listed = asdict(self)
         for name, default in LATER.items():
-            if listed[name] == default:
+            if listed[name] == default or (name == "cut" and self.nsp):
                 del listed[name]
         if not trained:
             for name in TRAINING:
