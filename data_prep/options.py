@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.common.errors import BadInput
+from data_prep.filters import rules
+from data_prep.filters.classifiers import Classifier
 from data_prep.filters.rules import Rules
-from data_prep.readers.tasks import ReadOptions
+from data_prep.readers.tasks import Corpus, ReadOptions
 from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
@@ -21,11 +23,28 @@ TRAINING = (
 # Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
 LATER: dict[str, Any] = {
     "cut": "sentences",
+    "decontaminate": (),
+    "mask": (),
+    "language": None,
+    "quality": None,
     "max_sentence": 0,
     "model_form": "NFKC",
     "character_coverage": 0.9995,
     "byte_fallback": False,
 }
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """What each corpus may have of its own."""
+
+    read: ReadOptions
+    rules: Rules
+    language: Classifier | None = None
+
+    def folds(self) -> bool:
+        """Whether a rule looks at folded words."""
+        return any(getattr(self.rules, name) is not None for name in rules.FOLDED_RULES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,11 @@ class BuildOptions:
     held_out: float = 0.01  # of documents, by a hash of their words
     seed: int = 0
     normalization: Form = "NFC"
+    language: Classifier | None = None  # documents of other languages are dropped
+    quality: Classifier | None = None  # and those that a model of the user's judges to be no good
+    mask: tuple[str, ...] = ()  # what is masked in texts: text.masking.KINDS
     rules: Rules = field(default_factory=Rules)
+    decontaminate: tuple[str, ...] = ()  # files of evaluation texts that no document may overlap with
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
@@ -98,6 +121,20 @@ class BuildOptions:
         """Of the tokenizer that is trained, as `Tokenizer.kind` says it."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
+    def shared(self) -> CorpusOptions:
+        """Those of a corpus that has none of its own."""
+        return CorpusOptions(self.read, self.rules, self.language)
+
+    def of(self, corpus: Corpus) -> CorpusOptions:
+        """Options of a corpus: its own where it has some. Raises BadInput for a filter that is none."""
+        own = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
+        language = self.language
+        if corpus.languages is not None:
+            if language is None:
+                raise BadInput(f"corpus {corpus.name}: a language takes --language-model")
+            language = replace(language, labels=corpus.languages)
+        return CorpusOptions(corpus.read or self.read, own, language)
+
     def listed(self, trained: bool) -> dict[str, Any]:
         """As manifests list them; a reused tokenizer makes the options of its training void.
 
@@ -107,6 +144,11 @@ class BuildOptions:
         for name, default in LATER.items():
             if listed[name] == default or (name == "cut" and self.nsp):
                 del listed[name]
+        for name in rules.LATER:
+            if listed["rules"][name] is None:
+                del listed["rules"][name]
+        if listed["read"]["split"] == ReadOptions.split:
+            del listed["read"]["split"]
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)
