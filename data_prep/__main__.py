@@ -1,6 +1,7 @@
 """Raw text to verified shards: build them, check every byte of them, show what is in them.
 
 megabert prep build --input PATH… --output DIR --seq-len 128 --vocab-size 30000
+megabert prep build recipe.toml --output DIR           what a TOML file says of corpora and options
 mpirun -n 64 megabert prep build …                     the same bytes out, by 64 ranks
 megabert prep build … --part K/N, then --merge         the same bytes out, by N independent jobs and a last one
 megabert prep verify DIR        exit code 1 when anything is damaged
@@ -11,219 +12,112 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from data_prep.arguments import actions, corpora, options_of, parser, part_of, tokenizer_of, workers_of
 from data_prep.build import build, build_part
+from data_prep.common import recipe
 from data_prep.common.errors import BadInput
-from data_prep.common.records import FORMATS
-from data_prep.executor import pool
-from data_prep.filters import rules
-from data_prep.options import DEDUP, BuildOptions
-from data_prep.readers.tasks import Corpus, ReadOptions
+from data_prep.executor import output_folder, pool
+from data_prep.executor.inputs import Known
+from data_prep.options import TRAINING, BuildOptions
+from data_prep.readers.tasks import Corpus
 from data_prep.report.summary import summary_text
-from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
 
-def parser() -> argparse.ArgumentParser:
-    top = Parser(prog=called_as("data_prep"), description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True, help="each has a --help of its own")
-    rules_of = "rules of --filters:\n" + rules.describe_rules()
-    _add_build(commands.add_parser("build", help="text to shards", epilog=rules_of))
-    p = commands.add_parser("verify", help="check every byte")
-    p.add_argument("folder", metavar="DIR", help="what build wrote")
-    p.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores)")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    p = commands.add_parser("inspect", help="show what is in it")
-    p.add_argument("folder", metavar="DIR", help="what build wrote")
-    p.add_argument("--rows", type=int, default=3, metavar="N", help="sample rows to decode")
-    p.add_argument("--seed", type=int, default=0, help="of the sample and of the masking shown")
-    p.add_argument("--masking", choices=("token", "word", "span"), default="token", help="of the rows shown")
-    return top
+def _from_recipe(
+    args: argparse.Namespace, argv: list[str]
+) -> tuple[argparse.Namespace, BuildOptions, list[Corpus]]:
+    """Arguments, options and corpora of a recipe; the command line `argv` comes after it and replaces what it says."""
+    if args.input or args.weight:
+        raise BadInput(f"{args.recipe}: a recipe names its corpora; leave out --input and --weight")
+    path: str = args.recipe
+    said, tables = recipe.load(path, actions())
+    rest = list(argv[1:])
+    rest.remove(path)
+    args = parser(__doc__).parse_args([argv[0], *said, *rest])
+    options = options_of(args)
+    return args, options, recipe.corpora(path, tables, options.read)
 
 
-def _add_build(p: argparse.ArgumentParser) -> None:
-    d, r = BuildOptions(), ReadOptions()
-    add = p.add_argument
-    add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
-        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL (each also "
-        ".gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; NAME= begins a corpus of that name")  # fmt: skip
-    add("--output", required=True, metavar="DIR", help="folder of the dataset")
-    add("--seq-len", type=int, nargs="+", default=list(d.seq_lens), metavar="N",
-        help="tokens a row; several make a dataset each, in DIR/seqN")  # fmt: skip
-    add("--weight", nargs="+", default=[], metavar="NAME=W",
-        help="how often a corpus is seen: 2 is every document twice, 0.5 a half of them")  # fmt: skip
-    g = p.add_argument_group("tokenizer")
-    add = g.add_argument
-    add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
-    add("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
-    add("--tokenizer-case", choices=("cased", "uncased"),
-        help="of a vocab.txt that no tokenizer_config.json beside it tells of: uncased text is lower-cased")  # fmt: skip
-    add("--tokenizer-accents", choices=("keep", "strip"),
-        help="likewise: strip drops all non-spacing marks, vowel signs too (default: strip what is uncased)")  # fmt: skip
-    add("--model-type", choices=("unigram", "bpe", "wordpiece"), default=d.model_type,
-        help="of the tokenizer to train; wordpiece makes a vocab.txt")  # fmt: skip
-    add("--character-coverage", type=float, default=d.character_coverage, metavar="SHARE",
-        help="of the sample's characters that get a piece; 1 for small alphabets and code")  # fmt: skip
-    add("--byte-fallback", action="store_true", help="pieces for bytes in place of [UNK]")
-    add("--lowercase", action="store_true", help="train an uncased tokenizer")
-    add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
-    add("--sample-alpha", type=float, default=d.sample_alpha,
-        help="a corpus gets a share of that text by its bytes to this power: 1 natural, 0.3 balances languages, 0 equal")  # fmt: skip
-    g = p.add_argument_group("reading and cleaning")
-    add = g.add_argument
-    add("--format", choices=("auto", *FORMATS), default=r.format, help="auto: by content")
-    add(
-        "--encoding",
-        default=r.encoding,
-        metavar="NAME",
-        help="auto: UTF-8, or what charset-normalizer is sure of",
-    )
-    add("--text-documents", choices=("auto", "file", "blank-line", "line"), default=r.text_documents,
-        help="what a document is in plain text; auto: by the opening of each file, blank-line where it has a sentence or a "
-        "paragraph a line and blank lines between, else file, cut every 8 MiB")  # fmt: skip
-    add("--text-field", default=r.text_field, help="field or column that holds the text")
-    add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
-    add("--normalization", choices=("NFC", "NFKC", "none"),
-        help="Unicode normal form of the text, and of the tokenizer to train; none changes no character and no entity "
-        "(default: NFC, and a tokenizer that takes NFKC: m² and m2 are one)")  # fmt: skip
-    add(
-        "--filters",
-        nargs="+",
-        default=["off"],
-        metavar="RULE",
-        help="gopher, c4, or rules: NAME=LIMIT (listed below)",
-    )
-    add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
-        help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
-    add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
-    g = p.add_argument_group("rows")
-    add = g.add_argument
-    add("--no-nsp", action="store_true", help="full sentences in place of sentence pairs")
-    add(
-        "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
-    )
-    add("--max-sentence", type=int, default=d.max_sentence, metavar="N",
-        help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
-        "in sentences longer than a row")  # fmt: skip
-    add("--allow", action="store_true",
-        help="go on where more than 60%% of the pairs are random or more than 20%% of the tokens are cut off")  # fmt: skip
-    add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
-    add("--max-sequences", type=int, default=d.max_sequences,
-        help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
-    add("--rows-per-shard", type=int, default=d.rows_per_shard, help="rows of each shard but the last")
-    add("--seed", type=int, default=d.seed, help="of the shuffle, the pairs and the held-out documents")
-    g = p.add_argument_group("running")
-    add = g.add_argument
-    add("--workers", type=int, metavar="N", help="processes (default: the cores)")
-    add("--overwrite", action="store_true", help="replace what is in DIR")
-    add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
-    add("--merge", action="store_true", help="when all parts are read: the rest of the build")
-    add("--json", metavar="FILE", help="write the summary there too")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
-    """Corpora of `[NAME=]PATH` items; a path without a name belongs to the corpus that was named last."""
-    paths: dict[str, list[str]] = {}
-    name = "input"
-    for item in inputs:
-        named = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", item, re.DOTALL)
-        if named and not os.path.lexists(item):
-            name, item = named.groups()
-        paths.setdefault(name, []).append(item)
-    factors: dict[str, float] = {}
-    for item in weights:
-        named = re.fullmatch(r"([A-Za-z][\w-]*)=(\d+(?:\.\d*)?|\.\d+)", item)
-        if not named or not 0 < float(named[2]) <= 100:
-            raise BadInput(f"--weight {item}: give NAME=W with W above 0 and at most 100")
-        if named[1] not in paths:
-            raise BadInput(f"--weight {item}: no corpus of that name; --input names {', '.join(paths)}")
-        factors[named[1]] = float(named[2])
-    return [Corpus(name, tuple(found), factors.get(name, 1.0)) for name, found in paths.items()]
-
-
-def _options(args: argparse.Namespace) -> BuildOptions:
-    if "none" in args.dedup and len(args.dedup) > 1:
-        raise BadInput("--dedup: none stands alone")
-    return BuildOptions(
-        seq_lens=tuple(args.seq_len),
-        max_sequences=args.max_sequences,
-        nsp=not args.no_nsp,
-        short_share=args.short_share,
-        max_sentence=args.max_sentence,
-        held_out=args.held_out,
-        seed=args.seed,
-        normalization=args.normalization or BuildOptions.normalization,
-        model_form=args.normalization or BuildOptions.model_form,
-        character_coverage=args.character_coverage,
-        byte_fallback=args.byte_fallback,
-        rules=rules.parse(args.filters),
-        dedup=tuple(name for name in DEDUP if name in args.dedup),
-        vocab_size=args.vocab_size,
-        model_type=args.model_type,
-        lowercase=args.lowercase,
-        sample_megabytes=args.sample_megabytes,
-        sample_alpha=args.sample_alpha,
-        rows_per_shard=args.rows_per_shard,
-        read=ReadOptions(args.format, args.text_documents, args.text_field, args.keep_titles, args.encoding),
-    )
-
-
-def _workers(args: argparse.Namespace) -> int | None:
-    if args.workers is not None and args.workers < 1:
-        raise BadInput(f"--workers: must be at least 1, is {args.workers}")
-    return args.workers
-
-
-def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the command names, None where one is to be trained."""
-    case, accents = args.tokenizer_case, args.tokenizer_accents
-    if args.tokenizer is None:
-        if case or accents:
-            raise BadInput("--tokenizer-case, --tokenizer-accents: are of --tokenizer, which names none")
-        return None
-    found = Tokenizer.load(
-        args.tokenizer,
-        lowercase=None if case is None else case == "uncased",
-        strip_accents=None if accents is None else accents == "strip",
-    )
-    if found.kind != "wordpiece" and (case or accents):
+def _add(args: argparse.Namespace, argv: list[str]) -> int:
+    """Build the next version of a dataset: what of the input is not in it yet, in a folder of its own."""
+    if not args.output or args.recipe or args.overwrite:
         raise BadInput(
-            f"--tokenizer {args.tokenizer}: a SentencePiece model says itself what it does to case and accents"
+            "build --add: give --output, the dataset, and new --input; no recipe and no --overwrite"
         )
-    if doubt := found.doubt():
-        raise BadInput(
-            f"--tokenizer {doubt}; say --tokenizer-case cased, or uncased with --tokenizer-accents keep or strip"
+    base = Path(args.output)
+    old = output_folder.account(base)
+    stored = base / output_folder.RECIPE
+    tables: dict[str, dict[str, Any]] = {}
+    if stored.is_file():
+        said, tables = recipe.load(str(stored), actions())
+        args = parser(__doc__).parse_args([argv[0], *said, *argv[1:]])
+    options = options_of(args)
+    before = {name: value for name, value in old["options"].items() if name not in TRAINING}
+    if changed := list(output_folder.differences(before, options.listed(trained=False))):
+        raise BadInput(f"--add: {base} was built with other options ({'; '.join(changed)}); give those")
+    if args.input:
+        inputs = corpora(args.input, args.weight)
+    elif tables:
+        inputs = recipe.corpora(str(stored), tables, options.read)
+    else:
+        raise BadInput(f"build --add: {base} has no {output_folder.RECIPE}; give --input")
+    whole, target = output_folder.versions(base, options.seq_lens)
+    text = recipe.render(vars(args), inputs, options.read)
+    tokenizer = Tokenizer.load(output_folder.tokenizer(base, options.seq_lens))
+    with pool.opened(workers_of(args)) as executor:
+        if executor is None:
+            return OK
+        known = Known(whole)
+        summary = build(
+            inputs,
+            target,
+            options,
+            executor,
+            tokenizer,
+            on_error=args.on_error,
+            progress=not args.quiet,
+            allow=args.allow,
+            recipe=text,
+            known=known,
         )
-    return found
+    if summary is None:
+        log.info(f"{args.output}: holds all of this input already; nothing to do")
+        return OK
+    print(summary_text(summary, str(target)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return OK
 
 
-def _part(args: argparse.Namespace) -> tuple[int, int] | None:
-    """(K, N) of --part K/N."""
-    if args.part is None:
-        return None
-    named = re.fullmatch(r"(\d+)/(\d+)", args.part)
-    if not named or not 1 <= int(named[1]) <= int(named[2]):
-        raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
-    if args.merge or args.overwrite:
-        raise BadInput("--part: goes neither with --merge nor with --overwrite")
-    return int(named[1]), int(named[2])
-
-
-def _build(args: argparse.Namespace) -> int:
-    options, inputs, part = _options(args), corpora(args.input, args.weight), _part(args)
-    with pool.opened(_workers(args)) as executor:
+def _build(args: argparse.Namespace, argv: list[str]) -> int:
+    if args.add:
+        return _add(args, argv)
+    if args.recipe is None:
+        if not args.input:
+            raise BadInput("build: give a recipe or --input")
+        options, inputs = options_of(args), corpora(args.input, args.weight)
+    else:
+        args, options, inputs = _from_recipe(args, argv)
+    stored = recipe.render(vars(args), inputs, options.read)
+    if args.print_recipe:
+        print(stored, end="")
+        return OK
+    if not args.output:
+        raise BadInput("build: give --output, the folder of the dataset")
+    part = part_of(args)
+    with pool.opened(workers_of(args)) as executor:
         if executor is None:
             return 0
         if part:
-            given, progress = _tokenizer(args), not args.quiet
+            given, progress = tokenizer_of(args), not args.quiet
             done = build_part(inputs, args.output, options, executor, part, given, args.on_error, progress)
             said = "whole already; nothing to do"
             if done:
@@ -238,12 +132,13 @@ def _build(args: argparse.Namespace) -> int:
             args.output,
             options,
             executor,
-            _tokenizer(args),
+            tokenizer_of(args),
             args.overwrite,
             args.on_error,
             not args.quiet,
             args.allow,
             args.merge,
+            stored,
         )
     if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
@@ -259,7 +154,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     found = 0
     for problem in verify_dataset.verify(
-        args.folder, _workers(args) or pool.default_workers(), not args.quiet
+        args.folder, workers_of(args) or pool.default_workers(), not args.quiet
     ):
         print(problem)
         found += 1
@@ -271,11 +166,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser(__doc__).parse_args(argv)
     pool.collect_seldom()
     try:
         if args.command == "build":
-            return _build(args)
+            return _build(args, argv)
         if args.command == "verify":
             return _verify(args)
         from data_prep.report import inspect_dataset

@@ -9,25 +9,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
-from data_prep.executor import output_folder, work_files
+from data_prep.executor import inputs, output_folder, work_files
 from data_prep.executor.journal import Journal, Stage, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
+from data_prep.filters import classifiers
 from data_prep.options import BuildOptions
 from data_prep.readers.documents import LATER_RULES
 from data_prep.readers.tasks import Corpus, Piece, Task, group, list_pieces
 from data_prep.report import html_report, pair_checks, summary
-from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, unpack, write
+from data_prep.stages import (
+    decontaminate,
+    dedup,
+    read,
+    sequences,
+    shuffle,
+    train_tokenizer,
+    unpack,
+    write,
+)  # fmt: skip
 from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data import shards
@@ -45,10 +56,13 @@ def build(
     progress: bool = True,
     allow: bool = False,
     parts_read: bool = False,
+    recipe: str = "",
+    known: inputs.Known | None = None,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
 
-    Stops before rows are written where most pairs would be random or many tokens be cut off, but for `allow`.
+    Files that are `known` are left out; None also where that leaves none. `recipe` is stored with it. Stops before rows
+    are written where most pairs would be random or many tokens be cut off, but for `allow`.
 
     The bytes depend on the inputs and `options` (and the tokenizer file) alone. With `parts_read` what `build_part` does
     must be there. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the disk
@@ -56,7 +70,9 @@ def build(
     """
     began = time.perf_counter()
     problems = Problems(on_error)
-    pieces = _listed(corpora, options, problems)
+    pieces = _listed(corpora, options, problems, known)
+    if not pieces:
+        return None
     account = account_of(corpora, pieces, options, given)
     with output_folder.opened(Path(folder), account, options.seq_lens, overwrite) as work:
         if work is None:
@@ -79,7 +95,8 @@ def build(
                 problems,
                 {str(dataset.seq_len): dataset.figures for dataset in made.datasets},
             )
-            _commit(Path(folder), made, facts, account)
+            inputs.write(Path(folder), pieces)
+            _commit(Path(folder), made, facts, account, recipe)
     seconds = finished - made.began_reading
     megabytes = facts["read"]["bytes"] / 1e6
     return facts | {
@@ -151,20 +168,33 @@ def _check_parts(journal: Journal, ready: Ready) -> None:
     )
 
 
-def _listed(corpora: Sequence[Corpus], options: BuildOptions, problems: Problems) -> list[tuple[int, Piece]]:
-    """The files of the input, with their corpus. Raises BadInput for bad options and where there are none."""
+def _listed(
+    corpora: Sequence[Corpus],
+    options: BuildOptions,
+    problems: Problems,
+    known: inputs.Known | None = None,
+) -> list[tuple[int, Piece]]:
+    """The files of the input, with their corpus, that are not `known`.
+
+    Raises BadInput for bad options, and where there is no file, but none where all may be known.
+    """
     options.check()
-    pieces = list_pieces(corpora, options.read, problems)
-    if not pieces:
+    for classifier in {options.quality, *(options.of(corpus).language for corpus in corpora)}:
+        if classifier:
+            classifier.check()
+    pieces = list_pieces(corpora, options.read, problems, known or (lambda path: False))
+    if not pieces and known is None:
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
     return pieces
 
 
 def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error: str) -> Job:
+    own = tuple(options.of(corpus) for corpus in corpora)
     return Job(
         options, "", str(work), on_error,
         held_limit=int(options.held_out * (1 << 64)), weights=tuple(corpus.weight for corpus in corpora),
+        own=own if any(its != options.shared() for its in own) else (),
     )  # fmt: skip
 
 
@@ -235,6 +265,7 @@ class Made:
     documents: Stage
     datasets: list[WrittenDataset]
     began_reading: float
+    contaminated: str | None  # the list of documents that overlap with evaluation texts
 
 
 @dataclass(frozen=True)
@@ -251,6 +282,9 @@ def _make_ready(stages: Stages, job: Job, pieces: list[tuple[int, Piece]], given
     tasks, unpacked = _tasks(stages, job, pieces)
     tokenizer = _tokenizer(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
+    if job.options.decontaminate:
+        listed_files = tuple(decontaminate.files(job.options.decontaminate))
+        stages.map("evaluation", decontaminate.index, job, [listed_files], unit="file")
     return Ready(job, tokenizer, tasks, unpacked)
 
 
@@ -263,6 +297,8 @@ def _run(stages: Stages, ready: Ready, folder: Path, trained: bool, allow: bool)
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
     if unpacked:
         stages.journal.consume(unpacked, documents)
+    if options.decontaminate:
+        stages.map("list", decontaminate.collect, job, [len(tasks)])
     compared, mask = _mark_duplicates(stages, job, documents)
     held_out = _hold_out(job, documents)
     job = replace(job, held_limit=held_out.limit)
@@ -287,7 +323,8 @@ def _run(stages: Stages, ready: Ready, folder: Path, trained: bool, allow: bool)
         if unpacked or documents_by_later_rules(tasks, documents):
             listed["reading_version"] = output_folder.READING_VERSION
         datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
-    return Made(tokenizer, tasks, documents, datasets, began_reading)
+    contaminated = job.path(output_folder.CONTAMINATED) if options.decontaminate else None
+    return Made(tokenizer, tasks, documents, datasets, began_reading, contaminated)
 
 
 def _tasks(stages: Stages, job: Job, pieces: list[tuple[int, Piece]]) -> tuple[list[Task], Stage | None]:
@@ -309,7 +346,7 @@ def documents_by_later_rules(tasks: list[Task], documents: Stage) -> bool:
 def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None) -> Tokenizer:
     """The tokenizer to use, in the work folder: a copy of the given one, or one trained on a sample."""
     if given is None:
-        shares = train_tokenizer.shares(tasks, job.options)
+        shares = train_tokenizer.shares(tasks, job.options, job.weights)
         samples = stages.map("sample", train_tokenizer.sample, job, shares)
         trained = stages.map("train", train_tokenizer.train_item, job, [len(shares)])
         stages.journal.consume(samples, trained)
@@ -439,11 +476,16 @@ def account_of(
     digest = hashlib.blake2b(digest_size=16)
     for _, piece in pieces:
         digest.update(repr(piece).encode())
-    return {
+    named = {
+        "evaluation files": {file.path: file.sha256 for file in decontaminate.files(options.decontaminate)},
+        "models": {c.path: classifiers.digest(c.path) for c in (options.language, options.quality) if c},
+    }
+    return {name: files for name, files in named.items() if files} | {
         output_folder.VERSION: output_folder.READING_VERSION,
         "options": options.listed(given is None),
         "corpora": {
-            corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} for corpus in corpora
+            corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} | own_options(corpus)
+            for corpus in corpora
         },
         "tokenizer_sha256": None if given is None else given.sha256,
         output_folder.FILES: {
@@ -454,13 +496,25 @@ def account_of(
     }
 
 
-def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, Any]) -> None:
+def own_options(corpus: Corpus) -> dict[str, Any]:
+    """What a corpus reads and keeps in its own way, as accounts list it."""
+    own: dict[str, Any] = {} if corpus.read is None else {"read": asdict(corpus.read)}
+    if corpus.languages is not None:
+        own["languages"] = list(corpus.languages)
+    return own if corpus.filters is None else own | {"filters": list(corpus.filters)}
+
+
+def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, Any], recipe: str) -> None:
     """Everything but the manifests, then these, those of held-out parts first."""
     for dataset in made.datasets:
         for name, data in made.tokenizer.files().items():
             (dataset.folder / name).write_bytes(data)
     write_json(folder / output_folder.REPORTS[0], facts)
     write_whole(folder / output_folder.REPORTS[1], html_report.render(facts).encode())
+    if made.contaminated is not None:
+        shutil.copyfile(made.contaminated, folder / output_folder.CONTAMINATED)
+    if recipe:
+        write_whole(folder / output_folder.RECIPE, recipe.encode())
     write_json(folder / output_folder.ACCOUNT, account)
     for place, manifest in (entry for dataset in made.datasets for entry in dataset.manifests):
         if held_out := manifest["held_out"]:

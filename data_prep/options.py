@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.common.errors import BadInput
+from data_prep.filters import rules
+from data_prep.filters.classifiers import Classifier
 from data_prep.filters.rules import Rules
-from data_prep.readers.tasks import ReadOptions
+from data_prep.readers.tasks import Corpus, ReadOptions
 from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
@@ -19,7 +21,30 @@ TRAINING = (
 )
 
 # Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
-LATER = {"max_sentence": 0, "model_form": "NFKC", "character_coverage": 0.9995, "byte_fallback": False}
+LATER: dict[str, Any] = {
+    "cut": "sentences",
+    "decontaminate": (),
+    "mask": (),
+    "language": None,
+    "quality": None,
+    "max_sentence": 0,
+    "model_form": "NFKC",
+    "character_coverage": 0.9995,
+    "byte_fallback": False,
+}
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """What each corpus may have of its own."""
+
+    read: ReadOptions
+    rules: Rules
+    language: Classifier | None = None
+
+    def folds(self) -> bool:
+        """Whether a rule looks at folded words."""
+        return any(getattr(self.rules, name) is not None for name in rules.FOLDED_RULES)
 
 
 @dataclass(frozen=True)
@@ -29,11 +54,16 @@ class BuildOptions:
     seq_lens: tuple[int, ...] = (128,)  # tokens a row; a dataset each
     max_sequences: int = 0  # packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
     nsp: bool = True  # sentence pairs; without, full sentences
+    cut: str = "words"  # where full sentences end: words fills rows, sentences is what builds did before
     short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
     held_out: float = 0.01  # of documents, by a hash of their words
     seed: int = 0
     normalization: Form = "NFC"
+    language: Classifier | None = None  # documents of other languages are dropped
+    quality: Classifier | None = None  # and those that a model of the user's judges to be no good
+    mask: tuple[str, ...] = ()  # what is masked in texts: text.masking.KINDS
     rules: Rules = field(default_factory=Rules)
+    decontaminate: tuple[str, ...] = ()  # files of evaluation texts that no document may overlap with
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
@@ -91,12 +121,34 @@ class BuildOptions:
         """Of the tokenizer that is trained, as `Tokenizer.kind` says it."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
+    def shared(self) -> CorpusOptions:
+        """Those of a corpus that has none of its own."""
+        return CorpusOptions(self.read, self.rules, self.language)
+
+    def of(self, corpus: Corpus) -> CorpusOptions:
+        """Options of a corpus: its own where it has some. Raises BadInput for a filter that is none."""
+        own = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
+        language = self.language
+        if corpus.languages is not None:
+            if language is None:
+                raise BadInput(f"corpus {corpus.name}: a language takes --language-model")
+            language = replace(language, labels=corpus.languages)
+        return CorpusOptions(corpus.read or self.read, own, language)
+
     def listed(self, trained: bool) -> dict[str, Any]:
-        """As manifests list them; a reused tokenizer makes the options of its training void."""
+        """As manifests list them; a reused tokenizer makes the options of its training void.
+
+        An option that came later is left out where it says what builds did before it, so that their accounts still fit.
+        """
         listed = asdict(self)
         for name, default in LATER.items():
-            if listed[name] == default:
+            if listed[name] == default or (name == "cut" and self.nsp):
                 del listed[name]
+        for name in rules.LATER:
+            if listed["rules"][name] is None:
+                del listed["rules"][name]
+        if listed["read"]["split"] == ReadOptions.split:
+            del listed["read"]["split"]
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)

@@ -6,16 +6,43 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
+TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
 FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 
 
 @dataclass(frozen=True)
+class ReadOptions:
+    """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
+
+    `text_field` is as `readers.fields` takes it, `split` the part of a saved dataset that is read, or "all".
+    """
+
+    format: str = AUTO
+    text_documents: str = AUTO
+    text_field: str = "text"
+    keep_titles: bool = False
+    encoding: str = AUTO
+    split: str = "train"
+
+    @staticmethod
+    def choices(name: str) -> tuple[str, ...]:
+        """What the option of that name may be; () for any text."""
+        return {"format": (AUTO, *FORMATS), "text_documents": TEXT_DOCUMENTS}.get(name, ())
+
+
+@dataclass(frozen=True)
 class Corpus:
-    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read."""
+    """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read.
+
+    `read`, `filters` (as `--filters` takes them) and `languages` are its own; None: those of the build.
+    """
 
     name: str
     paths: tuple[str, ...]
     weight: float = 1.0
+    read: ReadOptions | None = None
+    filters: tuple[str, ...] | None = None
+    languages: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +79,6 @@ class Task:
     @property
     def size(self) -> int:
         return sum(piece.size for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec."""
-
-    format: str = AUTO
-    text_documents: str = AUTO
-    text_field: str = "text"
-    keep_titles: bool = False
-    encoding: str = AUTO
 
 
 @dataclass(frozen=True)

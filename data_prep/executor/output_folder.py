@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,14 @@ from typing import Any
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
 from megabert.data.casing import CONFIG
-from megabert.data.shards import MANIFEST
+from megabert.data.shards import ADDED, MANIFEST, Manifest
 
 WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
+RECIPE = "recipe.toml"
+CONTAMINATED = "contaminated.jsonl"
+INPUTS = "inputs.bin"
 REPORTS = ("report.json", "report.html")
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 VERSION, READING_VERSION = "reading version", 2  # of the rules by which files become documents and tasks
@@ -37,10 +41,16 @@ def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
 def _is_ours(path: Path) -> bool:
     name = path.name
     if path.is_dir():
-        return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
-    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report")):
+        return (
+            name in (WORK, HELD_OUT)
+            or re.fullmatch(r"added-\d{3}", name) is not None
+            or (name.startswith("seq") and name[3:].isdigit())
+        )
+    if name.startswith(
+        ("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".contaminated", ".inputs")
+    ):
         return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, *REPORTS, *TOKENIZERS.values(), CONFIG)
+    return name in (MANIFEST, ACCOUNT, RECIPE, CONTAMINATED, INPUTS, *REPORTS, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:
@@ -77,6 +87,27 @@ def _of_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     if VERSION in old:
         return old
     return {**old, VERSION: new[VERSION], FILES: {**old[FILES], "digest": new[FILES]["digest"]}}
+
+
+def account(output: Path) -> dict[str, Any]:
+    """The account of a whole dataset. Raises BadInput where there is none."""
+    if not (output / ACCOUNT).is_file() or (output / WORK).exists():
+        raise BadInput(f"--output {output}: holds no whole dataset to add to")
+    return _load(output / ACCOUNT)
+
+
+def tokenizer(output: Path, seq_lens: tuple[int, ...]) -> Path:
+    """The tokenizer file of a whole dataset."""
+    folder = folders(output, seq_lens)[seq_lens[0]]
+    return folder / Manifest.load(folder).tokenizer["file"]
+
+
+def versions(output: Path, seq_lens: tuple[int, ...]) -> tuple[list[Path], Path]:
+    """(folders of a whole dataset and of all that was added to it, the folder of what comes next)."""
+    whole = [output]
+    while _is_whole(added := output / ADDED.format(len(whole)), seq_lens) and not (added / WORK).exists():
+        whole.append(added)
+    return whole, added
 
 
 def _is_whole(output: Path, seq_lens: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.options import BuildOptions
+from data_prep.options import BuildOptions, CorpusOptions
 from megabert.data.tokenizer import Tokenizer
 
 TASK_SHIFT = 32  # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
@@ -51,7 +51,15 @@ class Job:
     tokenizer_sha256: str = ""
     held_limit: int = 0  # documents whose 64-bit hash is below are held out
     weights: tuple[float, ...] = (1.0,)  # of the corpora
+    own: tuple[CorpusOptions, ...] = ()  # of the corpora, where one has options of its own
     text_rules: int = TEXT_RULES
+
+    def options_of(self, corpus: int) -> CorpusOptions:
+        return self.own[corpus] if self.own else self.options.shared()
+
+    def folds(self) -> bool:
+        """Whether a rule of some corpus looks at folded words."""
+        return any(own.folds() for own in self.own or (self.options_of(0),))
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)

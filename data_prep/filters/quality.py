@@ -15,12 +15,16 @@ import numpy as np
 
 from data_prep.common import hashing
 from data_prep.common.hashing import sums
-from data_prep.filters import repetition
-from data_prep.filters.rules import REASONS, SHORT_LINE, Rules
+from data_prep.filters import phrases, repetition
+from data_prep.filters.rules import LINE_RULES, REASONS, SHORT_LINE, Rules
 from megabert.common.hash_mixer import mix64
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
-LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END = (1 << bit for bit in range(6))
+LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (
+    1 << bit for bit in range(8)
+)
+MARKS = '.!?"'  # that a line may end in; closing quotes and full stops of other scripts:
+WIDE_MARKS = "\u201d\u00bb\u2026\u3002\uff01\uff1f\u300d\u300f\u0964\u061f\u06d4"
 BULLETS = (
     "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"  # also glued to a word
 )
@@ -29,13 +33,14 @@ CHUNK_WORDS = (
     1 << 16
 )  # judged at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
 WORDS_AT_ONCE = 1 << 12  # described at a time, for the same reason
-_WIDE = 128  # has a character outside ASCII
+_WIDE = CURLY  # while a word is described: has a character outside ASCII
 _BYTES = np.arange(256)
 _FLAGS_OF_BYTE = (
     np.isin(_BYTES, list(string.ascii_letters.encode())) * LETTER
     + np.isin(_BYTES, ord("#")) * NUMBER_SIGN
     + (_BYTES > 127) * _WIDE
 ).astype(np.uint8)
+_IS_CURLY = np.isin(_BYTES, [ord("{"), ord("}")])
 _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
 
 
@@ -69,10 +74,14 @@ def _describe(words: list[str], can_end: list[int]) -> np.ndarray:
     word = np.searchsorted(ends, dots)
     flags[word] |= ELLIPSIS
     flags[word[dots + 3 == ends[word]]] |= ELLIPSIS_END
+    last = joined[np.maximum(ends - 1, 0)]
+    flags[np.isin(last, np.frombuffer(MARKS.encode(), np.uint8)) & (ends > begins)] |= MARK_END
     for i in np.flatnonzero(flags & _WIDE).tolist():
         flags[i] |= _beyond_ascii(words[i])
     flags[np.array(can_end, bool)] |= SENTENCE_END
-    facts["flags"] = flags & ~np.uint8(_WIDE)
+    flags &= ~np.uint8(_WIDE)
+    flags[np.searchsorted(ends, np.flatnonzero(_IS_CURLY[joined]))] |= CURLY
+    facts["flags"] = flags
     return facts
 
 
@@ -81,6 +90,8 @@ def _beyond_ascii(word: str) -> int:
     flags = LETTER if any(map(str.isalpha, word)) else 0
     if word[0] in BULLETS or word in LONE_BULLETS:
         flags |= BULLET
+    if word[-1] in WIDE_MARKS:
+        flags |= MARK_END
     if "\u2026" in word:
         flags |= ELLIPSIS
         if word[-1] == "\u2026":
@@ -93,12 +104,14 @@ class WordFacts:
     """Documents as facts of their words, in order.
 
     facts: FACTS [w]; documents: int64 [d + 1], paragraphs: int64 [p + 1], both edges counted in words from 0 to w.
-    Every edge of a document is one of a paragraph. Documents and paragraphs may be empty.
+    Every edge of a document is one of a paragraph. Documents and paragraphs may be empty. `folded` is folding.FOLDED [w]
+    where something looks at it.
     """
 
     facts: np.ndarray
     documents: np.ndarray
     paragraphs: np.ndarray
+    folded: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for edges in (self.documents, self.paragraphs):
@@ -207,7 +220,33 @@ MEASURES: dict[str, Callable[[_Measures], np.ndarray]] = {
     "max_short_lines": lambda m: m.line_share(m._lines[1] - m._lines[0] < SHORT_LINE),
     "max_duplicate_lines": lambda m: m.line_share(m._repeats),
     "max_duplicate_line_characters": _Measures.duplicate_line_characters,
+    "max_curly_brackets": lambda m: m.with_flag(CURLY),
+    "max_lorem_ipsum": lambda m: sums(phrases.found(m.batch, phrases.LOREM_IPSUM), m.documents),
 }
+# Of lines: from the facts of words to an array [p].
+LINE_MEASURES: dict[str, Callable[[WordFacts], np.ndarray]] = {
+    "min_line_words": lambda batch: np.diff(batch.paragraphs),
+    "min_line_ends": lambda batch: (
+        batch.facts["flags"][np.maximum(batch.paragraphs[1:] - 1, 0)] & MARK_END > 0
+    ).astype(np.int64),
+    "max_line_notices": lambda batch: sums(phrases.found(batch, phrases.NOTICES), batch.paragraphs),
+}
+
+
+def judge_lines(batch: WordFacts, rules: Rules) -> np.ndarray:
+    """int8 [p]: 0 for a line that stays, else the place in `REASONS` of the first rule of lines that it breaks."""
+    verdict = np.zeros(len(batch.paragraphs) - 1, np.int8)
+    full = np.diff(batch.paragraphs) > 0
+    for reason, name in enumerate(REASONS):
+        if (
+            name in LINE_RULES
+            and full.any()
+            and (limit := getattr(rules, name.replace("-", "_"))) is not None
+        ):
+            value = LINE_MEASURES[name.replace("-", "_")](batch)
+            broken = value < limit if name.startswith("min-") else value > limit
+            verdict[broken & full & (verdict == 0)] = reason
+    return verdict
 
 
 def judge(batch: WordFacts, rules: Rules) -> np.ndarray:
@@ -227,6 +266,7 @@ def _chunks(batch: WordFacts) -> Iterator[WordFacts]:
             batch.facts[first:end],
             batch.documents[d : after + 1] - first,
             batch.paragraphs[p : q + 1] - first,
+            None if batch.folded is None else batch.folded[first:end],
         )
         d = after
 
@@ -237,7 +277,7 @@ def _judge(batch: WordFacts, rules: Rules) -> np.ndarray:
     for reason, name in enumerate(REASONS[1:], 1):
         rule = name.replace("-", "_")
         limit = getattr(rules, rule)
-        if limit is None:
+        if limit is None or name in LINE_RULES:
             continue
         value = measures.measure(rule)
         broken = value < limit if rule.startswith("min_") else value > limit

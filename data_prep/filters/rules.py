@@ -1,8 +1,9 @@
 """Quality rules: their names, limits and presets; what they measure is in `quality` and `repetition`.
 
-Only rules that hold in any language that puts spaces between words: no stop words, no bad-word lists. Published limits are
+Rules that hold in any language that puts spaces between words, but for the English phrases of two of C4's. Published limits are
 those of Gopher (Rae et al. 2021, "Scaling Language Models", table A1) and C4 (Raffel et al. 2020, section 2.2). A line is
-what data_prep calls a paragraph; lines without words don't count.
+what data_prep calls a paragraph; lines without words don't count. A rule of lines drops lines, before the documents that are
+left are judged.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import Any
 
 from data_prep.common.errors import BadInput
 
-SHORT_LINE = 3  # words; C4 drops lines with fewer
+SHORT_LINE = 3  # words
 PRESETS = ("off", "gopher", "c4")
 
 
-def _rule(what: str, share: bool = False, **presets: float) -> Any:
-    return field(default=None, metadata={"what": what, "share": share, "presets": presets})
+def _rule(what: str, share: bool = False, lines: bool = False, **presets: float) -> Any:
+    metadata = {"what": what, "share": share, "lines": lines, "presets": presets}
+    return field(default=None, metadata=metadata)
 
 
 def _share(what: str, **presets: float) -> Any:
-    return _rule(what, True, **presets)
+    return _rule(what, share=True, lines=False, **presets)
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Rules:
     )
     max_bullet_lines: float | None = _share("lines that begin with a bullet", gopher=0.9)
     max_ellipsis_lines: float | None = _share("lines that end in an ellipsis", gopher=0.3)
-    min_lines: float | None = _rule("lines", c4=1)
+    min_lines: float | None = _rule("lines")
     min_sentences: float | None = _rule("sentence ends", c4=5)
-    max_short_lines: float | None = _share(f"lines of fewer than {SHORT_LINE} words", c4=0.5)
+    max_short_lines: float | None = _share(f"lines of fewer than {SHORT_LINE} words")
     max_duplicate_lines: float | None = _share("lines that repeat an earlier one", gopher=0.3)
     max_duplicate_line_characters: float | None = _share("characters in such lines", gopher=0.2)
     max_top_2_gram: float | None = _share("characters in the most frequent 2-gram", gopher=0.2)
@@ -54,6 +56,13 @@ class Rules:
     max_duplicate_8_gram: float | None = _share("characters in 8-grams that occur again", gopher=0.12)
     max_duplicate_9_gram: float | None = _share("characters in 9-grams that occur again", gopher=0.11)
     max_duplicate_10_gram: float | None = _share("characters in 10-grams that occur again", gopher=0.1)
+    min_line_words: float | None = _rule("words", lines=True, c4=3)
+    min_line_ends: float | None = _rule("marks . ! ? or closing quotes at the end", lines=True, c4=1)
+    max_line_notices: float | None = _rule(
+        "words Javascript, and mentions of a privacy policy, cookies or terms of use", lines=True, c4=0
+    )
+    max_curly_brackets: float | None = _rule("words with a curly bracket", c4=0)
+    max_lorem_ipsum: float | None = _rule("places that say lorem ipsum", c4=0)
 
     @staticmethod
     def preset(name: str) -> Rules:
@@ -62,7 +71,11 @@ class Rules:
 
 
 _FIELDS = {rule.name.replace("_", "-"): rule for rule in fields(Rules)}
-REASONS = ("", *_FIELDS)  # what a number from `quality.judge` means; 0 is a document that stays
+REASONS = ("", *_FIELDS)  # what a number from a verdict means; 0 is a document, or a line, that stays
+LINE_RULES = frozenset(name for name, rule in _FIELDS.items() if rule.metadata["lines"])
+FOLDED_RULES = ("max_line_notices", "max_lorem_ipsum")  # look at folded words
+# Rules that came later; off, they are not listed, so that the accounts of builds before them stay as they are.
+LATER = ("min_line_words", "min_line_ends", "max_line_notices", "max_curly_brackets", "max_lorem_ipsum")
 
 
 def _limits(preset: str) -> dict[str, Any]:
@@ -102,6 +115,8 @@ def parse(items: list[str]) -> Rules:
 
 def _limit(name: str, text: str, given: bool) -> float | None:
     about = _FIELDS[name].metadata
+    if not given and not about["presets"]:
+        raise BadInput(f"--filters {name}: no published set has it; give {name}=LIMIT")
     if not given:
         return next(iter(about["presets"].values()))
     if text == "off":
@@ -125,5 +140,7 @@ def describe_rules() -> str:
         bound = "at least" if name.startswith("min-") else "at most"
         of = "share of " if rule.metadata["share"] else ""
         sets = ", ".join(f"{preset} {limit:g}" for preset, limit in rule.metadata["presets"].items())
-        lines.append(f"  {name:32}{bound} this {of or 'many '}{rule.metadata['what']} ({sets})")
+        where = " in a line, or it is dropped" if rule.metadata["lines"] else ""
+        known = f" ({sets})" if sets else ""
+        lines.append(f"  {name:32}{bound} this {of or 'many '}{rule.metadata['what']}{where}{known}")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import formats
+from data_prep.readers import fields, formats
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, open_regular
 
 BATCH_ROWS = 256
@@ -39,20 +39,38 @@ def _arrow_errors(path: str) -> Iterator[None]:
         raise BadInput(f"{path}: damaged or truncated table ({reason})") from None
 
 
-def _column(path: str, schema: Any, field: str) -> int:
-    """Index of the text column. Raises BadInput listing the columns, or naming its type when that is no text."""
+def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
+    """Names from the outermost column to each text column. Raises BadInput as `_column` does."""
+    return [_column(path, schema, name) for name in fields.names(text_field, schema.names)]
+
+
+def _column(path: str, schema: Any, field: str) -> list[str]:
+    """Names from the outermost column to the text column.
+
+    Raises BadInput listing the columns, or naming its type when that is no text.
+    """
     import pyarrow.types as types
 
     names = list(schema.names)
-    if names.count(field) != 1:
+    parts = fields.path(field, names)
+    if names.count(parts[0]) != 1:
         listed = ", ".join(names) or "none"
         raise BadInput(f"{path}: no column {field!r} (it has {listed}); name one with --text-field")
-    type_ = schema.field(field).type
+    type_ = schema.field(parts[0]).type
+    for depth, part in enumerate(parts[1:], 1):
+        inside = [inner.name for inner in type_] if types.is_struct(type_) else []
+        if inside.count(part) != 1:
+            outer = ".".join(parts[:depth])
+            raise BadInput(
+                f"{path}: no column {field!r} ({outer} has {', '.join(inside) or 'none inside'}); "
+                "name one with --text-field"
+            )
+        type_ = type_.field(part).type
     if types.is_dictionary(type_):
         type_ = type_.value_type
     if not (_is_text(type_) or types.is_null(type_)):
         raise BadInput(f"{path}: column {field!r} is {type_}, not text; name another with --text-field")
-    return names.index(field)
+    return parts
 
 
 def _is_text(type_: Any) -> bool:
@@ -91,6 +109,18 @@ def batches(path: str) -> int:
         return sum(1 for _ in ipc.open_stream(file))
 
 
+def ratio(path: str) -> float:
+    """Unpacked bytes a packed one of a Parquet file's columns. Raises BadInput when its footer can't be read."""
+    import pyarrow.parquet as parquet
+
+    with open_regular(path) as file, _arrow_errors(path):
+        metadata = parquet.read_metadata(file)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        chunks = [group.column(j) for group in groups for j in range(group.num_columns)]
+        packed = sum(chunk.total_compressed_size for chunk in chunks)
+        return sum(chunk.total_uncompressed_size for chunk in chunks) / max(packed, 1)
+
+
 def read_table(
     path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
 ) -> Iterator[Row]:
@@ -109,17 +139,27 @@ def read_table(
                 batch = next(batches, None)
                 if batch is None:
                     return
-                row, column = batch
-                values = _values(column)
-            for value in values:
-                if value is None:
-                    problems.dropped[formats.NULL] += 1
-                else:
-                    try:
-                        yield row, value.decode()
-                    except UnicodeDecodeError:
-                        problems.bad(path, row, "invalid UTF-8", unit="row")
+                row, columns = batch
+                values = [_values(column) for column in columns]
+            for record in zip(*values, strict=True):
+                text = None
+                try:
+                    text = fields.join([None if value is None else value.decode() for value in record])
+                    if text is None:
+                        problems.dropped[formats.NULL] += 1
+                except UnicodeDecodeError:
+                    problems.bad(path, row, "invalid UTF-8", unit="row")
+                if text is not None:
+                    yield row, text
                 row += 1
+
+
+def _inside(batch: Any, path: list[str]) -> Any:
+    """The array of a column inside others, of a RecordBatch; null where one of those is."""
+    import pyarrow.compute as compute
+
+    column = batch.column(batch.schema.get_field_index(path[0]))
+    return compute.struct_field(column, path[1:]) if path[1:] else column
 
 
 def _values(column: Any) -> list[bytes | None]:
@@ -142,40 +182,46 @@ def _values(column: Any) -> list[bytes | None]:
     return binary.to_pylist()
 
 
-def _parquet(path: str, file: Any, start: int, end: int | None, field: str) -> Iterator[tuple[int, Any]]:
+def _parquet(
+    path: str, file: Any, start: int, end: int | None, text_field: str
+) -> Iterator[tuple[int, list[Any]]]:
     import pyarrow.parquet as parquet
 
     table = parquet.ParquetFile(file, memory_map=False, pre_buffer=False)
     metadata = table.metadata
-    _column(path, table.schema_arrow, field)
+    columns = _columns(path, table.schema_arrow, text_field)
+    named = [".".join(parts) for parts in columns]
     groups = range(start, metadata.num_row_groups if end is None else end)
     row = sum(metadata.row_group(i).num_rows for i in range(start))
     for i in groups:
         group = metadata.row_group(i)
         for j in range(group.num_columns):
             chunk = group.column(j)
-            if chunk.path_in_schema != field:
+            if chunk.path_in_schema not in named:
                 continue
             size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
             if size > max(BOMB_BYTES, BOMB_RATIO * packed):
                 raise BadInput(f"{path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
-    for batch in table.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[field], use_threads=False):
-        yield row, batch.column(0)
+    for batch in table.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=named, use_threads=False):
+        yield row, [_inside(batch, parts) for parts in columns]
         row += batch.num_rows
 
 
-def _arrow(path: str, file: Any, start: int, end: int | None, field: str) -> Iterator[tuple[int, Any]]:
+def _arrow(
+    path: str, file: Any, start: int, end: int | None, text_field: str
+) -> Iterator[tuple[int, list[Any]]]:
     import pyarrow
     from pyarrow import ipc
 
     has_footer = file.read(6) == b"ARROW1"
     file.seek(0)
     source = ipc.open_file(file) if has_footer else ipc.open_stream(file)
-    index = _column(path, source.schema, field)
+    columns = _columns(path, source.schema, text_field)
+    outer = sorted({source.schema.get_field_index(parts[0]) for parts in columns})
     if start:  # the batches before are passed over without being read
         file = pyarrow.memory_map(path)
     file.seek(0)
-    options = ipc.IpcReadOptions(included_fields=[index], use_threads=False)
+    options = ipc.IpcReadOptions(included_fields=outer, use_threads=False)
     source = ipc.open_file(file, options=options) if has_footer else ipc.open_stream(file, options=options)
     every = (source.get_batch(i) for i in range(source.num_record_batches)) if has_footer else source
     row = 0
@@ -184,6 +230,6 @@ def _arrow(path: str, file: Any, start: int, end: int | None, field: str) -> Ite
             row += batch.num_rows
             continue
         for i in range(0, batch.num_rows, BATCH_ROWS):
-            part = batch.column(0).slice(i, BATCH_ROWS)
-            yield row, part
-            row += len(part)
+            part = batch.slice(i, BATCH_ROWS)
+            yield row, [_inside(part, parts) for parts in columns]
+            row += part.num_rows

@@ -14,7 +14,7 @@ from itertools import chain
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, formats, mediawiki, unpacked
+from data_prep.readers import decompress, encodings, fields, formats, mediawiki, unpacked
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
 
@@ -170,20 +170,24 @@ def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, proble
     except (ValueError, RecursionError) as error:
         problems.bad(path, offset, "bad JSON line", f"not a JSON object on one line ({error})")
         return None
-    if not isinstance(record, dict) or field not in record:
-        has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field" if isinstance(record, dict) else ""  # fmt: skip
-        problems.bad(path, offset, "no text field", f"no field {field!r} in the JSON line{has}")
-        return None
-    text = record[field]
-    if text is None:
+    texts: list[str | None] = []
+    for name in fields.names(field, record if isinstance(record, dict) else ()):
+        try:
+            text = fields.find(record, name)
+        except (KeyError, TypeError):
+            has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field" if isinstance(record, dict) else ""  # fmt: skip
+            problems.bad(path, offset, "no text field", f"no field {name!r} in the JSON line{has}")
+            return None
+        if text is not None and not isinstance(text, str):
+            problems.bad(path, offset, "no text field", f"field {name!r} is not a string")
+            return None
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:
+            problems.bad(path, offset, "lone surrogate", f"half a surrogate pair in field {name!r}")
+            return None
+        texts.append(text)
+    joined = fields.join(texts)
+    if joined is None:
         problems.dropped[formats.NULL] += 1
-        return None
-    if not isinstance(text, str):
-        problems.bad(path, offset, "no text field", f"field {field!r} is not a string")
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        problems.bad(path, offset, "lone surrogate", f"half a surrogate pair in field {field!r}")
-        return None
-    return text
+    return joined

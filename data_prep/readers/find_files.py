@@ -1,7 +1,8 @@
 """Files that an input names, in an order that follows from names alone; nothing is opened but small JSON files.
 
 An input is a file, a folder or a glob. A folder is walked through links, each folder once, hidden names left out. A
-dataset that Hugging Face `datasets` saved is the shards its state names, a dictionary of them is all its splits.
+dataset that Hugging Face `datasets` saved is the shards its state names. Of a dictionary of them, and of tables that are
+named after their splits, one split is read.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ MAGIC = re.compile(r"[*?\[]")
 STATE, SPLITS = "state.json", "dataset_dict.json"
 BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")  # of the library, and no text
 MAX_JSON = 64 << 20
+TABLE_OF_SPLIT = re.compile(
+    r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.(?:parquet|arrow)"
+)  # as the hub names them
+SPLIT_NAMES = frozenset(("train", "validation", "valid", "val", "dev", "test"))
+EVERY_SPLIT = "all"
+LEFT_OUT = "split not read"  # counted once a split
 
 
-def expand(item: str, problems: Problems) -> Iterator[str]:
-    """Files of one input in order. Raises BadInput when nothing is there; what can't be read follows the policy."""
+def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[str]:
+    """Files of one input in order, of a saved dataset those of `split`.
+
+    Raises BadInput when nothing is there, or no such split; what can't be read follows the policy.
+    """
     if os.path.isdir(item):
-        yield from _walk(item, problems)
+        yield from _walk(item, problems, split)
     elif os.path.lexists(item):
         yield item
     else:
@@ -34,7 +44,7 @@ def expand(item: str, problems: Problems) -> Iterator[str]:
             raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
         for path in found:
             if os.path.isdir(path):
-                yield from _walk(path, problems)
+                yield from _walk(path, problems, split)
             else:
                 yield path
 
@@ -55,7 +65,7 @@ def _match(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _walk(top: str, problems: Problems) -> list[str]:
+def _walk(top: str, problems: Problems, split: str) -> list[str]:
     """Files below a folder, sorted by path."""
     found: list[str] = []
     seen: set[tuple[int, int]] = set()  # folders
@@ -80,8 +90,8 @@ def _walk(top: str, problems: Problems) -> list[str]:
         if SPLITS in names:
             found += [
                 path
-                for split in _listed(folder, SPLITS, problems)
-                for path in _listed(split, STATE, problems)
+                for part in _chosen(folder, _listed(folder, SPLITS, problems), split, problems)
+                for path in _listed(part, STATE, problems)
             ]
             continue
         if STATE in names and "dataset_info.json" in names:
@@ -89,7 +99,7 @@ def _walk(top: str, problems: Problems) -> list[str]:
             continue
         if any(path.endswith(".arrow") for path in files):
             files = [path for path in files if os.path.basename(path) not in BESIDE_TABLES]
-        found += files
+        found += _of_split(folder, files, split, problems)
         waiting += reversed(folders)
     return sorted(found)
 
@@ -99,6 +109,30 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself: whoever opens it says so
         return False
+
+
+def _chosen(folder: str, parts: list[str], split: str, problems: Problems) -> list[str]:
+    """Those of the paths `parts`, named after their splits, that are to be read; the others are counted."""
+    names = [os.path.basename(part) for part in parts]
+    if split == EVERY_SPLIT or not parts:
+        return parts
+    if split not in names:
+        raise BadInput(
+            f"{folder}: has no split {split!r} (it has {', '.join(names)}); name one, or all, with --split"
+        )
+    problems.counts[LEFT_OUT] += len(parts) - 1
+    return [part for part in parts if os.path.basename(part) == split]
+
+
+def _of_split(folder: str, files: list[str], split: str, problems: Problems) -> list[str]:
+    """The files of a folder without the tables of other splits, where tables of several lie side by side."""
+    matches = {path: TABLE_OF_SPLIT.fullmatch(os.path.basename(path)) for path in files}
+    splits = {path: match[1] for path, match in matches.items() if match}
+    found = sorted(set(splits.values()))
+    if len(found) < 2 or not SPLIT_NAMES.issuperset(found):
+        return files
+    kept = {os.path.basename(part) for part in _chosen(folder, found, split, problems)}
+    return [path for path in files if path not in splits or splits[path] in kept]
 
 
 def _names(folder: str, file: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -41,6 +41,7 @@ __all__ = [
     "list_pieces",
     "plan_tasks",
     "read_piece",
+    "unpacked_bytes",
 ]
 
 TASK_BYTES = (4 << 20, 64 << 20)  # of text, as far as the size on disk tells: least and most
@@ -64,6 +65,7 @@ NAMED = {
 LISTED_AT_ONCE = 256  # files that one thread looks at
 THREADS = 16  # that wait for the file system
 PYDOC = "pydoc"
+RATIO_PIECES = 8  # of a corpus, by which its unpacked bytes are estimated
 
 Item = TypeVar("Item")
 
@@ -77,19 +79,23 @@ def plan_tasks(corpora: Sequence[Corpus], options: ReadOptions, problems: Proble
 
 
 def list_pieces(
-    corpora: Sequence[Corpus], options: ReadOptions, problems: Problems
+    corpora: Sequence[Corpus],
+    options: ReadOptions,
+    problems: Problems,
+    skip: Callable[[str], bool] = lambda path: False,
 ) -> list[tuple[int, Piece]]:
     """(corpus, piece) of all files in order. A file named twice is read once. Empty files are counted and left out.
 
-    Raises BadInput naming the file that can't be read.
+    `options` are those of a corpus that has none of its own; a file that `skip` is true of is none. Raises BadInput naming the file that can't be read.
     """
-    encodings.check(options.encoding)
     pieces: list[tuple[int, Piece]] = []
     seen: set[str] = set()
     _real_folder.cache_clear()
     found: Iterator[Looked]
     with ThreadPoolExecutor(THREADS) as threads:
         for number, corpus in enumerate(corpora):
+            own = corpus.read or options
+            encodings.check(own.encoding)
             for item in corpus.paths:
                 if item == PYDOC and not os.path.exists(item):
                     modules = [
@@ -97,9 +103,11 @@ def list_pieces(
                     ]
                     found = ((os.path.realpath(path), module, Problems("skip")) for path, module in modules)
                 else:
-                    found = _look_at_all(find_files.expand(item, problems), options, problems.policy, threads)
+                    found = _look_at_all(
+                        find_files.expand(item, problems, own.split), own, problems.policy, threads
+                    )
                 for real, its, its_problems in found:
-                    if real not in seen:
+                    if real not in seen and not skip(real):
                         seen.add(real)
                         problems.counts += its_problems.counts
                         pieces += [(number, piece) for piece in its]
@@ -161,6 +169,31 @@ def _real(path: str) -> str:
 @lru_cache(maxsize=1024)
 def _real_folder(folder: str) -> str:
     return os.path.realpath(folder)
+
+
+def unpacked_bytes(tasks: Sequence[Task]) -> int:
+    """Bytes of the unpacked files of tasks, by the ratio that the openings of some compressed ones have."""
+    pieces = [piece for task in tasks for piece in task.pieces]
+    packed = [
+        piece for piece in pieces if not piece.index and (piece.compression or piece.format == "parquet")
+    ]
+    size = sum(piece.size for piece in pieces)
+    if not packed:
+        return size
+    tried = packed[:: -(-len(packed) // RATIO_PIECES)]
+    ratio = sum(map(_ratio, tried)) / len(tried)
+    return int(size + (ratio - 1) * sum(piece.size for piece in packed))
+
+
+def _ratio(piece: Piece) -> float:
+    """Unpacked bytes a byte of a file on disk; EXPANSION where it can't be read, which reading it will say."""
+    try:
+        if piece.format == "parquet":
+            return arrow.ratio(piece.path)
+        with decompress.open_regular(piece.path) as file:
+            return decompress.ratio(file.read(SNIFF), piece.compression)
+    except (BadInput, OSError):
+        return EXPANSION
 
 
 def _cut(path: str, options: ReadOptions, problems: Problems) -> list[Piece]:

@@ -14,6 +14,7 @@ from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
 from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
 
+MASKED = ("masked e-mail addresses", "masked IP addresses", "removed citation marks")
 UNITS = ("documents", "sentences", "tokens")
 
 
@@ -91,8 +92,10 @@ def facts(
         | {
             "reasons": dict(sorted(everything.dropped.items())),
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
-        },
-        "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")},
+        }
+        | ({"lines": lines} if (lines := _lines(everything)) else {}),
+        "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")}
+        | {name: everything.counts[name] for name in MASKED if everything.counts[name]},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
         "untold": {"files": everything.counts[UNTOLD], "documents": everything.counts[UNTOLD_DOCUMENTS]},
         "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
@@ -102,6 +105,16 @@ def facts(
             if name in everything.histograms
         },
         "datasets": datasets,
+    }
+
+
+def _lines(everything: Done) -> dict[str, int]:
+    """Lines that rules of lines dropped, by rule."""
+    mark = "lines: "
+    return {
+        name.removeprefix(mark): count
+        for name, count in sorted(everything.counts.items())
+        if name.startswith(mark)
     }
 
 
@@ -135,6 +148,10 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
             f"{untold['documents']:,} in all; --text-documents blank-line or line if that is wrong"
         )
         lines.insert(1, ("documents", said))
+    if dropped.get("lines"):
+        lines.insert(
+            2, ("", ", ".join(f"{count:,} lines ({name})" for name, count in dropped["lines"].items()))
+        )
     for length, d in s["datasets"].items():
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
         lines += [

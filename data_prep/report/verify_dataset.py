@@ -15,10 +15,18 @@ from megabert.data import shards
 
 
 def datasets(folder: str | os.PathLike[str]) -> list[Path]:
-    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`."""
+    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`.
+
+    What was added to a dataset comes after it.
+    """
     folder = Path(folder)
+    places = [place for place in sorted(folder.glob("added-*")) if any(place.rglob(shards.MANIFEST))]
+    added = [found for place in places for found in datasets(place)]
     if _is_dataset(folder):
-        return [folder]
+        return [folder, *added]
+    own = sorted(place for place in folder.glob("*") if _is_dataset(place) and place not in added)
+    if own or added:
+        return own + added
     return sorted(filter(_is_dataset, folder.glob("*"))) or [folder]
 
 

@@ -17,24 +17,26 @@ from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.filters import quality, rules
 from data_prep.readers.tasks import Task, read_piece
-from data_prep.text import clean, minhash
+from data_prep.stages import decontaminate
+from data_prep.text import clean, masking, minhash
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from megabert.data.tokenizer import Tokenizer
 
 UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
 CHARACTERS_AT_ONCE = 3 << 19  # encoded together: about 260,000 words
 
-_encoders: dict[tuple[str, str], tuple[Tokenizer, WordEncoder]] = {}
+_encoders: dict[tuple[str, str, bool], tuple[Tokenizer, WordEncoder]] = {}
 
 
 def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
     """The tokenizer and its word cache, kept for the life of the process."""
     form = job.options.normalization
-    key = (job.tokenizer, form)
+    folded = bool(job.options.decontaminate) or job.folds()
+    key = (job.tokenizer, form, folded)
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
-        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form)
+        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, folded)
         _encoders[key] = (tokenizer, encoder)
     return _encoders[key]
 
@@ -44,7 +46,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
     clock = time.perf_counter
     before = clock()
     for piece in task.pieces:
-        for document in read_piece(piece, job.options.read, problems, job.work):
+        for document in read_piece(piece, job.options_of(task.corpus).read, problems, job.work):
             done.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
@@ -59,6 +61,8 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
                 continue
             done.counts["nuls"] += nuls
             done.counts["control characters"] += controls
+            if job.options.mask:
+                text = masking.mask(text, job.options.mask, done.counts)
             found = clean.paragraphs(text, document.markup, done.counts), len(raw)
             done.seconds["clean"] += clock() - before
             yield found
@@ -112,6 +116,8 @@ class _TaskFiles:
     def __init__(self, job: Job, task: Task, done: Done) -> None:
         self._job, self._task, self._done = job, task, done
         self._weight = job.weights[task.corpus]
+        own = job.options_of(task.corpus)
+        self._rules, self._language = own.rules, own.language
         self._stem = f"read-{task.index:07d}"
         self._units: list[int] = []  # documents in each
         self._unit_bytes, self._unit_documents = 0, 0
@@ -125,6 +131,8 @@ class _TaskFiles:
             names.append("signatures")
         if "paragraphs" in self._job.options.dedup:
             names.append("paragraphs")
+        if self._job.options.decontaminate:
+            names.append("contaminated")
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
         return self
 
@@ -142,6 +150,7 @@ class _TaskFiles:
         done.counts["bytes read"] += int(table["bytes"].sum())
         done.counts["sentences read"] += int(table["sentences"].sum())
         done.counts["tokens read"] += int(table["tokens"].sum())
+        batch = self._drop_lines(batch, table)
         keep = self._judge(batch, table, texts)
         done.seconds["judge"] += time.perf_counter() - before
         before = time.perf_counter()
@@ -165,11 +174,28 @@ class _TaskFiles:
                 self._end_unit()
         self._documents += int(keep.sum())
 
+    def _drop_lines(self, batch: DocumentBatch, table: np.ndarray) -> DocumentBatch:
+        """The documents without the lines that rules of lines drop; `table` is brought up to date."""
+        verdicts = quality.judge_lines(batch.words, self._rules)
+        if not verdicts.any():
+            return batch
+        reasons, counts = np.unique(verdicts[verdicts > 0], return_counts=True)
+        for number, count in zip(reasons.tolist(), counts.tolist(), strict=True):
+            self._done.counts[f"lines: {rules.REASONS[number]}"] += count
+        left = batch.select_paragraphs(verdicts == 0)
+        tokens = left.encoded.document_tokens()
+        gone = int((table["sentences"] - left.encoded.document_sizes).sum())
+        self._done.counts["dropped sentences"] += gone
+        self._done.counts["dropped tokens"] += int((table["tokens"] - tokens).sum())
+        table["sentences"], table["tokens"] = left.encoded.document_sizes, tokens
+        table["hash"] = quality.document_hashes(left.words, self._job.options.seed)
+        return left
+
     def _judge(
         self, batch: DocumentBatch, table: np.ndarray, texts: list[tuple[list[str], int]]
     ) -> np.ndarray:
         """bool [d]: the documents to keep; the others are counted under their reasons."""
-        verdicts = quality.judge(batch.words, self._job.options.rules)
+        verdicts = quality.judge(batch.words, self._rules)
         reasons = {number: rules.REASONS[number] for number in np.unique(verdicts[verdicts > 0]).tolist()}
         codes = verdicts.astype(np.int64)
         codes[table["tokens"] == 0] = -1
@@ -177,6 +203,16 @@ class _TaskFiles:
         if self._weight < 1:
             codes[(codes == 0) & ~hashing.chosen(table["hash"], self._weight)] = -2
             reasons[-2] = "left out by weight"
+        if self._job.options.decontaminate:
+            reasons[-3] = decontaminate.REASON
+            self._drop_overlaps(batch, codes, texts)
+        quality_model, language = self._job.options.quality, self._language
+        for number, reason, classifier in ((-4, "language", language), (-5, "model quality", quality_model)):
+            if classifier:
+                reasons[number] = reason
+                for i in np.flatnonzero(codes == 0).tolist():
+                    if not classifier.keeps(" ".join(texts[i][0])):
+                        codes[i] = number
         for number, reason in reasons.items():
             here = np.flatnonzero(codes == number)
             examples = [" ".join(" ".join(texts[i][0]).split()) for i in here[: work_files.EXAMPLES].tolist()]
@@ -188,6 +224,18 @@ class _TaskFiles:
                 examples,
             )
         return codes == 0
+
+    def _drop_overlaps(
+        self, batch: DocumentBatch, codes: np.ndarray, texts: list[tuple[list[str], int]]
+    ) -> None:
+        """Give the kept documents that overlap with an evaluation text the code -3, and list them."""
+        lines = ""
+        for match in decontaminate.find(self._job, batch.words):
+            if codes[match.document] == 0:
+                codes[match.document] = -3
+                text = " ".join(" ".join(texts[match.document][0]).split())
+                lines += decontaminate.listed(self._job, match, text)
+        self._files["contaminated"].write(np.frombuffer(lines.encode("utf-8", "replace"), np.uint8))
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
         """Keys that duplicates are found by, of the kept documents."""

@@ -153,9 +153,11 @@ def _choose(
             unit = long_sentences.split(unit, limit, read.encoder_of(job)[0])
             done.counts["split sentences"] += len(unit.sentence_lengths) - whole
         return sentence_pairs.sentence_pairs(unit, capacity, options.short_share, rng)
-    return sentence_pairs.full_sentences(
-        unit, seq_len - sentence_pairs.SINGLE_SPECIALS, options.short_share, rng
-    )
+    capacity = seq_len - sentence_pairs.SINGLE_SPECIALS
+    if options.cut == "sentences":
+        return sentence_pairs.full_sentences(unit, capacity, options.short_share, rng)
+    word_start = read.encoder_of(job)[0].word_start
+    return sentence_pairs.filled_rows(unit, capacity, options.short_share, word_start, rng)
 
 
 def _write(

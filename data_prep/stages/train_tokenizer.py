@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from data_prep.executor import work_files
 from data_prep.executor.work_files import Done, Job
 from data_prep.filters import quality
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import Task
+from data_prep.readers.tasks import Task, unpacked_bytes
 from data_prep.stages import train_wordpiece
 from data_prep.stages.read import texts
 from data_prep.text import clean, sentences
@@ -43,16 +44,23 @@ class Share:
     size: int
 
 
-def shares(tasks: list[Task], options: BuildOptions) -> list[Share]:
-    """The tasks to sample, at even distances in each corpus, and the bytes of text to take from each."""
+def shares(tasks: list[Task], options: BuildOptions, weights: Sequence[float]) -> list[Share]:
+    """The tasks to sample, at even distances in each corpus, and the bytes of text to take from each.
+
+    A corpus counts with its unpacked bytes times its weight.
+    """
     found: list[Share] = []
     by_corpus = {
         c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})
     }
-    weights = {c: sum(task.size for task in its) ** options.sample_alpha for c, its in by_corpus.items()}
+    alone = len(by_corpus) == 1
+    counts = {
+        c: 1.0 if alone else (unpacked_bytes(its) * weights[c]) ** options.sample_alpha
+        for c, its in by_corpus.items()
+    }
     for corpus, its in by_corpus.items():
         count = min(len(its), SAMPLED_TASKS)
-        size = int(options.sample_megabytes * 1_000_000 * weights[corpus] / sum(weights.values()) / count)
+        size = int(options.sample_megabytes * 1_000_000 * counts[corpus] / sum(counts.values()) / count)
         found += [Share(len(found) + i, its[i * len(its) // count], max(1, size)) for i in range(count)]
     return found
 
@@ -67,8 +75,12 @@ def sample(job: Job, share: Share) -> Done:
         size -= length
         if size <= 0:
             break
-    words = word_facts(documents, job.options.normalization)
-    wanted = quality.judge(words, job.options.rules) == 0
+    words = word_facts(documents, job.options.normalization, job.folds())
+    rules = job.options_of(share.task.corpus).rules
+    kept = iter((quality.judge_lines(words, rules) == 0).tolist())
+    documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
+    words = word_facts(documents, job.options.normalization, job.folds())
+    wanted = quality.judge(words, rules) == 0
     wanted &= quality.document_hashes(words, job.options.seed) >= job.held_limit
     lines: list[str] = []
     size = share.size

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from data_prep.common.errors import BadInput
 from data_prep.common.lexicon import Lexicon, word_hashes
 from data_prep.filters import quality
+from data_prep.filters.folding import FOLDED, fold
 from data_prep.text import clean, sentences
 from megabert.data.tokenizer import Tokenizer
 
@@ -103,9 +104,23 @@ class DocumentBatch:
     paragraph_sizes: np.ndarray
     by_script: int = 0
 
+    def select_paragraphs(self, keep: np.ndarray) -> DocumentBatch:
+        """The paragraphs where the bool array `keep` [p] is true; the others are there without words and sentences."""
+        words = self.words
+        kept = np.repeat(keep, np.diff(words.paragraphs))
+        at = np.append(0, np.cumsum(kept))
+        facts = quality.WordFacts(
+            words.facts[kept],
+            at[words.documents],
+            at[words.paragraphs],
+            None if words.folded is None else words.folded[kept],
+        )
+        sentences = self.encoded.select_sentences(np.repeat(keep, self.paragraph_sizes))
+        return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0))
 
-def word_facts(documents: list[list[str]], form: clean.Form) -> quality.WordFacts:
-    """Words of a few documents, each a list of paragraphs, without a cache."""
+
+def word_facts(documents: list[list[str]], form: clean.Form, folded: bool = False) -> quality.WordFacts:
+    """Words of a few documents, each a list of paragraphs, without a cache; folded where overlaps are looked for."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
@@ -117,7 +132,8 @@ def word_facts(documents: list[list[str]], form: clean.Form) -> quality.WordFact
     plain = [clean.clean_word(word, form) for word in distinct]
     facts = quality.describe(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
-    return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64))
+    letters = fold(plain)[numbers] if folded else None
+    return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64), letters)
 
 
 def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -128,16 +144,19 @@ def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
-    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC).
+    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC). `folded`: words come
+    out folded, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC", folded: bool = False
+    ) -> None:
         if not tokenizer.word_local:
             raise BadInput(
                 f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
-        self.tokenizer, self.dtype, self.form = tokenizer, np.dtype(dtype), form
+        self.tokenizer, self.dtype, self.form, self.folded = tokenizer, np.dtype(dtype), form, folded
         self._reset_cache()
         self._reset_documents()
 
@@ -146,6 +165,7 @@ class WordEncoder:
         self._flat = np.zeros(1 << 16, self.dtype)
         self._used = 0
         self._table = np.zeros(1 << 14, WORD)
+        self._letters = np.zeros(0, FOLDED)
 
     def _reset_documents(self) -> None:
         self._paragraphs: list[str] = []  # of all documents that wait
@@ -180,12 +200,16 @@ class WordEncoder:
 
     def _take_in(self, words: pa.StringArray) -> None:
         """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        rows, tokens = self._learn(words.to_pylist())
+        rows, tokens, letters = self._learn(words.to_pylist())
         rows["start"] = self._place(tokens, rows["length"])
         last = self._lexicon.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[last - len(rows) : last] = rows
+        if self.folded:
+            if len(self._letters) < len(self._table):
+                self._letters = np.resize(self._letters, len(self._table))
+            self._letters[last - len(rows) : last] = letters
 
     def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Append the tokens of words of these lengths. Returns where each word starts."""
@@ -195,8 +219,8 @@ class WordEncoder:
         self._used += len(tokens)
         return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
-    def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode words: WORD [w] but for start, and their tokens."""
+    def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Encode words: WORD [w] but for start, their tokens, and FOLDED [w] where that is asked for."""
         clean_word, form = clean.clean_word, self.form
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
         plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
@@ -210,7 +234,8 @@ class WordEncoder:
         rows["length"] = np.fromiter(map(len, encoded), np.int32, len(new))
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = quality.describe(plain, ends)
-        return rows, np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
+        tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
+        return rows, tokens, fold(plain) if self.folded else None
 
     def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""
@@ -222,7 +247,8 @@ class WordEncoder:
         facts = np.empty(len(numbers), quality.FACTS)
         for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
             facts[name] = self._table["facts"][name][numbers]
-        words = quality.WordFacts(facts, documents, paragraphs)
+        letters = self._letters[numbers] if self.folded else None
+        words = quality.WordFacts(facts, documents, paragraphs, letters)
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)

@@ -129,6 +129,46 @@ def full_sentences(encoded: Encoded, capacity: int, short_share: float, rng: np.
     return Ranges(spans, np.full(len(spans), -1, np.int8))
 
 
+def filled_rows(
+    encoded: Encoded, capacity: int, short_share: float, word_start: np.ndarray, rng: np.random.Generator
+) -> Ranges:
+    """Runs of `capacity` tokens inside documents, cut before a word wherever that is; nothing is dropped.
+
+    The next run goes on with the word after the cut (RoBERTa's full sentences, Liu et al. 2019, but with rows of 128 filled:
+    ending at sentences they lose half a sentence each). A share of them stops at a shorter, uniform length, at the end
+    of a sentence where one fits, as `full_sentences` does. `word_start` is bool [vocab_size]; a word of more than a
+    sixteenth of a row is cut.
+    """
+    edges = _document_edges(encoded, halve=False)
+    at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
+    places = np.arange(len(encoded.tokens) + 1)
+    begins = np.append(word_start[encoded.tokens], True)
+    word = np.maximum.accumulate(
+        np.where(begins, places, 0)
+    ).tolist()  # first token of the word at each place
+    rows: list[tuple[int, int, int, int]] = []
+    draws: list[list[float]] = []
+    for d in range(len(edges) - 1):
+        position, end = at[edges[d]], at[edges[d + 1]]
+        while position < end:
+            if not draws:
+                draws = rng.random((_DRAWS, 2)).tolist()
+            short, target_draw = draws.pop()
+            if short < short_share:
+                target = 2 + int(target_draw * (capacity - 1))
+                stop = at[bisect_right(at, position + target, edges[d], edges[d + 1] + 1) - 1]
+            else:
+                target, stop = capacity, position
+            if stop <= position:
+                stop = min(position + target, end)
+                if stop < end and word[stop] > max(position, stop - capacity // 16):
+                    stop = word[stop]
+            rows.append((position, stop, 0, 0))
+            position = stop
+    spans = np.array(rows, np.int64).reshape(-1, 4)
+    return Ranges(spans, np.full(len(spans), -1, np.int8))
+
+
 def assemble(
     tokens: np.ndarray, ranges: Ranges, order: np.ndarray, cls_id: int, sep_id: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -52,7 +52,7 @@ def rows(
 
     A column is a name of the header, or a key of the JSON objects, or several with | between, of which the first that is
     there is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width
-    than the first are left out. ValueError for one that is not, and for a column that is missing.
+    than the first come without values. ValueError for one that does not, and for a column that is missing.
     """
     name, (_, start) = ending(path), next(lines(path), (0, ""))
     if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
@@ -68,9 +68,21 @@ def rows(
             places = [_place(path, column, header, width) for column in columns]
         if len(row) == width:
             yield f"{path}, line {number}", [row[i] for i in places]
-        elif not cut_rows:
+        elif cut_rows:
+            yield f"{path}, line {number}", []
+        else:
             first = "header" if headed else "first line"
             raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first} has {width}")
+
+
+def columns(path: Path) -> list[str]:
+    """The names that the first line of a table has as a header, or the keys of its first JSON object."""
+    name, (_, start) = ending(path), next(lines(path), (0, ""))
+    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
+        first = parse_json(f"{path}, line 1", start)
+        return list(first) if isinstance(first, dict) else []
+    table = _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
+    return [column.strip() for column in next(table, (0, []))[1]]
 
 
 def _place(path: Path, column: str, header: Sequence[str], width: int) -> int:

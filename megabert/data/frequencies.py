@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from megabert.data.shards import Dataset
+from megabert.data.mixture import AnyDataset
 
 TOKENS = 1 << 22  # counted at most: the error of a frequency of 1e-5 is then a sixth of it
 CHUNK = 1 << 10  # rows read at once
 
 
-def token_counts(dataset: Dataset, predicted: np.ndarray) -> np.ndarray:
+def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
     """int64 [V]: how often each id that is `predicted` (bool [V]; not padding) occurs in about TOKENS tokens, 0 for the others.
 
     The same for the same dataset. Damaged rows of a tolerant one are left out; otherwise the first one raises DamagedRow.

@@ -1,10 +1,10 @@
 """Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
-Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows,
-masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers, accumulation and micro-batch size only cut
-that range in different places, so every global batch holds the same rows under the same masks whatever they are. Every array
-has a static shape, which may change where a run goes from left to right to masked LM. Where m W does not divide G, the last
-micro-steps of some ranks have seats without a row.
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows
+(of several datasets: `mixture.order`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
+accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows under the
+same masks whatever they are. Every array has a static shape, which may change where a run goes from left to right to masked
+LM. Where m W does not divide G, the last micro-steps of some ranks have seats without a row.
 Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update, T row
 length, S sequences a row, K prediction slots a row.
 """
@@ -31,8 +31,8 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config, accumulation
 from megabert.data.batch import VACANT, Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
+from megabert.data.mixture import AnyDataset, epoch, order
 from megabert.data.objective import masking_at
-from megabert.data.order import row_order
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ CHUNK_TOKENS = (
 class _Source:
     """What makes rows of (row id, epoch) pairs; shared by training and evaluation."""
 
-    dataset: Dataset
+    dataset: AnyDataset
     vocabulary: Vocabulary
     seed: int
     micro_batch: int
@@ -116,7 +116,7 @@ class _Source:
         return rows, damage
 
 
-def _source(dataset: Dataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
+def _source(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
     manifest = dataset.manifest
     if isinstance(tokenizer, Tokenizer):
         if tokenizer.sha256 != manifest.tokenizer["sha256"]:
@@ -159,15 +159,8 @@ class _Updates(torch.utils.data.Dataset):
         self, asked: tuple[int, Masking]
     ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
         step, masking = asked
-        manifest = self.source.dataset.manifest
         positions, vacant = self.positions(step)
-        epochs, positions = np.divmod(positions, manifest.rows)
-        row_ids = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            row_ids[here] = row_order(
-                manifest.rows, manifest.block_rows, self.source.seed, epoch, positions[here]
-            )
+        row_ids, epochs = order(self.source.dataset, self.source.seed, positions)
         row_ids[vacant] = VACANT
         problem, code = "", errors.OK
         try:
@@ -230,7 +223,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: AnyDataset,
         tokenizer: Tokenizer | Vocabulary,
         *,
         global_batch: int,
@@ -285,7 +278,7 @@ class Loader:
     @staticmethod
     def from_config(
         config: Config,
-        dataset: Dataset,
+        dataset: AnyDataset,
         tokenizer: Tokenizer | Vocabulary,
         *,
         share_used: Callable[[int], float] = lambda step: 0.0,
@@ -325,11 +318,11 @@ class Loader:
         masking = self._masking_of(self.step)
         if made_for != masking:
             masking, narrow, wide, damage, problem, code = self._updates[self.step, masking]
-        epoch = self.step * self.global_batch // self.source.dataset.rows
+        begins = epoch(self.source.dataset, self.step * self.global_batch)
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         batches = self.source.shape(self.rows, masking).batches(narrow, wide, self.source.micro_batch)
-        update = Update(self.step, epoch, batches, damage, problem, code, masking.objective)
+        update = Update(self.step, begins, batches, damage, problem, code, masking.objective)
         self.step += 1
         return update
 

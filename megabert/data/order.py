@@ -9,9 +9,10 @@ import numpy as np
 from megabert.data.masking import stream_keys
 
 WINDOW = 16  # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
-BLOCK_STREAM, ROW_STREAM = (
+BLOCK_STREAM, ROW_STREAM, MIX_STREAM = (
     0x626C6F636B,
     0x726F77,
+    0x6D6978,
 )  # keep the permutations apart from each other and from masks
 
 
@@ -31,6 +32,12 @@ def _blocks(blocks: int, seed: int, epoch: int) -> np.ndarray:
 @lru_cache(maxsize=64)
 def _window(rows: int, seed: int, epoch: int, window: int) -> np.ndarray:
     return _permutation(rows, ROW_STREAM, seed, epoch, window)
+
+
+@lru_cache(maxsize=64)
+def mixed_places(size: int, seed: int, window: int) -> np.ndarray:
+    """Permutation of range(size), int64 [size]: the places of window `window` of a mixture in their order."""
+    return _permutation(size, MIX_STREAM, seed, window)
 
 
 def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:

@@ -53,7 +53,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write"
     )
-    add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed)")
+    add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its columns where "
+        "they are not those of training, GLUE's test files are known")  # fmt: skip
     add(
         "--null-threshold",
         type=float,
@@ -227,7 +228,9 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 def predict(args: argparse.Namespace, ranks: Session) -> int:
     """Write a fine-tuned model's predictions for a file."""
     ranks.join()
-    chosen = {} if args.null_threshold is None else {"null_threshold": args.null_threshold}
+    chosen: dict[str, Any] = {"text": args.text, "identity": args.id}
+    if args.null_threshold is not None:
+        chosen["null_threshold"] = args.null_threshold
     count = prediction.predict_file(args.model, args.predict, args.output, ranks.world, **chosen)
     log.info(f"{args.output}: {count:,} predictions")
     return OK

@@ -10,13 +10,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megabert.common import tables
-from megabert.finetune.tasks import Task
+from megabert.common.logs import log
+from megabert.finetune.tasks import PRESETS, Task
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ Example = Text | Words | Question
 
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
+SHOWN = 20  # ids of rows that were left out
 ENTITY_METRICS = {"f1", "precision", "recall"}
 
 
@@ -83,15 +85,37 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     return examples
 
 
+def for_prediction(task: Task, path: str | Path, text: Sequence[str] = (), identity: str = "") -> Task:
+    """The task with the columns of a file that is to be predicted: those that are named, or those of GLUE's test files.
+
+    These begin with a column index or id, and CoLA's have a header that its other files lack.
+    """
+    if task.kind in ("tag", "span"):
+        return replace(task, text=tuple(text) or task.text, id=identity or task.id)
+    label = task.label
+    header = tables.columns(Path(path)) if task.name in PRESETS else []
+    if not text and task.text[0].isdecimal() and "sentence" in header:
+        text = ("sentence",)
+    text = tuple(text) or task.text
+    if text[0].isdecimal() != label.isdecimal():
+        label = "0" if text[0].isdecimal() else "label"  # it is not read
+    if not identity and not text[0].isdecimal() and header[:1] in (["index"], ["id"]):
+        identity = header[0]
+    return replace(task, text=text, label=label, id=identity or task.id)
+
+
 # ---- tables
 
 
 def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text]:
     wanted = [*task.text, *([task.label] * labelled), *([task.id] * bool(task.id))]
-    number = 0
-    for where, row in tables.rows(path, wanted, not task.text[0].isdecimal(), task.cut_rows):
+    left_out: list[str] = []
+    for number, (where, row) in enumerate(
+        tables.rows(path, wanted, not task.text[0].isdecimal(), task.cut_rows)
+    ):
         text = row[: len(task.text)]
-        if task.cut_rows and not (all(isinstance(t, str) and t.strip() for t in row)):
+        if task.cut_rows and not (row and all(isinstance(t, str) and t.strip() for t in row)):
+            left_out.append(str(row[-1]) if row and task.id else str(number))
             continue
         for name, value in zip(wanted, row, strict=True):
             if value is None or (isinstance(value, str) and not value.strip()):
@@ -102,7 +126,9 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text]:
         label = _label(task, where, row[len(task.text)]) if labelled else None
         identity = _plain(where, task.id, row[-1]) if task.id else str(number)
         yield Text(identity, where, text[0], text[1] if task.pair else None, label)
-        number += 1
+    if left_out:
+        shown = ", ".join(left_out[:SHOWN]) + ", …" * (len(left_out) > SHOWN)
+        log.warning(f"{path}: {len(left_out):,} rows are cut at a tab or a line end and left out: {shown}")
 
 
 def _label(task: Task, where: str, value: Any) -> str | float:

@@ -116,7 +116,7 @@ def _class(where: str, label: str, classes: dict[str, int]) -> int:
     if label not in classes:
         raise ValueError(
             f"{where}: label {label!r:.60} is not in the training file, which has {', '.join(classes)}; "
-            "correct it, or train with an example of it"
+            "correct it, train with an example of it, or name all labels with --labels"
         )
     return classes[label]
 

@@ -60,10 +60,17 @@ def logits_of(
 
 
 def predict_file(
-    source: str | Path, path: str | Path, output: str | Path, world: World, null_threshold: float = 0.5
+    source: str | Path,
+    path: str | Path,
+    output: str | Path,
+    world: World,
+    null_threshold: float = 0.5,
+    text: Sequence[str] = (),
+    identity: str = "",
 ) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; how many there are.
 
+    `text` and `identity` name the file's columns where they are not those the model was trained with.
     A question that may have no answer gets none where its probability is above `null_threshold`. Raises ValueError naming
     what cannot be used; nothing is written then.
     """
@@ -71,20 +78,21 @@ def predict_file(
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
     found = save.load(source, world.device)
     described = found.described
-    examples = datasets.read(described.task, path, labelled=False)
+    task = datasets.for_prediction(described.task, path, text, identity)
+    examples = datasets.read(task, path, labelled=False)
     items = encoding.encode(
-        *(described.task, examples, found.tokenizer, described.labels, described.max_length),
+        *(task, examples, found.tokenizer, described.labels, described.max_length),
         stride=described.stride,
         long=described.long,
     )
     logits = logits_of(found.module, items, described.layout, world)
     predictions: list[Any] = metrics.decode(
-        *(described.task, examples, items, [reshape(x, described.task.kind) for x in logits]),
+        *(task, examples, items, [reshape(x, task.kind) for x in logits]),
         described.labels,
         null_threshold,
     )
     if world.is_main:
-        metrics.write(described.task, examples, predictions, output)
+        metrics.write(task, examples, predictions, output)
     return len(predictions)
 
 

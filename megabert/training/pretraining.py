@@ -17,10 +17,11 @@ from megabert.common.canonical_json import canonical
 from megabert.common.logs import log
 from megabert.common.text import duration
 from megabert.config import Config
+from megabert.data import mixture
 from megabert.data.batch import Batch
 from megabert.data.frequencies import token_counts
 from megabert.data.loader import Loader
-from megabert.data.shards import Dataset
+from megabert.data.mixture import AnyDataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import Stop
@@ -41,7 +42,7 @@ class Pretraining:
     satisfied = False
 
     def __init__(
-        self, config: Config, world: World, engine: Engine, dataset: Dataset, tokenizer: Tokenizer
+        self, config: Config, world: World, engine: Engine, dataset: AnyDataset, tokenizer: Tokenizer
     ) -> None:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer
@@ -118,7 +119,7 @@ def open_run(
     With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
     update to profile on this rank. A collective. Raises ValueError naming what does not fit.
     """
-    dataset = Dataset(config.data.path, tolerant=config.data.on_damage == "skip")
+    dataset = mixture.open_mixture(config.data.path, config.data.mix, config.data.on_damage == "skip")
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
@@ -144,10 +145,14 @@ def open_run(
     module: Any = engine.module
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     backends["optimizer"] = engine.optimizer_kernels
+    state = None if newest is None else checkpoints.read_state(newest)
+    same_data = state is not None and mixture.resume(
+        dataset, state, state["cursor"] * config.batch.global_size
+    )
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None
-    if newest is not None:
-        check_compatible(checkpoints.read_state(newest), provenance)
+    if newest is not None and state is not None:
+        check_compatible(state, provenance | ({"dataset": state["dataset"]} if same_data else {}))
         saved = checkpoints.load(engine, newest)
         log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
     elif config.init_from and config.init_moments:
@@ -183,7 +188,7 @@ def open_run(
     )
 
 
-def token_frequencies(config: Config, dataset: Dataset, tokenizer: Tokenizer, world: World) -> list[int]:
+def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
     """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
     read."""
     found: list[int] = []
@@ -198,7 +203,7 @@ def token_frequencies(config: Config, dataset: Dataset, tokenizer: Tokenizer, wo
     return world.broadcast(found)
 
 
-def fill_in(config: Config, dataset: Dataset, tokenizer: Tokenizer) -> Config:
+def fill_in(config: Config, dataset: AnyDataset, tokenizer: Tokenizer) -> Config:
     """The config with what the data decides; raises ValueError naming the field where the two disagree."""
     tree = config.model_dump()
     if config.model.vocab_size not in (0, tokenizer.vocab_size):

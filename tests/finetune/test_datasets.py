@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megabert.finetune.datasets import Question, Text, Words, read
+from megabert.finetune.datasets import Question, Text, Words, for_prediction, read
 from megabert.finetune.tasks import PRESETS, custom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,10 @@ GLUE = {
 def test_glues_files_are_read_as_published(tmp_path, name) -> None:
     content, label, second = GLUE[name]
     examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
-    assert [e.id for e in examples] == ["0", "1"]
+    assert [e.id for e in examples] == [
+        "0",
+        "3" if name == "qqp" else "1",
+    ]  # numbered as the rows of the file are
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
 
@@ -297,16 +300,56 @@ def test_a_mistake_in_squads_json_is_one_line(tmp_path, case) -> None:
 
 
 @pytest.mark.parametrize("name", ["qqp", "mrpc"])
-def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(tmp_path, name) -> None:
+def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(
+    tmp_path, name, caplog
+) -> None:
     task = PRESETS[name]
     header = GLUE[name][0].splitlines()[0].removeprefix("\ufeff")
     row = "\t".join(["1"] * len(header.split("\t")))
     path = write(tmp_path, "t.tsv", f"{header}\n{row}\nhalf a\trow\n{row}\n")
     if task.cut_rows:
-        assert [e.where.rsplit(" ", 1)[1] for e in read(task, path)] == ["2", "4"]
+        found = read(task, path)
+        assert [e.where.rsplit(" ", 1)[1] for e in found] == ["2", "4"]
+        assert [e.id for e in found] == ["0", "2"]  # numbered as the file's rows are
+        assert "1 rows are cut at a tab or a line end and left out: 1" in caplog.text
         return
     with pytest.raises(ValueError, match="line 3: has 2 columns, the header has 5"):
         read(task, path)
+
+
+# first lines of GLUE's test files, and what comes out of the row
+GLUE_TEST = {
+    "cola": ("index\tsentence\n7\tBill whistled.\n", ("7", "Bill whistled.", None)),
+    "sst2": ("index\tsentence\n7\tuneasy mishmash .\n", ("7", "uneasy mishmash .", None)),
+    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n7\t1\t2\tA.\tB.\n", ("7", "A.", "B.")),
+    "qqp": ("id\tquestion1\tquestion2\n7\tA?\tB?\n", ("7", "A?", "B?")),
+    "rte": ("index\tsentence1\tsentence2\n7\tA.\tB.\n", ("7", "A.", "B.")),
+}
+
+
+@pytest.mark.parametrize("name", GLUE_TEST)
+def test_glues_test_files_are_read_as_they_are(tmp_path, name) -> None:
+    content, row = GLUE_TEST[name]
+    path = write(tmp_path, "test.tsv", content)
+    (example,) = read(for_prediction(PRESETS[name], path), path, labelled=False)
+    assert (example.id, example.a, example.b) == row
+
+
+def test_a_file_to_predict_may_have_its_own_columns(tmp_path) -> None:
+    path = write(tmp_path, "t.tsv", "n\tsaid\nx1\tSo it is.\n")
+    for task in (
+        PRESETS["sst2"],
+        PRESETS["cola"],
+        custom("classify", ["3"], "1"),
+        custom("score", ["a"], "b"),
+    ):
+        (example,) = read(for_prediction(task, path, ["said"], "n"), path, labelled=False)
+        assert (example.id, example.a) == ("x1", "So it is.")
+    with pytest.raises(ValueError, match=r"no column 'sentence\|content'; its columns are n, said"):
+        read(for_prediction(PRESETS["sst2"], path), path, labelled=False)
+    own = custom("classify", ["text"], "y")  # of a task of one's own, index is a column like any other
+    path = write(tmp_path, "i.tsv", "index\ttext\n5\tA.\n5\tB.\n")
+    assert [e.id for e in read(for_prediction(own, path), path, labelled=False)] == ["0", "1"]
 
 
 REAL = {

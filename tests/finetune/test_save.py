@@ -124,6 +124,11 @@ def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> Non
     assert prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({})) == 2
     lines = (tmp_path / "out").read_text().splitlines()
     assert len(lines) == 3 and all(line.split("\t")[-1] in ("even", "odd") for line in lines[1:])
+    (tmp_path / "own.tsv").write_text("n\tsaid\nx\tw1 w2\ny\tw2 w1\n")
+    own = {"text": ["said"], "identity": "n"}
+    assert prediction.predict_file(folder, tmp_path / "own.tsv", tmp_path / "out2", discover({}), **own) == 2
+    answers = [line.split("\t")[1] for line in lines[1:]]
+    assert (tmp_path / "out2").read_text() == f"index\tprediction\nx\t{answers[0]}\ny\t{answers[1]}\n"
 
 
 def test_the_threshold_decides_what_has_no_answer(tmp_path: Path) -> None:

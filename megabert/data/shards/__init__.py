@@ -13,10 +13,11 @@ headers instead of interpreting them. Legend: n rows asked for, R rows a block, 
 
 from megabert.data.shards.dataset import DamagedRow, Dataset, Rows
 from megabert.data.shards.layout import write_shard
-from megabert.data.shards.manifest import MANIFEST, Manifest, Shard, write_manifest
+from megabert.data.shards.manifest import ADDED, MANIFEST, Manifest, Shard, write_manifest
 from megabert.data.shards.verification import ShardCheck, plan, verify
 
 __all__ = [
+    "ADDED",
     "MANIFEST",
     "DamagedRow",
     "Dataset",

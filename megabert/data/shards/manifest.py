@@ -15,6 +15,7 @@ from megabert.common.canonical_json import compact, digest, sealed
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
+ADDED = "added-{:03d}"  # folder of what a version of a dataset adds to it, from 1
 FINGERPRINT = "fingerprint"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 SAID = {  # pydantic's kind of error -> what is said of the field

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from megabert.data.batch import Update
-from megabert.data.loader import Loader, row_order
+from megabert.data.loader import Loader
+from megabert.data.order import row_order
 from megabert.data.shards import DamagedRow, Dataset, Manifest, ShardCheck, plan
 from tests.helpers.rows import make_dataset, vocabulary
 

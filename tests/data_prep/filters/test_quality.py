@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from data_prep.filters import quality, rules
-from data_prep.filters.quality import BULLET, ELLIPSIS, ELLIPSIS_END, LETTER, NUMBER_SIGN, SENTENCE_END
+from data_prep.filters.quality import (
+    BULLET,
+    ELLIPSIS,
+    ELLIPSIS_END,
+    LETTER,
+    MARK_END,
+    NUMBER_SIGN,
+    SENTENCE_END,
+)
 from data_prep.filters.rules import REASONS, Rules
 from data_prep.text import sentences
 from tests.helpers.prep_texts import batch_of
@@ -43,6 +51,8 @@ CASES = [
     ("max_short_lines", 0.5, "a b\nc d e\n\n", "a b\n\nc d\ne f g"),
     ("max_duplicate_lines", 0.5, "a\nb\na\n\n a", "a\nb\na\na\na"),
     ("max_duplicate_line_characters", 0.5, "ab c\nabc\nab  c\nabc", "ab c\nab c\nab c\nd"),
+    ("max_curly_brackets", 1, "a {b} c", "a {b c}"),
+    ("max_lorem_ipsum", 0, "Lorem a ipsum", "a Lorem, IPSUM dolor"),
     ("max_top_2_gram", 0.4, "a b x a b yyyyy", "a b x a b yyyy"),
     ("max_top_3_gram", 0.6, "a b c x a b c yyy", "a b c x a b c yy"),
     ("max_top_4_gram", 0.8, "a b c d x a b c d y", "a b c d a b c d y"),
@@ -65,7 +75,27 @@ def test_a_document_on_the_limit_stays_and_one_beyond_goes(name, limit, on, beyo
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {name.replace("_", "-") for name, *_ in CASES} == set(REASONS[1:])
+    cases = [name for name, *_ in CASES] + [name for name, *_ in LINE_CASES]
+    assert {name.replace("_", "-") for name in cases} == set(REASONS[1:])
+
+
+# name, limit, a line on the limit, one just beyond
+LINE_CASES = [
+    ("min_line_words", 3, "a b c", "a b"),
+    ("min_line_ends", 1, "So he said “go.”", "So he said, go:"),
+    ("min_line_ends", 1, "by Mr. Smith etc.", "1. by Mr Smith)"),
+    ("min_line_ends", 1, "他说。", "他说"),
+    ("max_line_notices", 0, "Java script is a privacy matter.", "Please enable JavaScript!"),
+    ("max_line_notices", 0, "The terms of its use of cookie jars.", "By the Terms of Use, go."),
+]
+
+
+@pytest.mark.parametrize(("name", "limit", "on", "beyond"), LINE_CASES)
+def test_a_line_on_the_limit_stays_and_one_beyond_goes(name, limit, on, beyond) -> None:
+    verdicts = quality.judge_lines(batch_of([f"{on}\n\n{beyond}", on]), Rules(**{name: limit}))
+    assert [REASONS[i] for i in verdicts] == ["", "", name.replace("_", "-"), ""]
+    assert not quality.judge_lines(batch_of([beyond]), Rules()).any()
+    assert not quality.judge_lines(batch_of(["", []]), Rules(**{name: limit})).any()
 
 
 def test_the_first_rule_in_order_is_the_reason() -> None:
@@ -136,9 +166,10 @@ def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
 )
 def test_flags_of_a_word(word: str, flags: int) -> None:
     facts = described(["...", word, "."])  # neighbours must not leak in
-    assert facts["flags"][1] & ~np.uint8(SENTENCE_END) == flags & ~SENTENCE_END
+    ends = np.uint8(SENTENCE_END | MARK_END)  # of which others are tested
+    assert facts["flags"][1] & ~ends == flags & ~int(ends)
     if word not in ("..", ""):
-        assert facts["flags"][1] == flags
+        assert facts["flags"][1] & ~np.uint8(MARK_END) == flags
     assert facts["characters"].tolist() == [3, len(word), 1]
 
 

@@ -34,6 +34,18 @@ def test_gopher_has_the_published_limits() -> None:
     }
 
 
+def test_c4_has_the_rules_of_its_paper() -> None:
+    limits = {name: limit for name, limit in asdict(Rules.preset("c4")).items() if limit is not None}
+    assert limits == {
+        "min_line_words": 3,
+        "min_line_ends": 1,
+        "max_line_notices": 0,
+        "min_sentences": 5,
+        "max_curly_brackets": 0,
+        "max_lorem_ipsum": 0,
+    }
+
+
 def test_names_and_limits() -> None:
     assert parse([]) == parse(["off"]) == parse(["gopher", "off"]) == Rules.preset("off") == Rules()
     assert parse(["gopher"]) == Rules.preset("gopher") and parse(["c4"]) == Rules.preset("c4")
@@ -47,6 +59,7 @@ def test_names_and_limits() -> None:
 @pytest.mark.parametrize(
     ("items", "line"),
     [
+        (["min-lines"], "--filters min-lines: no published set has it; give min-lines=LIMIT"),
         (["min-word=3"], "--filters min-word=3: no rule 'min-word'; the nearest is 'min-words'"),
         (["gofer"], "--filters gofer: no rule 'gofer'; the nearest is 'gopher'"),
         (["gopher=2"], "--filters gopher=2: gopher is a set of rules and takes no limit"),

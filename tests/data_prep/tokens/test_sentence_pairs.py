@@ -5,7 +5,14 @@ import pytest
 
 from data_prep.tokens.encoder import Encoded
 from data_prep.tokens.packing import pack
-from data_prep.tokens.sentence_pairs import Ranges, _truncate, assemble, full_sentences, sentence_pairs
+from data_prep.tokens.sentence_pairs import (
+    Ranges,
+    _truncate,
+    assemble,
+    filled_rows,
+    full_sentences,
+    sentence_pairs,
+)
 
 
 def documents(sentence_lengths):
@@ -133,6 +140,40 @@ def test_full_sentences_drop_nothing_and_stay_in_documents():
         ).tolist()
     )
     assert ends <= set(ranges.spans[:, 1].tolist())
+
+
+def fill(ranges, seq_len):
+    """Share of the rows that packed sequences with their two special tokens fill."""
+    lengths = ranges.spans[:, 1] - ranges.spans[:, 0] + 2
+    return lengths.sum() / (pack(lengths, seq_len, 8)[3] * seq_len)
+
+
+def test_rows_of_articles_are_filled():
+    """Documents and sentences as long as Wikipedia's: medians of 200 and 22 tokens, long tails."""
+    rng = np.random.default_rng(11)
+    counts = np.maximum(1, rng.lognormal(np.log(9), 1.2, 2000)).astype(int)
+    encoded = documents([np.clip(rng.lognormal(np.log(22), 0.6, n), 2, 300).astype(int) for n in counts])
+    word_start = rng.random(len(encoded.tokens) + 10) < 0.75
+    assert fill(full_sentences(encoded, 126, 0.1, np.random.default_rng(1)), 128) < 0.91
+    for seq_len in (64, 128, 512):
+        assert (
+            fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
+        )
+
+
+def test_filled_rows_drop_nothing_stay_in_documents_and_begin_with_words():
+    encoded = random_documents(100, 7, 1, 200)
+    word_start = np.random.default_rng(9).random(len(encoded.tokens) + 10) < 0.7
+    ranges = filled_rows(encoded, 126, 0.1, word_start, np.random.default_rng(8))
+    begin, end = ranges.spans[:, 0], ranges.spans[:, 1]
+    assert (ranges.labels == -1).all() and begin[0] == 0 and (begin[1:] == end[:-1]).all()
+    assert end[-1] == len(encoded.tokens) and (end > begin).all() and (end - begin).max() == 126
+    sentences = np.cumsum(encoded.sentence_lengths)
+    assert set(sentences[np.cumsum(encoded.document_sizes) - 1]) <= set(end)
+    inside = ~np.isin(begin, np.append(0, sentences))
+    assert inside.sum() > 50 and word_start[encoded.tokens[begin[inside]]].all()
+    none = filled_rows(encoded, 126, 0.0, np.zeros_like(word_start), np.random.default_rng(8))
+    assert fill(none, 128) > 0.98  # of text without spaces a word is as long as its sentence
 
 
 def test_assembled_sequences_hold_their_parts_between_the_special_tokens():

@@ -1,0 +1,39 @@
+"""Text fields of records: one by name, one inside others (`article.body`), several joined (`title+abstract`).
+
+A name that a record or table has as it is spelt comes first, whatever signs are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+JOINT = "\n\n"  # between joined fields: each is a paragraph of its own, however its lines are wrapped
+
+
+def names(spec: str, has: Any) -> list[str]:
+    """The fields that `spec` joins, in order; `has` holds the names that there are."""
+    return [spec] if spec in has or "+" not in spec else spec.split("+")
+
+
+def path(name: str, has: Any) -> list[str]:
+    """Names from the outermost record to the field."""
+    return [name] if name in has else name.split(".")
+
+
+def find(record: dict[str, Any], name: str) -> Any:
+    """The value of a field of a record. Raises KeyError where it has none."""
+    value: Any = record
+    for part in path(name, record):
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise KeyError(part)
+        value = value[part]
+    return value
+
+
+def join(texts: Sequence[str | None]) -> str | None:
+    """Texts of the fields of one record; None where it has none at all."""
+    found = [text for text in texts if text is not None]
+    return JOINT.join(found) if found else None

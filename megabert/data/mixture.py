@@ -1,0 +1,334 @@
+"""Several datasets as one: the versions of one that text was added to, and a mixture of datasets with weights.
+
+Which row a position holds stays a function of the seed, the manifests and the weights, or the positions where versions began.
+Row ids count through the parts in their order, so that no two rows share one, nor a mask. Legend: n positions or rows, T row
+length, S sequences a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megabert.common.canonical_json import compact
+from megabert.data.order import mixed_places, row_order
+from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows
+
+WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From position `start` on epochs are of the first `parts` parts; the first of them is epoch `epoch`."""
+
+    parts: int
+    start: int
+    epoch: int
+
+
+def fingerprint_of(parts: Sequence[str]) -> str:
+    """SHA-256 of a list of fingerprints and figures."""
+    return hashlib.sha256(compact(list(parts))).hexdigest()
+
+
+class Joined:
+    """Rows of several datasets of one row length and tokenizer under one count of ids, as `Dataset` gives them.
+
+    `manifest` is the first part's, with the rows and sequences a row of all and a fingerprint of theirs. Raises ValueError
+    naming the part that does not fit the first.
+    """
+
+    def __init__(self, parts: Sequence[AnyDataset]) -> None:
+        self.parts: tuple[AnyDataset, ...] = tuple(parts)
+        first = self.parts[0]
+        for part in self.parts[1:]:
+            _check_alike(first, part)
+        self.offsets = [0]
+        for part in self.parts:
+            self.offsets.append(self.offsets[-1] + part.rows)
+        self.rows: int = self.offsets[-1]
+        self.folder: Path = first.folder
+        self.tolerant: bool = first.tolerant
+        self.problems: list[str] = [problem for part in self.parts for problem in part.problems]
+        self.manifest: Manifest = first.manifest.model_copy(
+            update={
+                "rows": self.rows,
+                "max_sequences": max(part.manifest.max_sequences for part in self.parts),
+                "fingerprint": self.fingerprint(),
+            }
+        )
+
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
+    def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
+        raise NotImplementedError
+
+    def epoch(self, position: int) -> int:
+        """The epoch at a global position."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.parts[0].tokenizer_path
+
+    @property
+    def held_out_path(self) -> Path | None:
+        """The first part's: figures stay comparable when text is added."""
+        return self.parts[0].held_out_path
+
+    def empty(self, n: int) -> Rows:
+        """n rows of zeros: they hold no sequence."""
+        slots = self.manifest.max_sequences
+        return Rows(
+            np.zeros((n, self.manifest.seq_len), self.manifest.dtype),
+            np.zeros((n, slots, 2), np.uint16),
+            np.zeros((n, slots), np.int8),
+        )
+
+    def read(self, row_ids: np.ndarray) -> Rows:
+        """As `Dataset.read`."""
+        rows, damage = self.examine(row_ids)
+        for text in damage.values():
+            raise DamagedRow(text)
+        return rows
+
+    def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
+        """As `Dataset.examine`."""
+        rows, damage = self.empty(len(row_ids)), dict[int, str]()
+        rows.isnext[:] = -1
+        part = np.searchsorted(self.offsets, row_ids, side="right") - 1
+        for number in np.unique(part).tolist():
+            here = np.flatnonzero(part == number)
+            found, damaged = self.parts[number].examine(row_ids[here] - self.offsets[number])
+            slots = found.isnext.shape[1]
+            rows.ids[here] = found.ids
+            rows.bounds[here, :slots], rows.isnext[here, :slots] = found.bounds, found.isnext
+            damage |= {int(here[i]): text for i, text in damaged.items()}
+        return rows, dict(sorted(damage.items()))
+
+
+class Versions(Joined):
+    """A dataset and what was added to it later. A run goes on with a new version where an epoch of the old one ends."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        super().__init__(parts)
+        self.segments = [Segment(len(self.parts), 0, 0)]
+
+    def fingerprints(self) -> list[str]:
+        """Of the dataset as it was with its first part, its first two, and so on."""
+        own = [part.manifest.fingerprint for part in self.parts]
+        return [own[0], *(fingerprint_of(own[:count]) for count in range(2, len(own) + 1))]
+
+    def fingerprint(self) -> str:
+        return self.fingerprints()[-1]
+
+    def resume(self, fingerprint: str, segments: Sequence[Mapping[str, int]], position: int) -> None:
+        """Go on, at global `position`, with the order of a run that saw the version `fingerprint` in `segments`.
+
+        Parts added since join at the next end of an epoch.
+        """
+        seen = self.fingerprints().index(fingerprint) + 1
+        self.segments = [Segment(**segment) for segment in segments] or [Segment(seen, 0, 0)]
+        if seen == len(self.parts):
+            return
+        last = self.segments[-1]
+        if last.start > position:  # a version that has not begun gives way to the newest
+            self.segments[-1] = Segment(len(self.parts), last.start, last.epoch)
+            return
+        rows = self.offsets[last.parts]
+        epochs = -(-(position - last.start) // rows)
+        start = Segment(len(self.parts), last.start + epochs * rows, last.epoch + epochs)
+        self.segments = [*self.segments[:-1], *([last] if epochs else []), start]
+
+    def epoch(self, position: int) -> int:
+        segment = next(segment for segment in reversed(self.segments) if segment.start <= position)
+        return segment.epoch + (position - segment.start) // self.offsets[segment.parts]
+
+    def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
+        starts = [segment.start for segment in self.segments]
+        number = np.searchsorted(starts, positions, side="right") - 1
+        for i in np.unique(number).tolist():
+            here, segment = number == i, self.segments[i]
+            rows, block = self.offsets[segment.parts], self.manifest.block_rows
+            found = _by_epoch(rows, block, seed, positions[here] - segment.start, segment.epoch)
+            row_ids[here], epochs[here] = found
+        return row_ids, epochs
+
+
+class Mixture(Joined):
+    """Datasets of which every WINDOW positions hold a fixed share each, in an order that the seed decides.
+
+    `shares` sum to 1. A dataset's own rows come in the order in which it alone would give them, epoch after epoch.
+    """
+
+    def __init__(self, parts: Sequence[AnyDataset], shares: Sequence[float]) -> None:
+        self.counts = _counts(shares)
+        super().__init__(parts)
+
+    def fingerprint(self) -> str:
+        return self.fingerprint_with([part.manifest.fingerprint for part in self.parts])
+
+    def fingerprint_with(self, fingerprints: Sequence[str]) -> str:
+        """That of a mixture in these shares of datasets that have these fingerprints."""
+        return fingerprint_of([*fingerprints, *map(str, self.counts)])
+
+    def epoch(self, position: int) -> int:
+        """Of the first dataset."""
+        return epoch(self.parts[0], position // WINDOW * self.counts[0])
+
+    def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
+        window, at = np.divmod(positions, WINDOW)
+        place = np.empty_like(positions)
+        for w in np.unique(window).tolist():
+            here = window == w
+            place[here] = mixed_places(WINDOW, seed, w)[at[here]]
+        edges = np.append(0, np.cumsum(self.counts))
+        part = np.searchsorted(edges, place, side="right") - 1
+        for number in np.unique(part).tolist():
+            here = part == number
+            own = window[here] * self.counts[number] + place[here] - edges[number]
+            found, epochs[here] = order(self.parts[number], seed, own)
+            row_ids[here] = found + self.offsets[number]
+        return row_ids, epochs
+
+
+AnyDataset = Dataset | Versions | Mixture
+
+
+def _counts(shares: Sequence[float]) -> list[int]:
+    """Positions of each dataset in a window: whole numbers nearest to the shares, at least 1, that sum to WINDOW."""
+    assert abs(sum(shares) - 1) < 1e-9 and min(shares) > 0, shares
+    counts = [max(1, int(share * WINDOW)) for share in shares]
+    rest = sorted(range(len(shares)), key=lambda i: shares[i] * WINDOW - counts[i], reverse=True)
+    for i in range(WINDOW - sum(counts)):
+        counts[rest[i % len(rest)]] += 1
+    counts[int(np.argmax(counts))] -= max(0, sum(counts) - WINDOW)
+    return counts
+
+
+def _by_epoch(
+    rows: int, block_rows: int, seed: int, positions: np.ndarray, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row ids, epochs) of positions that count from the beginning of epoch `first`."""
+    epochs, within = np.divmod(positions, rows)
+    epochs += first
+    row_ids = np.empty_like(within)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        row_ids[here] = row_order(rows, block_rows, seed, epoch, within[here])
+    return row_ids, epochs
+
+
+def order(dataset: AnyDataset, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row ids, epochs), both int64 [n], of global positions int64 [n] of any dataset."""
+    if isinstance(dataset, Joined):
+        return dataset.order(seed, positions)
+    return _by_epoch(dataset.rows, dataset.manifest.block_rows, seed, positions)
+
+
+def _check_alike(first: AnyDataset, part: AnyDataset) -> None:
+    a, b = first.manifest, part.manifest
+    for what, mine, its in (
+        ("row length", a.seq_len, b.seq_len),
+        ("tokenizer (SHA-256)", a.tokenizer["sha256"], b.tokenizer["sha256"]),
+        ("sentence pairs", a.options.get("nsp", True), b.options.get("nsp", True)),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"{part.folder}: its {what} is {its}, that of {first.folder} {mine}; build it to fit"
+            )
+
+
+def added_folder(folder: Path, number: int) -> Path | None:
+    """Where what was added to a dataset for the `number`th time lies; None where it was not, or is not whole yet.
+
+    Beside its shards; of one of several row lengths in their common folder.
+    """
+    name = ADDED.format(number)
+    for place in (folder / name, folder.parent / name / folder.name):
+        if (place / MANIFEST).is_file():
+            return place
+    return None
+
+
+def open_versions(folder: str, tolerant: bool = False) -> Dataset | Versions:
+    """A dataset with all that was added to it. Raises ValueError as `Dataset` does."""
+    parts = [Dataset(folder, tolerant)]
+    while (added := added_folder(Path(folder), len(parts))) is not None:
+        parts.append(Dataset(added, tolerant))
+    return Versions(parts) if len(parts) > 1 else parts[0]
+
+
+def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
+    """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
+
+    Raises ValueError where shares leave nothing for `folder`.
+    """
+    main = open_versions(folder, tolerant)
+    if not mix:
+        return main
+    rest = 1 - sum(mix.values())
+    if rest <= 0 or min(mix.values()) <= 0:
+        raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
+    if folder in mix:
+        raise ValueError(f"data.mix names {folder}, which is data.path; what it leaves is that one's share")
+    return Mixture([main, *(open_versions(path, tolerant) for path in mix)], [rest, *mix.values()])
+
+
+def epoch(dataset: AnyDataset, position: int) -> int:
+    """The epoch at a global position of any dataset."""
+    return dataset.epoch(position) if isinstance(dataset, Joined) else position // dataset.rows
+
+
+def described(dataset: AnyDataset) -> dict[str, Any]:
+    """What a checkpoint says of its data: the fingerprint of all of it, and of several datasets what each one is."""
+    found: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
+    if isinstance(dataset, Joined):
+        found["datasets"] = [
+            {"folder": str(part.folder), "fingerprint": part.manifest.fingerprint}
+            | ({"segments": [asdict(s) for s in part.segments]} if isinstance(part, Versions) else {})
+            for part in _members(dataset)
+        ]
+    return found
+
+
+def resume(dataset: AnyDataset, saved: Mapping[str, Any], position: int) -> bool:
+    """Take up the order of a checkpoint's data at global `position`; whether `saved` is of this data, or of less of it.
+
+    `saved` is what `described` gave. What was added since joins where an epoch ends.
+    """
+    if "datasets" not in saved and not isinstance(dataset, Mixture):
+        old: list[Mapping[str, Any]] = [{"fingerprint": saved["dataset"]}]
+    else:
+        old = saved.get("datasets", [])
+    members = _members(dataset)
+    if len(old) != len(members):
+        return False
+    for part, its in zip(members, old, strict=True):
+        known = part.fingerprints() if isinstance(part, Versions) else [part.manifest.fingerprint]
+        if its["fingerprint"] not in known:
+            return False
+    if isinstance(dataset, Mixture):
+        if dataset.fingerprint_with([its["fingerprint"] for its in old]) != saved["dataset"]:
+            return False
+        places = [-(-position // WINDOW) * count for count in dataset.counts]
+    else:
+        places = [position]
+    for part, its, place in zip(members, old, places, strict=True):
+        if isinstance(part, Versions):
+            part.resume(its["fingerprint"], its.get("segments", []), place)
+    return True
+
+
+def _members(dataset: AnyDataset) -> tuple[AnyDataset, ...]:
+    """The datasets of a mixture; else the one there is."""
+    return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
