@@ -95,10 +95,9 @@ def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
     number = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     found = {}
     for module in model.modules():
-        count = getattr(module, "matrices", 0)
-        if count and module.weight.requires_grad:
-            index, (rows, columns) = number[id(module.weight)], module.weight.shape
-            rows //= count
+        count, weight = getattr(module, "matrices", 0), getattr(module, "weight", None)
+        if count and isinstance(weight, nn.Parameter) and weight.requires_grad:
+            index, rows, columns = number[id(weight)], weight.shape[0] // count, weight.shape[1]
             found[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
     return found
 
@@ -172,7 +171,8 @@ class Muon(AdamW):
     ) -> None:  # fmt: skip
         """`dtype`: of the Newton-Schulz products, and of what travels between the ranks."""
         self._matrices, self._dtype = find_matrices(model), dtype
-        self._whole = {p: (Segment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
+        self._whole: dict[Tensor, tuple[Segment, ...]] = {}
+        self._whole |= {p: (Segment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
         super().__init__(muon_groups(model, weight_decay), lr, betas, eps)
 
     def attach(
@@ -276,7 +276,7 @@ class Muon(AdamW):
         for n in owned:
             matrix = exchange.matrices[n]
             shapes.setdefault((matrix.rows, matrix.columns), []).append(n)
-        found = {}
+        found: dict[int, Tensor] = {}
         for shape, numbers in shapes.items():
             done = orthogonalize(torch.stack([owned[n].view(shape) for n in numbers]))
             found |= {n: each.reshape(-1) for n, each in zip(numbers, done.unbind(), strict=True)}
@@ -307,7 +307,7 @@ class Muon(AdamW):
         if self._ranks == 1:
             return sent
         width = sent.element_size()
-        sizes = [[width * sum(part.size for part in parts) for parts in by_rank] for by_rank in (back, to)]
-        got = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=sent.device)
-        dist.all_to_all_single(got, sent.view(torch.uint8), *sizes)
+        gets, gives = ([width * sum(p.size for p in parts) for parts in by_rank] for by_rank in (back, to))
+        got = torch.empty(sum(gets), dtype=torch.uint8, device=sent.device)
+        dist.all_to_all_single(got, sent.view(torch.uint8), output_split_sizes=gets, input_split_sizes=gives)
         return got.view(self._dtype)

@@ -135,8 +135,9 @@ class _Guarded(torch.optim.Optimizer):
     def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
         """Flat views of a tensor's moments; {} before its first update, unless it began with moments."""
         state = self.state.get(tensor)
-        held = state and (self.primed or int(state["step"]))
-        return {kind: state[kind].view(-1) for kind in self.kinds(tensor)} if held else {}
+        if not state or not (self.primed or int(state["step"])):
+            return {}
+        return {kind: state[kind].view(-1) for kind in self.kinds(tensor)}
 
     def kinds(self, tensor: Tensor) -> tuple[str, ...]:
         """Names of the moments that this rule keeps of a tensor."""
