@@ -2,6 +2,7 @@
 
 from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import merge_deepspeed, to_deepspeed
+from megabert.config.micro_batches import accumulation, fit_micro_size, shares
 from megabert.config.schema import (
     AverageConfig,
     BatchConfig,
@@ -20,12 +21,9 @@ from megabert.config.schema import (
     SpikesConfig,
     WatchdogConfig,
     ZeroConfig,
-    accumulation,
-    fit_micro_size,
     from_dict,
     load,
     presets,
-    shares,
 )
 
 __all__ = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megabert.config.schema import Config, accumulation
+from megabert.config.micro_batches import accumulation
+from megabert.config.schema import Config
 
 
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:

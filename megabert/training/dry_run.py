@@ -1,6 +1,6 @@
 """Dry run: batch arithmetic, memory, work and time of a run, and one update to prove it.
 
-Everything but `fake_step` is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
+Everything but the update (`fake_step`) is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
 GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
 not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is
 proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megabert.config import (
@@ -31,18 +30,15 @@ from megabert.config import (
     shares,
     to_deepspeed,
 )
-from megabert.data.batch import Batch, Shape, Update, collate
-from megabert.data.masking import Masking, Vocabulary, mask
-from megabert.data.objective import largest_capacity, masking_at
-from megabert.data.shards import Manifest, Rows
+from megabert.data.objective import largest_capacity
+from megabert.data.shards import Manifest
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
-from megabert.engine import lr_schedule
-from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.engine.deepspeed_engine import DTYPES
 from megabert.engine.muon import Matrix, find_matrices
 from megabert.model.bert import BertForPreTraining, parameter_count
 from megabert.model.flops import attending_pairs, training_flops
-from megabert.training import distillation
+from megabert.training.fake_step import fake_step
 
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
 GIB = 2**30
@@ -325,62 +321,6 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
     return lines
 
 
-def fake_batch(config: Config, seq_len: int, seed: int, masking: Masking | None = None) -> Batch:
-    """`batch.micro_size` full rows of `seq_len` random ids by `seed`, one pair each, collated as real ones and masked by
-    `masking` (None: as the run's first update)."""
-    rows, vocab = config.batch.micro_size, config.model.vocab_size
-    options = masking or masking_at(config, 0.0, seq_len)
-    draw = np.random.default_rng(seed)
-    bounds = np.full((rows, 1, 2), (seq_len, seq_len // 2), np.uint16)
-    isnext = (np.arange(rows, dtype=np.int8) % 2 if config.model.nsp else np.full(rows, -1, np.int8))[:, None]
-    data = Rows(draw.integers(5, vocab, (rows, seq_len), np.uint32), bounds, isnext)
-    vocabulary = Vocabulary(vocab, 4, range(5), np.ones(vocab, bool))
-    row_ids = np.arange(rows)
-    masked = mask(data.ids, bounds, row_ids, seed=seed, epoch=0, vocabulary=vocabulary, masking=options)
-    shape = Shape(rows, seq_len, 1, options.capacity(seq_len))
-    narrow, wide = shape.empty()
-    views = shape.carve(narrow, wide)
-    views["epochs"][:] = 0
-    collate(data, masked, row_ids, row_ids * seq_len, views, options.causal)
-    return shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), rows)[0]
-
-
-def fake_step(
-    config: Config, manifest: Manifest | None, world: World, deepspeed_extra: Mapping[str, Any] | None = None
-) -> str:
-    """One update of the real engine on random ids at this process's world size, and one of its second objective where it has
-    two; a line that says how it went.
-
-    A collective. The global batch is reduced to two micro-steps of at most two rows a rank: model, precision, ZeRO
-    stage, optimizer and operations are the run's. Raises ValueError when the loss or the gradient is not finite.
-    """
-    config = with_vocabulary(config, manifest)
-    micro = min(config.batch.micro_size, 2)
-    batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
-    reduced = config.model_copy(update={"batch": batch})
-    seq_len = work(config, manifest).seq_len
-    tokenizer = manifest.tokenizer["sha256"] if manifest else ""
-    engine = Engine(
-        reduced, lambda: distillation.build(config, tokenizer, world.device), world, deepspeed_extra
-    )
-    lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
-    objectives = {
-        masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))
-    }
-    shown = []
-    for step, (objective, masking) in enumerate(objectives.items()):
-        batches = [fake_batch(reduced, seq_len, 2 * world.rank + number, masking) for number in range(2)]
-        result = engine.train_update(Update(step, 0, batches, objective=objective), lr)
-        loss, norm = float(result.losses.sum()), float(result.grad_norm)
-        if not math.isfinite(loss) or (result.skipped and not result.overflow):
-            raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
-        shown.append(f"loss {loss:.4f}, |g| {norm:.3f}")
-    count = "one fake update" if len(shown) == 1 else "a fake update of either objective"
-    return (
-        f"{count} worked: {'; '.join(shown)}; {engine.describe()} (reduced from {config.batch.global_size:,})"
-    )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the report is for, where it is not what runs here."""
     add = parser.add_argument
@@ -424,6 +364,7 @@ def dry_run(
     if world.is_main:
         print(text, flush=True)
     process_group.init(world)
-    line = fake_step(config, manifest, world, extra)
+    config, tokenizer = with_vocabulary(config, manifest), manifest.tokenizer["sha256"] if manifest else ""
+    line = fake_step(config, work(config, manifest).seq_len, world, tokenizer, extra)
     if world.is_main:
         print(f"\n{line}", flush=True)

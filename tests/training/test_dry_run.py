@@ -14,6 +14,7 @@ from megabert.data.batch import TENSORS
 from megabert.distributed.process_group import World
 from megabert.model.bert import BertForPreTraining
 from megabert.training import dry_run
+from megabert.training.fake_step import fake_batch, fake_step
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import ROOT, command
@@ -83,7 +84,7 @@ def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> Non
     assert (update.tokens, update.predictions) == (131_072, 131_072 - 256)
     assert update.pairs == 256 * (512 * 513 / 2)
     assert "131,072 tokens, 256 sequences, 130,816 predictions" in dry_run.report(cfg, None, 8)
-    batch = dry_run.fake_batch(cfg, 512, 0)
+    batch = fake_batch(cfg, 512, 0)
     assert batch.mlm_labels.shape == (32, 512) and batch.key_end[3, 7] == 8
     assert batch.predictions == 32 * 511
     logits = 32 * 512 * 2 * cfg.model.padded_vocab * 2
@@ -104,7 +105,7 @@ def test_the_work_of_a_run_of_two_objectives_is_that_of_its_average_update() -> 
     assert update.predictions == pytest.approx(0.25 * (131_072 - 256) + 0.75 * 131_072 * 0.25)
     whole = configuration.load("base", [*BASE, "data.masking.strategy=causal", "model.nsp=false"])
     assert dry_run.activations(cfg, 512) == dry_run.activations(whole, 512)  # of its largest updates
-    assert dry_run.fake_batch(cfg, 512, 0).predictions == 32 * 511
+    assert fake_batch(cfg, 512, 0).predictions == 32 * 511
 
 
 def test_a_budget_of_tokens_decides_the_number_of_updates() -> None:
@@ -181,7 +182,7 @@ def test_activations_take_about_what_the_formula_says(precision, overrides) -> N
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(**dry_run.fake_batch(cfg, 128, 0).inputs())
+        output = model(**fake_batch(cfg, 128, 0).inputs())
     found, expected = sum(kept.values()), dry_run.activations(cfg, 128)
     print(f"{precision} {overrides}: {found / 2**20:.1f} MiB, formula {expected / 2**20:.1f}")
     assert math.isfinite(float(output.mlm_loss_sum))
@@ -221,12 +222,12 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
 
 
 def one_fake_step(world: World) -> str:
-    return dry_run.fake_step(tiny.config(batch__global_size=4096, zero__stage=2), None, world)
+    return fake_step(tiny.config(batch__global_size=4096, zero__stage=2), tiny.LENGTH, world)
 
 
 def fake_steps(world: World) -> str:
     both = {"objective__causal_share": 0.5, "model__nsp": False}
-    return dry_run.fake_step(tiny.config(zero__stage=3, **both), None, world)
+    return fake_step(tiny.config(zero__stage=3, **both), tiny.LENGTH, world)
 
 
 @pytest.mark.slow
@@ -249,7 +250,7 @@ def test_a_fake_step_is_one_update_at_this_world_size() -> None:
 
 
 def test_the_fake_batch_is_what_the_model_takes() -> None:
-    batch = dry_run.fake_batch(tiny.config(), 16, 3)
+    batch = fake_batch(tiny.config(), 16, 3)
     real = tiny.batch(0, range(2))
     assert set(batch.inputs()) == set(TENSORS)
     for name, tensor in real.inputs().items():
