@@ -181,7 +181,9 @@ def test_phase_2_takes_over_the_moments_as_in_the_recipe(tmp_path):
             losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
             found.append((losses, engine.consolidated_weights()))
         assert start_engine(third, tmp_path / "phase1/checkpoints/step-00000005", world)["step"] == 5
-        with pytest.raises(ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"):
+        with pytest.raises(
+            ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"
+        ):
             start_engine(tiny.engine(tiny.config(optimizer__name="muon"), world), tmp_path / "phase1", world)
         with pytest.raises(ValueError, match="holds no moments; set init_moments=false"):
             fresh = Checkpoints(tmp_path / "fresh", world, keep)
