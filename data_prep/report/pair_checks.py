@@ -8,6 +8,7 @@ from megabert.common.logs import log
 
 MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2  # shares of the pairs and of the tokens
 FEWEST = 1000  # pairs; fewer are only warned of: a sample, whose shares say little of the whole
+SHORTEST = 128  # tokens of a row; shorter ones are only warned of: BERT's pairs cut off a fifth there in any language
 
 
 def check(drawn: Done, seq_len: int, allow: bool) -> None:
@@ -23,7 +24,7 @@ def check(drawn: Done, seq_len: int, allow: bool) -> None:
     if not found:
         return
     said = f"rows of {seq_len}: " + "; ".join(found)
-    if allow or drawn.counts["pairs"] < FEWEST:
+    if allow or drawn.counts["pairs"] < FEWEST or seq_len < SHORTEST:
         log.warning(said)
         return
     raise Unfinished(

@@ -41,10 +41,11 @@ def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> N
     assert not capsys.readouterr().err
     pair_checks.check(drawn(random_next=1201), 128, allow=True)
     pair_checks.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
+    pair_checks.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
     pair_checks.check(
         drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True
     )  # no pairs at all
-    assert capsys.readouterr().err.count("of the pairs have a random second part") == 2
+    assert capsys.readouterr().err.count("of the pairs have a random second part") == 3
 
 
 def test_a_corpus_of_single_sentences(tmp_path, capsys) -> None:
