@@ -9,6 +9,11 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // -> dx, dbias
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
 
+  // for FP8 products, x [N, D]: the result in E4M3, the gradient in E5M2, as cast_transpose of them gives it, all three results
+  m.def("bias_gelu_cast(Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor)");
+  // and then dbias
+  m.def("bias_gelu_backward_cast(Tensor grad, Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // dropout over x [..., D]; the gradient is the same operation on the gradient
   m.def("dropout(Tensor x, Tensor seed, int stream, float p) -> Tensor");
 
@@ -16,6 +21,10 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
       "int stream, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+  // for an FP8 product that reads y: y as [N, D] in E4M3 as well, as cast_transpose of it gives it, all three results
+  m.def(
+      "dropout_add_layer_norm_cast(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
+      "int stream, float p, float eps, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // grad: of y; second: of y too (where it is also the residual: post-LN), or of z
   // -> dx (empty without dropout: then it is dresidual), dresidual, dbias, dweight, dshift
   m.def(

@@ -23,12 +23,6 @@ AttentionShape check(const char* op, const Tensor& qkv, const std::optional<Tens
   return shape;
 }
 
-// Contiguous and on a 16-byte boundary: itself, or a copy.
-Tensor aligned(const Tensor& t) {
-  const Tensor d = dense(t);
-  return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 ? torch::stable::clone(d) : d;
-}
-
 template <class T>
 AttentionRows<T> arguments(const AttentionShape& shape, const Tensor& qkv, const Tensor& start, const Tensor& end) {
   AttentionRows<T> a{};

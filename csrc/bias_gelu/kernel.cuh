@@ -38,6 +38,17 @@ __device__ inline Normal normal(float z) {
   return {z < 0.0f ? tail : 1.0f - tail, bell};
 }
 
+// gelu(z), and its slope.
+template <class T>
+__device__ inline float gelu(float z) {
+  return z * normal<T>(z).cdf;
+}
+template <class T>
+__device__ inline float gelu_slope(float z) {
+  const Normal law = normal<T>(z);
+  return law.cdf + z * law.bell * 0.398942280f;
+}
+
 template <class T, bool Whole>
 __global__ void __launch_bounds__(kColumnThreads)
     bias_gelu_forward(const T* x, const T* bias, T* y, int64_t rows, int64_t width) {
@@ -49,10 +60,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     float z[kGroup];
     load<Whole>(x + row * width, column, width, z);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      z[i] += b[i];
-      z[i] *= normal<T>(z[i]).cdf;
-    }
+    for (int i = 0; i < kGroup; ++i) z[i] = gelu<T>(z[i] + b[i]);
     store<Whole>(y + row * width, column, width, z);
   }
 }
@@ -71,9 +79,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     load<Whole>(grad + row * width, column, width, d);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      z[i] += b[i];
-      const Normal law = normal<T>(z[i]);
-      d[i] *= law.cdf + z[i] * law.bell * 0.398942280f;
+      d[i] *= gelu_slope<T>(z[i] + b[i]);
       sum[i] += d[i];
     }
     store<Whole>(dx + row * width, column, width, d);

@@ -26,6 +26,9 @@ struct Casts {
   }
 };
 
+std::tuple<Tensor, Tensor, Tensor> cast_transpose_on_cpu(const Tensor& x, const Tensor& scale, bool e5m2, bool straight,
+                                                         bool turned);
+
 // The bytes of a result, null where it was not wanted.
 inline uint8_t* codes(Tensor& t) { return t.numel() ? static_cast<uint8_t*>(t.mutable_data_ptr()) : nullptr; }
 

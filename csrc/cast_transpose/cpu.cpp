@@ -49,8 +49,10 @@ float cast_rows(const T* x, float scale, uint8_t* values, uint8_t* transposed, i
   return found;
 }
 
-std::tuple<Tensor, Tensor, Tensor> cast_transpose(const Tensor& given, const Tensor& scale, bool e5m2, bool straight,
-                                                  bool turned) {
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> cast_transpose_on_cpu(const Tensor& given, const Tensor& scale, bool e5m2,
+                                                         bool straight, bool turned) {
   constexpr const char* op = "cast_transpose";
   check_cpu(op, "x", given);
   Casts a(op, given, scale, e5m2, straight, turned);
@@ -78,8 +80,6 @@ std::tuple<Tensor, Tensor, Tensor> cast_transpose(const Tensor& given, const Ten
   return {a.values, a.transposed, amax};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) { m.impl("cast_transpose", TORCH_BOX(&cast_transpose)); }
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) { m.impl("cast_transpose", TORCH_BOX(&cast_transpose_on_cpu)); }
 
 }  // namespace megabert

@@ -1,8 +1,6 @@
 // A matrix in FP8, row by row and column by column, on the GPU.
 
-#include "cast_transpose/arguments.h"
-#include "cast_transpose/kernel.cuh"
-#include "common/cuda.h"
+#include "cast_transpose/launch.h"
 
 namespace megabert {
 namespace {
@@ -13,18 +11,14 @@ std::tuple<Tensor, Tensor, Tensor> cast_transpose(const Tensor& given, const Ten
   check_cuda(op, "x", given);
   const OnDevice device(given);
   Casts a(op, given, scale, e5m2, straight, turned);
-  static_assert(kTile == kCastRows);
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, kTile)), static_cast<unsigned>(ceil_div(a.width, kTile)));
+  const dim3 grid = cast_grid(a);
   const Tensor amax = torch::stable::new_empty(a.x, {static_cast<int64_t>(grid.x) * grid.y}, ScalarType::Float);
   if (!a.x.numel()) return {a.values, a.transposed, amax};
-  uint8_t *values = codes(a.values), *transposed = codes(a.transposed);
   with_type(a.x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     const T* x = data<T>(a.x);
     const auto launch = [&](auto format) {
-      cast_transpose_tile<T, decltype(format)><<<grid, kCastThreads, 0, device.stream>>>(
-          x, data<float>(scale), values, transposed, out<float>(amax), a.rows, a.width,
-          whole_groups(a.width, x, values), a.rows % 4 == 0);
+      cast_transpose_tile<T, decltype(format)><<<grid, kCastThreads, 0, device.stream>>>(x, codes_of(a, scale, amax, x));
       check_launch(op);
     };
     if (e5m2) launch(E5M2{});

@@ -29,17 +29,29 @@ struct LargestOrNan {
   __device__ static float of(float a, float b) { return a > b || a != a ? a : b; }
 };
 
-// amax [gridDim.y, gridDim.x]: of each tile, NaN where there is one. values and transposed may be null. `quads`: rows are a
-// multiple of 4, so that four codes of a column can be written at once.
-template <class T, class Format>
-__global__ void __launch_bounds__(kCastThreads)
-    cast_transpose_tile(const T* x, const float* scale, uint8_t* values, uint8_t* transposed, float* amax, int64_t rows,
-                        int64_t width, bool whole, bool quads) {
+// Where the codes of a matrix [rows, width] go.
+struct Codes {
+  const float* scale;
+  uint8_t *values, *transposed;  // [rows, width] and [width, rows]; each may be null
+  float* amax;                   // [gridDim.y, gridDim.x]: of each tile, NaN where there is one
+  int64_t rows, width;
+  bool whole, quads;  // all lines are whole groups; rows are a multiple of 4, so that four codes of a column are a word
+};
+
+// The first of the columns that a thread takes, of each row of a tile.
+__device__ inline int64_t cast_column() {
+  return static_cast<int64_t>(blockIdx.y) * kTile + threadIdx.x % kTileGroups * kGroup;
+}
+
+// The block's tile. `read(row, v)` gives the thread's 8 columns of a row; what is past the end is passed over.
+template <class Format, class Read>
+__device__ inline void cast_tile(const Codes& codes, Read read) {
+  const auto [scale, values, transposed, amax, rows, width, whole, quads] = codes;
   __shared__ uint32_t turned[kTile * kTileWords];
   __shared__ float shared[kCastThreads / kWarp];
   const int group = threadIdx.x % kTileGroups;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kTile, first_column = static_cast<int64_t>(blockIdx.y) * kTile;
-  const int64_t column = first_column + group * kGroup;
+  const int64_t column = cast_column();
   const float factor = *scale;
   float largest = 0;
   for (int quad = threadIdx.x / kTileGroups; quad < kTileWords; quad += kCastThreads / kTileGroups) {
@@ -49,7 +61,7 @@ __global__ void __launch_bounds__(kCastThreads)
       const int64_t row = first_row + quad * 4 + r;
       if (row >= rows || column >= width) continue;
       float v[kGroup];
-      load_group(x + row * width, column, width, whole, v);
+      read(row, v);
       uint32_t pair[kGroup / 2];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) largest = LargestOrNan::of(v[i] < 0 ? -v[i] : v[i], largest);
@@ -89,6 +101,13 @@ __global__ void __launch_bounds__(kCastThreads)
         if (row + r < rows) to[r] = static_cast<uint8_t>(word >> (8 * r));
     }
   }
+}
+
+template <class T, class Format>
+__global__ void __launch_bounds__(kCastThreads) cast_transpose_tile(const T* x, Codes codes) {
+  cast_tile<Format>(codes, [&](int64_t row, float(&v)[kGroup]) {
+    load_group(x + row * codes.width, cast_column(), codes.width, codes.whole, v);
+  });
 }
 
 }  // namespace megabert

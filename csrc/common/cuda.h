@@ -38,6 +38,12 @@ void with_type(ScalarType type, F f) {
   else f(float{});
 }
 
+// Contiguous and on a 16-byte boundary: itself, or a copy.
+inline Tensor aligned(const Tensor& t) {
+  const Tensor d = dense(t);
+  return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 ? torch::stable::clone(d) : d;
+}
+
 // Whether all rows of these contiguous tensors can be read in groups of 8 columns, 16 bytes at a time.
 template <class... P>
 bool whole_groups(int64_t width, const P*... pointers) {

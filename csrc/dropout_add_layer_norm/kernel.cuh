@@ -16,20 +16,15 @@ struct LayerNormRows {
   float eps;
 };
 
-// Threads x 8 * Groups >= width. blockDim = (Threads, rows of a block); more than a warp: one row.
+// One row by Threads threads, 8 * Groups columns each, of which this is `thread`; z becomes y, not yet rounded to T.
 template <class T, int Threads, int Groups, bool Whole>
-__global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowShape<Threads, Groups>::block)
-    layer_norm_forward(LayerNormRows<T> a, Dropout dropout, const int64_t* seed) {
-  __shared__ float shared[Threads / kWarp];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= a.rows) return;
-  dropout = with_seed(dropout, seed);
+__device__ inline void norm_row(const LayerNormRows<T>& a, const Dropout& dropout, int64_t row, int thread, float* shared,
+                                float (&z)[Groups][kGroup]) {
   const float inverse = 1.0f / static_cast<float>(a.width);
-  float z[Groups][kGroup];
   float sum = 0;
 #pragma unroll
   for (int g = 0; g < Groups; ++g) {
-    const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
+    const int64_t column = (thread + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column >= a.width) continue;
     float bias[kGroup], residual[kGroup];
     load<Whole>(a.x + row * a.width, column, a.width, z[g]);
@@ -49,7 +44,7 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowSha
   float square = 0;
 #pragma unroll
   for (int g = 0; g < Groups; ++g) {
-    const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
+    const int64_t column = (thread + static_cast<int64_t>(g) * Threads) * kGroup;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
       if (column + (Whole ? 0 : i) < a.width) square += (z[g][i] - mean) * (z[g][i] - mean);
@@ -57,7 +52,7 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowSha
   const float rstd = rsqrtf(reduce_row<Sum, Threads>(square, shared) * inverse + a.eps);
 #pragma unroll
   for (int g = 0; g < Groups; ++g) {
-    const int64_t column = (threadIdx.x + static_cast<int64_t>(g) * Threads) * kGroup;
+    const int64_t column = (thread + static_cast<int64_t>(g) * Threads) * kGroup;
     if (column >= a.width) continue;
     float weight[kGroup], shift[kGroup];
     load<Whole>(a.weight, column, a.width, weight);
@@ -66,7 +61,18 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowSha
     for (int i = 0; i < kGroup; ++i) z[g][i] = (z[g][i] - mean) * rstd * weight[i] + shift[i];
     store<Whole>(a.y + row * a.width, column, a.width, z[g]);
   }
-  if (threadIdx.x == 0) a.mean[row] = mean, a.rstd[row] = rstd;
+  if (thread == 0) a.mean[row] = mean, a.rstd[row] = rstd;
+}
+
+// Threads x 8 * Groups >= width. blockDim = (Threads, rows of a block); more than a warp: one row.
+template <class T, int Threads, int Groups, bool Whole>
+__global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowShape<Threads, Groups>::block)
+    layer_norm_forward(LayerNormRows<T> a, Dropout dropout, const int64_t* seed) {
+  __shared__ float shared[Threads / kWarp];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= a.rows) return;
+  float y[Groups][kGroup];
+  norm_row<T, Threads, Groups, Whole>(a, with_seed(dropout, seed), row, threadIdx.x, shared, y);
 }
 
 template <class T>

@@ -12,7 +12,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,9 @@ class Affine(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.fp8: native.Linear8 | None = None  # of training alone; evaluation runs in the compute type
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
+    def product(
+        self, x: Tensor | native.Rounded, bias: Tensor | None = None
+    ) -> Tensor:  # (..., in) -> (..., out)
         return native.linear(x, self.weight, bias, self.fp8 if self.training else None)
 
 
@@ -67,7 +69,9 @@ class QueriesKeysValues(Affine):
         super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
         self.native = attention == "native"
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
+    def forward(
+        self, x: Tensor | native.Rounded
+    ) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
         if not self.native:
             return self.product(x, self.bias), None
         return self.product(x, self.bias.detach()), self.bias.view_as(self.bias)
@@ -80,8 +84,12 @@ class LinearActivation(Affine):
         super().__init__(inputs, outputs, cfg.init_std)
         self.activation = native.bias_gelu if cfg.activation == "gelu" else native.bias_relu2
         self.backend = backend
+        self.following: native.Linear8 | None = None  # of the linear that alone reads the result
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+    def forward(self, x: Tensor | native.Rounded) -> Tensor | native.Rounded:  # (..., in) -> (..., out)
+        fp8, following = self.fp8, self.following
+        if self.training and self.backend == "native" and following and fp8 and fp8.known:
+            return native.linear_gelu(x, self.weight, self.bias, fp8, following)
         return self.activation(self.product(x), self.bias, self.backend)
 
 
@@ -96,15 +104,23 @@ class LinearNorm(Affine):
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.cfg, self.backend = cfg, backend
+        self.following: native.Linear8 | None = None  # of the linear that reads what is normed
         if cfg.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-        p = self.cfg.dropout if self.training else 0.0
-        return native.dropout_add_layer_norm(
-            self.product(x), self.bias, residual, self.norm_weight, self.norm_bias,
-            p, self.cfg.layer_norm_eps, seed, stream, self.backend, post=self.cfg.norm == "post",
-        )  # fmt: skip
+    def forward(
+        self, x: Tensor | native.Rounded, residual: Tensor, seed: Tensor, stream: int
+    ) -> tuple[Tensor | native.Rounded, Tensor]:
+        p, eps, post = (
+            self.cfg.dropout if self.training else 0.0,
+            self.cfg.layer_norm_eps,
+            self.cfg.norm == "post",
+        )
+        inputs = self.product(x), self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
+        following = self.following if self.training else None
+        if following and native.rounds_norm(following, self.cfg.hidden, self.backend, residual.device.type):
+            return native.norm_rounded(*inputs, post, following)
+        return native.dropout_add_layer_norm(*inputs, self.backend, post)
 
 
 class Vocabulary(nn.Module):
@@ -190,13 +206,13 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        normed: Tensor,
+        normed: Tensor | native.Rounded,
         x: Tensor,
         bounds: list[Tensor],
         seed: Tensor,
         stream: int,
         keep: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | native.Rounded, Tensor]:
         """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
         p = self.cfg.attention_dropout if self.training else 0.0
         qkv, bias = self.qkv(normed)  # (B, T, 3D)
@@ -221,8 +237,9 @@ class MlmTransform(LinearActivation):
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.eps = cfg.layer_norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
-        return F.layer_norm(super().forward(x), x.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
+    def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (N, D) -> (N, D)
+        y = self.activation(self.product(x), self.bias, self.backend)
+        return F.layer_norm(y, y.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
 
 
 class BertForPreTraining(nn.Module):
@@ -279,6 +296,13 @@ class BertForPreTraining(nn.Module):
         scaling = native.Scaling(len(linears), device, gradient_unit)
         for module, scales in zip(linears, scaling.linears, strict=True):
             module.fp8 = scales
+        layers: list[Any] = list(self.layers)
+        for layer, above in zip_longest(layers, layers[1:]):
+            layer.attention_output.following = layer.feed_forward.fp8
+            if self.cfg.activation == "gelu":
+                layer.feed_forward.following = layer.feed_forward_output.fp8
+            if above is not None and not self.cfg.activation_checkpointing:  # which keeps what layers read
+                layer.feed_forward_output.following = above.qkv.fp8
         return scaling
 
     def encode(

@@ -118,7 +118,9 @@ def test_rows_of_a_larger_batch_have_its_mask(kernels: Kernels) -> None:
     with kernels.lines_of_a_row(heads * width):
         whole = attend(kernels, qkv, grad, start, end, heads, 0.3)
         part = attend(kernels, qkv[1:], grad[1:], start[1:], end[1:], heads, 0.3, place=1)
-    for ours, theirs in zip(part[:3], whole[:3], strict=True):  # not the gradient of the bias, a sum over rows
+    for ours, theirs in zip(
+        part[:3], whole[:3], strict=True
+    ):  # not the gradient of the bias, a sum over rows
         assert torch.equal(ours, theirs[1:])
 
 

@@ -6,13 +6,15 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.csrc.cuda_on_cpu import Kernels, compiler
-from tests.model.ops.oracle import normal
+from tests.csrc.test_cuda_source import STREAM, empty, seed_tensor
+from tests.model.ops.oracle import error, normal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-TILE = 128
+TILE, E4M3, E5M2 = 128, torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(1, 1), (4, 3), (130, 40), (5, 1023), (256, 136), (127, 264)]
 
 
@@ -63,6 +65,74 @@ def test_cast_transpose(
     assert alone.view(torch.uint8).equal(values.view(torch.uint8))
     (alone, _) = cast(kernels, x, scale, kind, straight=False)
     assert alone.view(torch.uint8).equal(turned.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.bfloat16) for shape in SIZES), ((127, 264), torch.float16), ((130, 40), torch.float32)],
+    ids=str,
+)
+def test_gelu_for_fp8_products(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """The codes, bit for bit, are those of the casts of what the plain kernels write; the bias's gradient is theirs."""
+    rows, width = shape
+    x, bias, grad = (normal(*s, seed=i).to(dtype) for i, s in enumerate((shape, (width,), shape)))
+    (y,) = kernels.run("bias_gelu", dtype, x, bias, empty(*shape, dtype=dtype), rows, width, outputs=(2,))
+    dx, dbias = kernels.run(
+        "bias_gelu_backward", dtype, grad, x, bias, empty(*shape, dtype=dtype), empty(3, width, dtype=torch.float32),
+        empty(width, dtype=dtype), rows, width, outputs=(3, 5),
+    )  # fmt: skip
+    down, across, scale = -(-rows // TILE), -(-width // TILE), torch.tensor([4.0])
+
+    def codes() -> list[Tensor]:
+        turned = torch.zeros(width, rows, dtype=torch.uint8)
+        return [scale, torch.zeros(*shape, dtype=torch.uint8), turned, torch.full((down * across,), -1.0)]
+
+    forward = kernels.run("bias_gelu_cast", dtype, x, bias, *codes(), rows, width, outputs=(3, 4, 5))
+    *backward, found = kernels.run(
+        "bias_gelu_backward_cast", dtype, grad, x, bias, *codes(), empty(down, width, dtype=torch.float32),
+        empty(width, dtype=dtype), rows, width, outputs=(4, 5, 6, 8),
+    )  # fmt: skip
+    for plain, kind, eight in ((y, E4M3, forward), (dx, E5M2, backward)):
+        for ours, theirs in zip(eight, cast(kernels, plain, 4.0, kind), strict=True):
+            assert ours.equal(theirs.view(ours.dtype))
+    exact = F.gelu((x.double() + bias.double()).requires_grad_())
+    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
+    assert error(y, exact.detach()) < limit and error(found, dbias.double()) < limit
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "p"),
+    [
+        ((16, 16), torch.bfloat16, 0.1),
+        ((48, 264), torch.bfloat16, 0.0),
+        ((80, 768), torch.float16, 0.1),
+        ((32, 1024), torch.bfloat16, 0.1),
+        ((32, 528), torch.float32, 0.1),
+    ],
+    ids=str,
+)
+def test_layer_norm_for_fp8_products(
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, p: float
+) -> None:
+    """What the plain kernel gives, bit for bit, and the codes that the cast of its result gives."""
+    rows, width = shape
+    sizes = (shape, (width,), shape, (width,), (width,))
+    inputs = [normal(*size, seed=i).to(dtype) for i, size in enumerate(sizes)]
+    results = [
+        *(empty(*shape, dtype=dtype) for _ in range(2)),
+        *(empty(rows, dtype=torch.float32) for _ in range(2)),
+    ]
+    numbers = (rows, width, 1e-12, STREAM, p, seed_tensor())
+    wanted = kernels.run("layer_norm", dtype, *inputs, *results, *numbers, outputs=(5, 6, 7, 8))
+    codes = [torch.zeros(size, dtype=torch.uint8) for size in (shape, shape[::-1])]
+    *found, values, turned, amax = kernels.run(
+        "layer_norm_cast", dtype, *inputs, *results, torch.tensor([4.0]), *codes, torch.full((-(-rows // 32),), -1.0),
+        *numbers, outputs=(5, 6, 7, 8, 10, 11, 12),
+    )  # fmt: skip
+    assert all(ours.equal(theirs) for ours, theirs in zip(found, wanted, strict=True))
+    right, right_turned, _ = cast(kernels, wanted[0], 4.0, E4M3)
+    assert values.equal(right.view(torch.uint8)) and turned.equal(right_turned.view(torch.uint8))
+    assert amax.tolist() == [float(part.float().abs().max()) for part in wanted[0].split(32)]
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

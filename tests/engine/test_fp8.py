@@ -12,6 +12,7 @@ import torch
 
 from megabert.checkpoint import Checkpoints
 from megabert.engine import Engine
+from megabert.model import ops
 from tests.checkpoint.test_store import settings, state
 from tests.engine.test_deepspeed_engine import poisoned_update
 from tests.helpers import tiny
@@ -24,8 +25,9 @@ STEPS, MORE = 10, 3
 
 
 def config(precision: str = "fp8", **more: Any) -> Any:
-    """4 layers of 32, of which 2 in FP8; without dropout, whose masks differ between ranks."""
-    return tiny.config(precision=precision, model__layers=4, **more)
+    """4 layers of 32, of which 2 in FP8, on native operations; without dropout, whose masks differ between ranks."""
+    native = {} if ops.MISSING else {"ops__attention": "native", "ops__layer": "native"}
+    return tiny.config(precision=precision, model__layers=4, **native, **more)
 
 
 def history(engine: Engine) -> torch.Tensor:

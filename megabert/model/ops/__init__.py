@@ -11,9 +11,16 @@ from megabert.model.ops.backend import (
     has_kernel,
     obstacles,
 )
-from megabert.model.ops.fp8 import Linear8, Scaling, linear
+from megabert.model.ops.fp8 import Linear8, Rounded, Scaling, linear, linear_gelu
 from megabert.model.ops.fp8 import support as fp8_support
-from megabert.model.ops.layer import bias_gelu, bias_relu2, dropout, dropout_add_layer_norm
+from megabert.model.ops.layer import (
+    bias_gelu,
+    bias_relu2,
+    dropout,
+    dropout_add_layer_norm,
+    norm_rounded,
+    rounds_norm,
+)
 from megabert.model.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
@@ -24,6 +31,7 @@ __all__ = [
     "Backends",
     "Choice",
     "Linear8",
+    "Rounded",
     "Scaling",
     "attend",
     "attention_inputs",
@@ -36,8 +44,11 @@ __all__ = [
     "fused_softmax_mask",
     "has_kernel",
     "linear",
+    "linear_gelu",
     "mlm_logits",
     "mlm_loss",
     "mlm_loss_of_logits",
+    "norm_rounded",
     "obstacles",
+    "rounds_norm",
 ]

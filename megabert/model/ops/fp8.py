@@ -5,6 +5,8 @@ before it is rounded, and the product by its inverse; both are exact, so roundin
 those of bf16. The power follows from the largest magnitudes ("amax") of the last updates. It is fixed within an update, so
 accumulation and recomputation see one scale, and it changes on the device, at fixed addresses, with nothing read back.
 
+The native GELU, its gradient and LayerNorm write what a product reads in FP8 themselves, with the bits that a cast would give.
+
 What lies beyond a format's range saturates. What is not finite makes the whole product NaN. On CUDA the products are
 `torch._scaled_mm`; on the CPU they are emulated by casts, for their numerics and not for speed.
 """
@@ -129,17 +131,27 @@ class Linear8:
 
         Before there is a history: `x` as it is.
         """
-        values: Tensor | None
-        turned: Tensor | None
-        if self._scaling.known:
-            scale, kind = self._scale[role], FORMATS[role]
-            values, turned, amax = cast_transpose(x, scale, kind, straight, transposed, self._scaling.backend)
-            inverse = self._inverse[role] + (amax - amax)  # inf - inf is NaN
-        else:
-            values, turned, amax = x, x.t(), largest(x)
-            inverse = torch.ones_like(amax)
+        if self.known:
+            backend = self._scaling.backend
+            return self.take(
+                role, *cast_transpose(x, self._scale[role], FORMATS[role], straight, transposed, backend)
+            )
+        taken = self.take(role, x if straight else None, x.t() if transposed else None, largest(x))
+        return taken._replace(inverse=torch.ones_like(taken.inverse))
+
+    def take(self, role: int, values: Tensor | None, transposed: Tensor | None, amax: Tensor) -> Quantized:
+        """What was rounded by the scale of a role elsewhere, its amax [...] taken into account."""
+        amax = amax.amax()
         self._amax[role].copy_(torch.maximum(self._amax[role], amax))
-        return Quantized(values if straight else None, turned if transposed else None, inverse)
+        return Quantized(values, transposed, self._inverse[role] + (amax - amax))  # inf - inf is NaN
+
+    def scale(self, role: int) -> Tensor:
+        return self._scale[role]
+
+    @property
+    def known(self) -> bool:
+        """Whether there are scales."""
+        return self._scaling.known
 
 
 def cast_transpose(
@@ -152,10 +164,11 @@ def cast_transpose(
     if backend == "native":
         op = torch.ops.megabert.cast_transpose
         values, turned, amax = op(x, scale, kind == torch.float8_e5m2, straight, transposed)
-        return values, turned, amax.amax()
+        return values if straight else None, turned if transposed else None, amax.amax()
     limit = torch.finfo(kind).max
     values = (x.contiguous().float() * scale).clamp(-limit, limit).to(kind)
-    return values, values.t().contiguous() if transposed else None, largest(x)
+    turned = values.t().contiguous() if transposed else None
+    return values if straight else None, turned, largest(x)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -188,59 +201,144 @@ def _decoded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return table.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape)
 
 
+def _forward(
+    ctx: Any, left: Quantized, weight: Tensor, bias: Tensor | None, fp8: Linear8, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """x W^T + bias of a quantised x, and what `_gradients` needs: x in FP8, W as it is (ZeRO-3 gathers it again)."""
+    ctx.fp8 = fp8
+    right = fp8.quantize(WEIGHT, weight, transposed=False)
+    assert left.values is not None and right.values is not None
+    y = product(left.values, right.values, left.inverse, right.inverse, dtype, fast=True, bias=bias)
+    return y, (left.transposed, left.inverse, weight)
+
+
+def _gradients(
+    ctx: Any, g: Quantized, x: Tensor, x_inverse: Tensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dW from the quantised gradient of the product."""
+    dx = dweight = None
+    if ctx.needs_input_grad[0]:
+        right = ctx.fp8.quantize(WEIGHT, weight, straight=False)
+        assert g.values is not None and right.transposed is not None
+        dx = product(g.values, right.transposed, g.inverse, right.inverse, dtype, fast=False)
+    if ctx.needs_input_grad[1]:
+        assert g.transposed is not None
+        dweight = product(g.transposed, x, g.inverse, x_inverse, dtype, fast=False)
+    return dx, dweight
+
+
 class _Linear(torch.autograd.Function):
-    """y = x W^T + bias; x is kept for the backward pass in FP8, W as it is (under ZeRO-3 it is gathered again)."""
+    """y = x W^T + bias; `given`: x is quantised already, and only says where its gradient goes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Linear8) -> Tensor:
-        left = fp8.quantize(INPUT, x, transposed=ctx.needs_input_grad[1])
-        right = fp8.quantize(WEIGHT, weight, transposed=False)
-        assert left.values is not None and right.values is not None
-        ctx.fp8 = fp8
-        ctx.save_for_backward(left.transposed, left.inverse, weight)
-        return product(left.values, right.values, left.inverse, right.inverse, x.dtype, fast=True, bias=bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Linear8, *given: Tensor
+    ) -> Tensor:
+        left = Quantized(*given) if given else fp8.quantize(INPUT, x, transposed=ctx.needs_input_grad[1])
+        y, kept = _forward(ctx, left, weight, bias, fp8, x.dtype)
+        ctx.save_for_backward(*kept)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_inverse, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *others = ctx.needs_input_grad
         g = ctx.fp8.quantize(GRADIENT, grad, straight=need_x, transposed=need_weight)
-        dx = dweight = None
-        if need_x:
-            right = ctx.fp8.quantize(WEIGHT, weight, straight=False)
-            dx = product(g.values, right.transposed, g.inverse, right.inverse, grad.dtype, fast=False)
-        if need_weight:
-            dweight = product(g.transposed, x, g.inverse, x_inverse, grad.dtype, fast=False)
-        return dx, dweight, grad.sum(0) if need_bias else None, None
+        x, x_inverse, weight = ctx.saved_tensors
+        dx, dweight = _gradients(ctx, g, x, x_inverse, weight, grad.dtype)
+        return dx, dweight, grad.sum(0) if need_bias else None, *(None for _ in others)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Linear8 | None = None) -> Tensor:
+class _LinearGelu(torch.autograd.Function):
+    """gelu(x W^T + bias) as what the next product reads; its gradient comes as what the products of this one read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, fp8: Linear8, following: Linear8, *given: Tensor
+    ) -> tuple[Any, ...]:
+        left = Quantized(*given) if given else fp8.quantize(INPUT, x, transposed=ctx.needs_input_grad[1])
+        h, kept = _forward(ctx, left, weight, None, fp8, x.dtype)
+        ctx.save_for_backward(h, bias, *kept)
+        cast = torch.ops.megabert.bias_gelu_cast(h, bias, following.scale(INPUT))
+        eight = following.take(INPUT, *cast)
+        ctx.mark_non_differentiable(*eight)
+        return h.new_zeros(1, 1).expand_as(h), *eight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_eight: None) -> tuple[Tensor | None, ...]:
+        h, bias, x, x_inverse, weight = ctx.saved_tensors
+        cast = torch.ops.megabert.bias_gelu_backward_cast
+        *codes, dbias = cast(grad, h, bias, ctx.fp8.scale(GRADIENT))
+        dx, dweight = _gradients(ctx, ctx.fp8.take(GRADIENT, *codes), x, x_inverse, weight, grad.dtype)
+        return dx, dweight, dbias, *(None for _ in ctx.needs_input_grad[3:])
+
+
+class Rounded(NamedTuple):
+    """An activation that was rounded to FP8 where it was computed, for the product that reads it."""
+
+    x: Tensor  # [..., K] of its type, for its gradient; a single zero, expanded, where nothing else reads it
+    eight: Quantized  # [tokens, K]
+
+
+def linear(
+    x: Tensor | Rounded, weight: Tensor, bias: Tensor | None = None, fp8: Linear8 | None = None
+) -> Tensor:
     """x [..., K], weight [N, K], bias [N] -> x W^T + bias [..., N]; all three products in FP8 where `fp8` is given.
 
     Raises ValueError for FP8 sizes that are no multiple of 16.
     """
+    x, given = x if isinstance(x, Rounded) else (x, ())
     if fp8 is None:
         return F.linear(x, weight, bias)
+    return _Linear.apply(_flat(x), weight, bias, fp8, *given).view(*x.shape[:-1], len(weight))
+
+
+def linear_gelu(
+    x: Tensor | Rounded, weight: Tensor, bias: Tensor, fp8: Linear8, following: Linear8
+) -> Rounded:
+    """gelu(x W^T + bias) [..., N] for the product that has `following`, with the bits that its own cast would give.
+
+    Both must know their scales, and the native library be there. Raises ValueError as `linear`.
+    """
+    x, given = x if isinstance(x, Rounded) else (x, ())
+    y, *eight = _LinearGelu.apply(_flat(x), weight, bias, fp8, following, *given)
+    return Rounded(y.view(*x.shape[:-1], len(weight)), Quantized(*eight))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[..., K] -> [tokens, K]"""
     flat = x.reshape(-1, x.shape[-1])
     if len(flat) % MULTIPLE:
         raise ValueError(
             f"precision=fp8: {len(flat)} tokens in a micro-batch are no multiple of {MULTIPLE}; change batch.micro_size"
         )
-    return _Linear.apply(flat, weight, bias, fp8).view(*x.shape[:-1], len(weight))
+    return flat
 
 
 def _register() -> None:
-    @torch.library.register_fake("megabert::cast_transpose")
-    def _(
-        x: Tensor, scale: Tensor, e5m2: bool, straight: bool, transposed: bool
+    def codes(
+        x: Tensor, kind: torch.dtype, straight: bool, transposed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (rows, width), kind = x.shape, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+        rows, width = x.shape
         tiles = -(-rows // 128) * (-(-width // 128) if x.is_cuda else min(width, 1))
         return (
             x.new_empty((rows, width) if straight else 0, dtype=kind),
             x.new_empty((width, rows) if transposed else 0, dtype=kind),
             x.new_empty(tiles, dtype=torch.float32),
         )
+
+    @torch.library.register_fake("megabert::cast_transpose")
+    def _(
+        x: Tensor, scale: Tensor, e5m2: bool, straight: bool, transposed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return codes(x, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn, straight, transposed)
+
+    @torch.library.register_fake("megabert::bias_gelu_cast")
+    def _(x: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return codes(x, torch.float8_e4m3fn, True, True)
+
+    @torch.library.register_fake("megabert::bias_gelu_backward_cast")
+    def _(grad: Tensor, x: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *codes(x, torch.float8_e5m2, True, True), torch.empty_like(bias)
 
 
 if not MISSING:

@@ -7,11 +7,11 @@
 
 #include "attention/backward.cuh"
 #include "attention/kernel.cuh"
-#include "bias_gelu/kernel.cuh"
+#include "bias_gelu/cast.cuh"
 #include "cast_transpose/kernel.cuh"
 #include "common/rows.h"
 #include "dropout/kernel.cuh"
-#include "dropout_add_layer_norm/kernel.cuh"
+#include "dropout_add_layer_norm/cast.cuh"
 #include "mlm_loss/kernel.cuh"
 #include "softmax_mask/kernel.cuh"
 
@@ -49,6 +49,8 @@ constexpr int64_t kBlocks = 3;  // of kernels that loop over rows: fewer than ro
 dim3 column_grid(int64_t width) {
   return dim3(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
 }
+
+dim3 cast_grid(int64_t rows, int64_t width) { return dim3((rows + kTile - 1) / kTile, (width + kTile - 1) / kTile); }
 
 template <class T, int Vectors>
 std::string reduce(bool backwards, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines, int64_t stride,
@@ -186,12 +188,38 @@ const char* cast_transpose(int type, bool backwards, const void* x, const float*
                            uint8_t* transposed, float* amax, int64_t rows, int64_t width, bool e5m2) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
-    const dim3 grid((rows + kTile - 1) / kTile, (width + kTile - 1) / kTile);
-    const bool whole = aligned(width, {x, values}), quads = rows % 4 == 0;
-    return launch(grid, kCastThreads, backwards, [&] {
+    const Codes codes{scale, values, transposed, amax, rows, width, aligned(width, {x, values}), rows % 4 == 0};
+    return launch(cast_grid(rows, width), kCastThreads, backwards, [&] {
       auto kernel = e5m2 ? cast_transpose_tile<T, E5M2> : cast_transpose_tile<T, E4M3>;
-      kernel(static_cast<const T*>(x), scale, values, transposed, amax, rows, width, whole, quads);
+      kernel(static_cast<const T*>(x), codes);
     });
+  });
+}
+
+const char* bias_gelu_cast(int type, bool backwards, const void* x, const void* bias, const float* scale, uint8_t* values,
+                           uint8_t* transposed, float* amax, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const Codes codes{scale, values, transposed, amax, rows, width, aligned(width, {x, bias, values}), rows % 4 == 0};
+    return launch(cast_grid(rows, width), kCastThreads, backwards,
+                  [&] { bias_gelu_codes<T>(static_cast<const T*>(x), static_cast<const T*>(bias), codes); });
+  });
+}
+
+// partial [tiles of rows, width]
+const char* bias_gelu_backward_cast(int type, bool backwards, const void* grad, const void* x, const void* bias,
+                                    const float* scale, uint8_t* values, uint8_t* transposed, float* amax, float* partial,
+                                    void* dbias, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const bool whole = aligned(width, {grad, x, bias, values});
+    const Codes codes{scale, values, transposed, amax, rows, width, whole, rows % 4 == 0};
+    const dim3 grid = cast_grid(rows, width);
+    const std::string result = launch(grid, kCastThreads, backwards, [&] {
+      bias_gelu_gradient_codes<T>(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias), codes,
+                                  partial);
+    });
+    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), grid.x, width, width) : result;
   });
 }
 
@@ -226,6 +254,27 @@ const char* layer_norm(int type, bool backwards, const void* x, const void* bias
           layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>(a, dropout_of(stream, p), seed);
         });
       });
+    });
+    return result;
+  });
+}
+
+const char* layer_norm_cast(int type, bool backwards, const void* x, const void* bias, const void* residual,
+                            const void* weight, const void* shift, void* y, void* z, float* mean, float* rstd,
+                            const float* scale, uint8_t* values, uint8_t* transposed, float* amax, int64_t rows,
+                            int64_t width, double eps, int64_t stream, double p, const int64_t* seed) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    const LayerNormRows<T> a{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual),
+                             static_cast<const T*>(weight), static_cast<const T*>(shift), static_cast<T*>(y),
+                             static_cast<T*>(z), mean, rstd, rows, width, static_cast<float>(eps)};
+    const Codes codes{scale, values, transposed, amax, rows, width, true, true};
+    std::string result;
+    with_row_shape(width, [&](auto shape) {
+      if constexpr (decltype(shape)::threads == kWarp)
+        result = launch((rows + kCodeRows - 1) / kCodeRows, kCodeWarps * kWarp, backwards, [&] {
+          layer_norm_codes<T, decltype(shape)::groups>(a, dropout_of(stream, p), seed, codes);
+        });
     });
     return result;
   });

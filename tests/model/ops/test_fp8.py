@@ -114,6 +114,35 @@ def test_torch_knows_the_native_cast() -> None:
             op(*arguments, False, True, True)
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gelu_and_norm_give_the_codes_that_the_casts_give(dtype: torch.dtype) -> None:
+    x, bias, grad = (normal(*size, seed=i).to(dtype) for i, size in enumerate(((48, 80), (80,), (48, 80))))
+    scale, library = torch.tensor(4.0), torch.ops.megabert
+    forward = library.bias_gelu_cast(x, bias, scale)
+    *backward, dbias = library.bias_gelu_backward_cast(grad, x, bias, scale)
+    dx, wanted = library.bias_gelu_backward(grad, x, bias)
+    assert dbias.equal(wanted)
+    for plain, e5m2, eight in ((library.bias_gelu(x, bias), False, forward), (dx, True, backward)):
+        for ours, theirs in zip(eight, library.cast_transpose(plain, scale, e5m2, True, True), strict=True):
+            assert ours.dtype == theirs.dtype and ours.double().equal(theirs.double())
+    norm = (x, bias, grad, bias, bias, torch.tensor([5]), 1, 0.1, 1e-5)
+    y, *others, values, turned, amax = library.dropout_add_layer_norm_cast(*norm, scale)
+    for ours, theirs in zip((y, *others), library.dropout_add_layer_norm(*norm), strict=True):
+        assert ours.equal(theirs)
+    wanted = library.cast_transpose(y, scale, False, True, True)
+    for ours, theirs in zip((values, turned, amax), wanted, strict=True):
+        assert ours.double().equal(theirs.double())
+    for op, inputs in (
+        (library.bias_gelu_cast, (x, bias, scale)),
+        (library.bias_gelu_backward_cast, (grad, x, bias, scale)),
+        (library.dropout_add_layer_norm_cast, (*norm, scale)),
+    ):
+        torch.library.opcheck(op, inputs, test_utils=("test_schema", "test_faketensor"))
+        with pytest.raises(RuntimeError, match="scale has 2 elements"):
+            op(*inputs[:-1], torch.ones(2))
+
+
 def test_three_products_are_those_of_the_rounded_operands() -> None:
     """Against fp64 on operands rounded by the oracle: no error but bf16's rounding of the result. Against fp64 on the
     operands themselves: two roundings of 2^-4 (E4M3) or 2^-3 (E5M2) at most, so half of their sum in the mean."""
@@ -326,9 +355,9 @@ def model(**changes: Any) -> BertForPreTraining:
     return BertForPreTraining(cfg).bfloat16()
 
 
-def step(bert: BertForPreTraining) -> tuple[float, list[Tensor]]:
+def step(bert: BertForPreTraining, rows: int = 8) -> tuple[float, list[Tensor]]:
     bert.zero_grad()
-    out = bert(**tiny.batch(0, range(8)).inputs(), seed=torch.tensor([5]))
+    out = bert(**tiny.batch(0, range(rows)).inputs(), seed=torch.tensor([5]))
     (out.mlm_loss_sum + out.nsp_loss_sum).backward()
     return out.mlm_loss_sum.item(), [p.grad.clone() for p in bert.parameters() if p.grad is not None]
 
@@ -362,6 +391,46 @@ def test_recomputation_changes_no_bit(norm: str) -> None:
             loss, gradients = step(bert)
             scaling.end_update()
         found.append((loss, gradients, scaling.state()))
+    (a, ours, history), (b, theirs, other) = found
+    assert a == b and history == other and len(ours) == len(theirs)
+    assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
+
+
+class Casts(TorchDispatchMode):
+    """The shapes of what `cast_transpose` reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "megabert::cast_transpose":
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@needs_library
+@pytest.mark.parametrize(("norm", "again"), [("post", False), ("pre", False), ("pre", True)])
+def test_gelu_and_norm_round_for_the_products_and_change_no_bit(norm: str, again: bool) -> None:
+    """Losses, gradients and amax are those of separate casts. Of activations these read no more the feed-forward's, and of
+    D columns the context and two gradients a layer; recomputation does it twice and keeps no rounded input."""
+    found, rows, wide = [], 4, 4 * 32
+    for apart in (True, False):
+        bert = model(norm=norm, activation_checkpointing=again)
+        scaling = bert.use_fp8(CPU, 1)
+        if apart:
+            for module in bert.modules():
+                if hasattr(module, "following"):
+                    module.following = None
+        step(bert, rows)
+        scaling.end_update()
+        with Casts() as casts:
+            result = step(bert, rows)
+        scaling.end_update()
+        narrow = (8 if again else 5) if apart else (6 if again else 3)
+        tokens = rows * tiny.LENGTH
+        assert ((tokens, wide) in casts.shapes) == apart and casts.shapes.count((tokens, 32)) == 2 * narrow
+        found.append((*result, scaling.state()))
     (a, ours, history), (b, theirs, other) = found
     assert a == b and history == other and len(ours) == len(theirs)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
