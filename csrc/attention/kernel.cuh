@@ -118,7 +118,6 @@ attention_forward(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
   constexpr int kTile = kForwardKeys * kStride;
   T* const shared = reinterpret_cast<T*>(launched_shared());  // two stages of keys and values
   __shared__ int union_first[kAttentionWarps], union_last[kAttentionWarps];
-  dropout = with_seed(dropout, seed);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4 * 2;
   const int head = blockIdx.x % a.heads, width = a.heads * a.size;  // a row has less than 2^31 elements
   const int64_t row = blockIdx.x / a.heads;
@@ -208,8 +207,9 @@ attention_forward(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
         if (!mine.any(key + c * 16, key + c * 16 + 16)) continue;
         uint32_t keep = 0xFFFFFFFFu;  // bit 8 * (2 * r + n) + e: query g + 8 r, key 8 n + t + e of the 16
         if (dropout.threshold) {      // a lane draws 8 of the 32
+          const Dropout seeded = with_seed(dropout, seed);  // read again each time: no register is left for it
           const uint64_t drawn = line + query + lane % 4 / 2 * 8;
-          keep = dropout.keep8(drawn, static_cast<uint32_t>((key + c * 16) / kGroup + lane % 2)) << (8 * (lane % 4));
+          keep = seeded.keep8(drawn, static_cast<uint32_t>((key + c * 16) / kGroup + lane % 2)) << (8 * (lane % 4));
           keep |= __shfl_xor_sync(kAllLanes, keep, 1);
           keep |= __shfl_xor_sync(kAllLanes, keep, 2);
           keep >>= t;

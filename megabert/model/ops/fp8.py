@@ -5,6 +5,8 @@ before it is rounded, and the product by its inverse; both are exact, so roundin
 those of bf16. The power follows from the largest magnitudes ("amax") of the last updates. It is fixed within an update, so
 accumulation and recomputation see one scale, and it changes on the device, at fixed addresses, with nothing read back.
 
+The native GELU, its gradient and LayerNorm write what a product reads in FP8 themselves, with the bits that a cast would give.
+
 What lies beyond a format's range saturates. What is not finite makes the whole product NaN. On CUDA the products are
 `torch._scaled_mm`; on the CPU they are emulated by casts, for their numerics and not for speed.
 """
