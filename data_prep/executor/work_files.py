@@ -22,9 +22,8 @@ from data_prep.options import BuildOptions, CorpusOptions
 from megabert.data.tokenizer import Tokenizer
 
 TASK_SHIFT = 32  # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
-MAX_OPENS = (
-    1 << 19
-)  # of files by the readers of one stage; at 30 microseconds 16 s of a build that takes an hour
+# Of files by the readers of one stage: at 30 microseconds each 16 s of a build that takes an hour.
+MAX_OPENS = 1 << 19
 MERGED_RUNS = 64  # to which runs are merged where that would be more
 EXAMPLES = 3  # of what was dropped under a reason, from one item of work
 EXAMPLE_CHARACTERS = 300

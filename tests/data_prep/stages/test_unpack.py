@@ -13,9 +13,10 @@ import zstandard
 from data_prep.build import build
 from data_prep.common.errors import Problems, Unfinished
 from data_prep.executor.pool import Pool
+from data_prep.executor.work_files import Done, Job
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, tasks, unpacked
-from data_prep.readers.tasks import Corpus, ReadOptions
+from data_prep.readers.tasks import Corpus, Piece, ReadOptions
 from data_prep.stages import unpack
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import Tokenizer
@@ -197,3 +198,16 @@ def test_a_build_that_stops_while_it_unpacks_goes_on(
     found = run("killed")
     assert calls[:4] == [0, 1, 2, 2], "a part that was done is not done again"
     assert found == run("at once")
+
+
+def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
+    """Text of both sides of a hole would be one document."""
+    job = Job(BuildOptions(), "", str(tmp_path), "skip")
+    piece = Piece("dump.bz2", "bz2", "wiki", size=3, stream=True)
+    items = [unpack.Part(0, number, piece) for number in range(3)]
+    results = [
+        Done(facts={"members": [[f"spool {number}", 0, 1, 100]], "whole": number != 1}) for number in range(3)
+    ]
+    ((_, text),) = unpack.cut(job, [(0, piece)], items, results)
+    assert [name for name, *_ in json.loads((tmp_path / text.index).read_bytes())] == ["spool 0", "spool 1"]
+    assert text.size == 200 and not text.stream
