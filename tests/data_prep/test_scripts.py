@@ -102,7 +102,9 @@ def built(request, tmp_path_factory):
 
 def test_little_is_lost_and_half_of_the_pairs_are_random(built, capsys):
     language, folder = built
-    facts = json.loads((folder / "manifest.json").read_text())["statistics"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["options"].get("text_rules") == (None if language in ("ar", "hi", "ko", "ru") else 2)
+    facts = manifest["statistics"]
     lost = facts["truncated_tokens"] / (facts["corpus_tokens"] + facts["borrowed_tokens"])
     assert lost < 0.05 and 0.45 <= facts["random_next_share"] <= 0.55, (lost, facts["random_next_share"])
     report = json.loads((folder / "report.json").read_text())
@@ -165,3 +167,39 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
             words[0][0]
         ):  # a space before the sentence and none inside, as in pre-training
             assert not tokenizer.word_start[item.ids[2:-1]].any()
+
+
+def test_a_vocabulary_that_does_not_say_how_it_is_cased_is_refused_and_one_that_does_stays_whole(
+    tmp_path, capsys
+):
+    letters = sorted({c for line in lines("hi") for c in line if not c.isspace()})
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    (tmp_path / "in.txt").write_text("\n".join(documents("hi", 9)), encoding="utf-8")
+    out = tmp_path / "out"
+    command = [
+        "build",
+        "--input",
+        tmp_path / "in.txt",
+        "--output",
+        out,
+        "--tokenizer",
+        tmp_path / "vocab.txt",
+    ]
+    command = [*map(str, command), "--workers", "1", "--quiet", "--text-documents", "line"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert (
+        "no tokenizer_config.json beside it" in said
+        and "--tokenizer-case cased" in said
+        and said.count("\n") == 1
+    )
+    assert main([*command, "--tokenizer-case", "cased"]) == 0
+    tokenizer = Tokenizer.load(Dataset(out).tokenizer_path)
+    assert tokenizer.decode(tokenizer.encode_texts(["किताबें"])[0]).replace(" ", "") == "किताबें"
+    assert (
+        tokenizer.sha256 == Dataset(out).manifest.tokenizer["sha256"]
+        and main(["verify", str(out), "--quiet"]) == 0
+    )
+    (out / "tokenizer_config.json").unlink()  # what the rows were made with is lost, and that is seen
+    assert main(["verify", str(out), "--quiet"]) == 1
