@@ -108,7 +108,7 @@ def settle(config: Config, manifest: Manifest, world: World, run_dir: Path, writ
         for entry in entries
         if (reason := obstacles(entry.role, config, world.device)[entry.name])
     ]
-    refuse(world, "; ".join(problems), errors.USER_ERROR)
+    refuse(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
     chosen = config.ops.model_copy(update={entry.role: entry.name for entry in entries})
     return config.model_copy(update={"ops": chosen})
 
