@@ -31,7 +31,7 @@ from megabert.model import ops
 from megabert.model.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
 from megabert.model.ops.problems import Shapes
 from megabert.training import optimizer_candidates
-from megabert.training.trainer import refuse, together
+from megabert.training.exchange import refuse, together
 
 MEASURED_ON = (
     "cuda",

@@ -13,7 +13,7 @@ from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.training.trainer import Refused
+from megabert.training.exchange import Refused
 
 
 class Session:
