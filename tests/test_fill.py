@@ -17,7 +17,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Snapshot
+from megabert.engine.snapshot import Snapshot
 from tests.helpers import runs
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")

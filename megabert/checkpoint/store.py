@@ -42,7 +42,8 @@ from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 
 if TYPE_CHECKING:
-    from megabert.engine.deepspeed_engine import Engine, Snapshot
+    from megabert.engine.deepspeed_engine import Engine
+    from megabert.engine.snapshot import Snapshot
 
 STEP = re.compile(r"step-(\d{8,})")
 SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed

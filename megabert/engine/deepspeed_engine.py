@@ -11,15 +11,9 @@ loss scale and offloaded states are the host's, so there DeepSpeed reads the nor
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import io
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,26 +25,17 @@ from megabert.config import Config, accumulation, merge_deepspeed, shares, to_de
 from megabert.distributed.process_group import World
 from megabert.engine import apex_kernels, device_step, optimizers
 from megabert.engine.averaging import Average
+from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
+from megabert.engine.in_step import in_step
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
+from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import Piece, check_shapes, find_layout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The training state in host memory, as no ZeRO stage and no number of ranks lays it out."""
-
-    weights: dict[str, Tensor]  # whole fp32 masters on rank 0, {} elsewhere
-    pieces: list[Piece]  # this rank's moments; [] where another rank has them all
-    counters: dict[str, Any]  # JSON: the same on every rank
-    average: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # of the weights, whole, on rank 0; {} where none is taken
 
 
 class Engine:
@@ -69,7 +54,7 @@ class Engine:
         """
         if config.deterministic:
             repeat_bit_for_bit()
-        deepspeed = _import_deepspeed(world)
+        deepspeed = import_deepspeed(world)
         self.config, self.world = config, world
         self.dtype = DTYPES[config.precision]
         self.accumulation = accumulation(config, world.size)
@@ -101,7 +86,7 @@ class Engine:
         self.optimizer_kernels = "apex" if apex else "torch"
         products = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self.optimizer = optimizers.build(config.optimizer, module, apex, products)
-        with _quiet():
+        with quiet():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
@@ -271,7 +256,7 @@ class Engine:
         """
         self._deepspeed.eval()
         sums = torch.zeros(3 * len(self.terms), dtype=torch.float64, device=self.world.device)
-        for batch, counted in self._in_step(batches):
+        for batch, counted in in_step(batches, self.world, self.config.zero.stage):
             output = self._deepspeed(**batch.to(self.world.device).inputs())
             if counted:
                 sums += loss_table(output, self._counts(batch)).flatten()
@@ -279,25 +264,6 @@ class Engine:
         if self.world.size > 1:
             dist.all_reduce(sums)
         return sums
-
-    def _in_step(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
-        """`batches`; where a forward pass is a collective, the last one again until every rank is done."""
-        if self.config.zero.stage < 3 or self.world.size == 1:
-            for batch in batches:
-                yield batch, True
-            return
-        source, last = iter(batches), None
-        while True:
-            batch = next(source, None)
-            left = self.world.sum_ints([batch is not None])[0]
-            if not left:
-                return
-            if self.world.agree_any(batch is None and last is None):
-                raise ValueError(
-                    f"evaluation at zero.stage=3 has only {left} batches for {self.world.size} ranks"
-                )
-            last = batch if batch is not None else last
-            yield last, batch is not None
 
     def _loss_scale(self) -> tuple[float, float]:
         """The current loss scale and its floor."""
@@ -356,12 +322,7 @@ class Engine:
         self.load_weights(weights)
         if self._average is not None:
             self._average.load(average, int(counters.get("averaged", 0)))
-        updates = int(counters["optimizer_steps"])
-        primed = counters.get("primed", False)
-        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
-        for piece in self.layout.moments(self.optimizer):
-            for kind, view in piece.moments.items():
-                read_moment(kind, piece.name, piece.offset, view)
+        self._read_moments(read_moment, int(counters["optimizer_steps"]), counters.get("primed", False))
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
         self._unapplied.zero_()
@@ -377,7 +338,12 @@ class Engine:
     def take_moments(self, read_moment: Callable[[str, str, int, Tensor], None]) -> None:
         """Begin with the moments of another run (`read_moment` as in `restore`); their correction for a start at zero, which
         counts updates, begins anew."""
-        self.optimizer.resume([master.tensor for master in self.layout.masters], 0, primed=True)
+        self._read_moments(read_moment, updates=0, primed=True)
+
+    def _read_moments(
+        self, read_moment: Callable[[str, str, int, Tensor], None], updates: int, primed: bool
+    ) -> None:
+        self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
         for piece in self.layout.moments(self.optimizer):
             for kind, view in piece.moments.items():
                 read_moment(kind, piece.name, piece.offset, view)
@@ -424,21 +390,3 @@ class Engine:
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {shares(c, self.world.size)}"
         )
-
-
-def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
-    """Hides what DeepSpeed prints past its own logger; errors are exceptions and come through."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
-def _import_deepspeed(world: World) -> Any:
-    """DeepSpeed without its remarks, and without the compile of its shared-memory collective on the CPU: a minute on a
-    fresh machine for an operation that only inference uses."""
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    import deepspeed
-
-    communication = importlib.import_module("deepspeed.comm.torch")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    setattr(communication, "build_shm_op", lambda: None)  # noqa: B010
-    return deepspeed

@@ -41,8 +41,8 @@ from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
 from megabert.training import session
+from megabert.training.exchange import together
 from megabert.training.session import Session
-from megabert.training.trainer import together
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from megabert.model import ops
 from megabert.model.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
 from megabert.model.ops.problems import Shapes
 from megabert.training import optimizer_candidates
-from megabert.training.trainer import refuse, together
+from megabert.training.exchange import refuse, together
 
 MEASURED_ON = (
     "cuda",
@@ -108,7 +108,7 @@ def settle(config: Config, manifest: Manifest, world: World, run_dir: Path, writ
         for entry in entries
         if (reason := obstacles(entry.role, config, world.device)[entry.name])
     ]
-    refuse(world, "; ".join(problems), errors.USER_ERROR)
+    refuse(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
     chosen = config.ops.model_copy(update={entry.role: entry.name for entry in entries})
     return config.model_copy(update={"ops": chosen})
 

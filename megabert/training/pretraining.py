@@ -30,10 +30,11 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice
+from megabert.training.exchange import refuse, together
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe
-from megabert.training.trainer import Trainer, refuse, together
+from megabert.training.trainer import Trainer
 
 
 class Pretraining:

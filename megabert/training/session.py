@@ -13,7 +13,7 @@ from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.training.trainer import Refused
+from megabert.training.exchange import Refused
 
 
 class Session:
@@ -41,6 +41,18 @@ class Session:
 
 def run(command: Callable[[Session], int]) -> int:
     """The exit code of `command`, with mistakes and trouble said in one line; ends the process group and the watchdog."""
+    try:
+        return _run(command)
+    except RuntimeError as error:  # raised wherever this process is, also while it says what else is wrong
+        if not str(error).startswith(DEAD_WORKER):
+            raise
+        log.error(
+            f"a loader process died: {str(error).splitlines()[0]}"
+        )  # SIGBUS: a mapped file cannot be read
+        return errors.FAILED
+
+
+def _run(command: Callable[[Session], int]) -> int:
     session, good = None, False
     try:
         logs.setup()
@@ -57,10 +69,8 @@ def run(command: Callable[[Session], int]) -> int:
             log.error(errors.describe(error))
         return errors.exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone
-        if str(error).startswith(DEAD_WORKER):  # SIGBUS: a mapped file that can no longer be read
-            log.error(f"a loader process died: {str(error).splitlines()[0]}")
-            return errors.FAILED
-        if session is None or session.watchdog is None or session.world.size == 1:
+        own = str(error).startswith(DEAD_WORKER)
+        if own or session is None or session.watchdog is None or session.world.size == 1:
             raise
         if not session.watchdog.started:
             reason = str(error).splitlines()[0]

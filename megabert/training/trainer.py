@@ -7,95 +7,32 @@ ranks make the same calls in the same order and come to the same decisions: what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megabert.checkpoint import Checkpoints
-from megabert.common import errors
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.config import Config
 from megabert.data.batch import VACANT
 from megabert.data.row_digest import RowDigest
 from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import Pending, World
+from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.lr_schedule import finished, learning_rate, share_used
+from megabert.training.exchange import Exchange, Report
 from megabert.training.metrics import figures, measured, peak_memory_gib
 from megabert.training.profiling import Profiler
 from megabert.training.rate_record import RateRecord
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
+from megabert.training.state import TrainState, Unjudged
 from megabert.training.workload import Update, Workload
 
 OBJECTIVES = {"causal": "left to right", "masked": "masked LM"}  # what the log calls them
-
-
-class Refused(ValueError):
-    """The data cannot be used, or could not be read; the same on every rank."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.exit_code = code
-
-
-@dataclass
-class TrainState:
-    """How far a run is.
-
-    `step`: updates done. `cursor`: updates of the data consumed, those passed over after a spike included. `seconds` of
-    training, evaluations and saves not counted. `bad`: updates in a row that were not applied; `skipped` and `spiked`:
-    updates not applied, and spikes. `tokens`: real ones of all ranks, counted where the schedule goes by them.
-    `objective`: what the newest update trained ("": there was none).
-    """
-
-    step: int = 0
-    cursor: int = 0
-    seconds: float = 0.0
-    bad: int = 0
-    skipped: int = 0
-    spiked: int = 0
-    tokens: int = 0
-    objective: str = ""
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> TrainState:
-        """That of a checkpoint; those of earlier versions have neither tokens nor objective."""
-        known: dict[str, Any] = {"tokens": 0, "objective": ""} | dict(saved)
-        return cls(**{field.name: known[field.name] for field in fields(cls)})
-
-
-@dataclass(frozen=True)
-class Unjudged:
-    """An update that was done and not looked at: its step, its place and rows in the data (not its batches, whose memory
-    the loader uses again), and what came of it."""
-
-    step: int
-    cursor: int
-    epoch: int
-    row_ids: list[int]
-    result: UpdateResult
-
-
-class Report(NamedTuple):
-    """What the ranks have to know of each other after an update, as integers: the maximum counts."""
-
-    nanoseconds: int  # of the update
-    stop: int  # asked to stop
-    writing: int  # a checkpoint is not yet on the disk
-    problem: int  # the data could not be had: an exit code
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A report on its way between the ranks, and this rank's own problem with the update (text and exit code)."""
-
-    pending: Pending
-    problem: str
-    problem_code: int
 
 
 class Trainer:
@@ -130,7 +67,7 @@ class Trainer:
         self.saving_since = 0.0
         self.state = TrainState()
         self.unjudged: list[Unjudged] = []
-        self.asked: list[Asked] = []  # not yet heard of
+        self.hosts = Exchange(world)
         self.sums: list[int] | None = None  # of `log_counts` over the ranks, after the newest update
         self.saved_step = -1  # of the newest checkpoint; -1 where there is none
         self.rows = RowDigest(world)
@@ -159,7 +96,7 @@ class Trainer:
             self.account(update, result)
             stop = self.exchange(seconds, update, now=due or self.by_tokens)
             if stop or self.over:
-                self.hear_all()
+                self.hear(self.hosts.outstanding())
             decision = self.judge() if due or stop or self.over else Decision.OK
             if decision is Decision.ROLLBACK:
                 self.roll_back(update)
@@ -243,48 +180,29 @@ class Trainer:
         self.state.objective = objective
 
     def exchange(self, seconds: float, update: Update, now: bool) -> bool:
-        """The one collective of an update between the hosts: what the ranks have to know of each other; whether any was asked
-        to stop. It is heard of while the next update is trained, or `now`, and then with the sums of a log line.
-
-        Raises Refused.
-        """
+        """Tell the other ranks of an update; whether any is known to have been asked to stop. They are heard of while the
+        next update is trained, or `now`, and then with the sums of a log line. Raises Refused."""
         writing = self.checkpoints.pending and not self.checkpoints.ready
         own = Report(round(seconds * 1e9), self.stop.requested, writing, update.problem_code)
-        earlier, self.asked, self.sums, size = self.asked, [], None, self.world.size
+        reports, sums = self.hosts.tell(
+            own, update.problem, [update.tokens, *self.log_counts()] if now else None
+        )
+        self.sums = None
+        if sums is not None:
+            tokens, *self.sums = sums
+            self.state.tokens += tokens * self.by_tokens
+        return self.hear(reports)
+
+    def hear(self, reports: Iterable[Report]) -> bool:
+        """What all ranks said of updates; whether any was asked to stop."""
         stop = False
-        for asked in earlier:
-            stop |= self.hear(asked)
-        if not now and size > 1:
-            self.asked.append(Asked(self.world.start_max_ints(own), update.problem, update.problem_code))
-            return stop
-        own_slots = [slot for value in own for slot in self.world.slots(int(value))]
-        own_tokens = update.tokens if self.by_tokens else 0
-        sums = self.world.sum_ints([*own_slots, own_tokens, *self.log_counts()])
-        found = [max(sums[first : first + size]) for first in range(0, len(own_slots), size)]
-        tokens, *self.sums = sums[len(own_slots) :]
-        if self.by_tokens:
-            self.state.tokens += tokens
-        return self.heard(Report(*found), update.problem, update.problem_code) or stop
-
-    def hear(self, asked: Asked) -> bool:
-        """Wait for a report that is on its way; whether any rank was asked to stop."""
-        return self.heard(Report(*asked.pending.result()), asked.problem, asked.problem_code)
-
-    def hear_all(self) -> None:
-        """Every update that was done has been heard of."""
-        earlier, self.asked = self.asked, []
-        for asked in earlier:
-            self.hear(asked)
-
-    def heard(self, report: Report, problem: str, code: int) -> bool:
-        """What all ranks reported of an update, with this rank's problem; whether any was asked to stop."""
-        if report.problem:
-            refuse(self.world, problem, code)
-        self.state.seconds += report.nanoseconds / 1e9
-        self.workload.meter.passed(report.nanoseconds / 1e9)
-        if self.checkpoints.pending and not report.writing:
-            self.finish_save()
-        return bool(report.stop)
+        for report in reports:
+            self.state.seconds += report.nanoseconds / 1e9
+            self.workload.meter.passed(report.nanoseconds / 1e9)
+            if self.checkpoints.pending and not report.writing:
+                self.finish_save()
+            stop |= bool(report.stop)
+        return stop
 
     def log_counts(self) -> list[int]:
         """This rank's numbers that a log line sums over the ranks."""
@@ -479,26 +397,3 @@ class Trainer:
             self.spike_policy.expect(result.host_loss)
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch, "train/lr": lr}
         return as_json(place | figures(measured(result), self.engine.terms) | {"skipped": result.skipped})
-
-
-def refuse(world: World, problem: str, code: int) -> None:
-    """Raises Refused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
-    collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
-    if not world.max_ints([code])[0]:
-        return
-    found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
-    for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
-        raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)
-
-
-def together(world: World, action: Callable[[], None]) -> None:
-    """What rank 0 does, with its error raised on every rank as ValueError or Failed. A collective."""
-    problem, code = "", errors.OK
-    if world.is_main:
-        try:
-            action()
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    problem, code = world.broadcast([problem, code])
-    if code:
-        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)

@@ -19,6 +19,7 @@ class Update(Protocol):
     objective: str  # what it trains; losses of different ones are not compared
     row_ids: np.ndarray
     epochs: np.ndarray
+    tokens: int  # real ones of this rank, without padding
     damage: dict[int, str]
     problem: str
     problem_code: int  # the exit code that goes with it

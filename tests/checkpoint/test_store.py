@@ -20,7 +20,7 @@ from megabert.common import retry
 from megabert.common.canonical_json import canonical
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Snapshot
+from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import Piece
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks

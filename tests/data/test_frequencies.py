@@ -10,7 +10,7 @@ import pytest
 from megabert.data import frequencies
 from megabert.data.frequencies import token_counts
 from megabert.data.shards import DamagedRow, Dataset
-from tests.data.test_loader import flip
+from tests.data.test_loader_damage import flip
 from tests.helpers.rows import VOCAB, make_dataset, make_rows
 
 PREDICTED = np.arange(VOCAB) >= 5

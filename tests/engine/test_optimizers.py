@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megabert.checkpoint import Checkpoints, start_engine
 from megabert.config import CheckpointConfig
-from megabert.distributed import process_group
 from megabert.engine.optimizers import AdamW, Lamb, Segment, parameter_groups
 from tests.checkpoint.test_store import state
 from tests.engine import test_muon as plain_muon
@@ -161,36 +160,30 @@ def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe
         assert distance(weights, recipe[1]) < 1e-5 and distance(weights, merged[1]) > 1e-3
 
 
-def test_phase_2_takes_over_the_moments_as_in_the_recipe(tmp_path):
+def test_phase_2_takes_over_the_moments_as_in_the_recipe(world, tmp_path):
     """From the run of phase 1, and again after a restart before its first update."""
     settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}
-    cfg, world = tiny.config(**settings), process_group.init(process_group.discover({}))
-    keep = CheckpointConfig(asynchronous=False)
-    try:
-        first = tiny.engine(cfg, world)
-        tiny.train(first, range(5), LR)
-        Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
-        second = tiny.engine(cfg, world, seed=3)
-        assert start_engine(second, tmp_path / "phase1", world)["step"] == 5
-        run = Checkpoints(tmp_path / "phase2", world, keep)
-        run.save(second, state(0, cfg))
-        third = tiny.engine(cfg, world, seed=4)
-        run.load(third, run.latest())
-        found = []
-        for engine in (second, third):
-            losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
-            found.append((losses, engine.consolidated_weights()))
-        assert start_engine(third, tmp_path / "phase1/checkpoints/step-00000005", world)["step"] == 5
-        with pytest.raises(
-            ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"
-        ):
-            start_engine(tiny.engine(tiny.config(optimizer__name="muon"), world), tmp_path / "phase1", world)
-        with pytest.raises(ValueError, match="holds no moments; set init_moments=false"):
-            fresh = Checkpoints(tmp_path / "fresh", world, keep)
-            fresh.save(tiny.engine(cfg, world), state(0, cfg))
-            start_engine(third, tmp_path / "fresh", world)
-    finally:
-        process_group.shutdown()
+    cfg, keep = tiny.config(**settings), CheckpointConfig(asynchronous=False)
+    first = tiny.engine(cfg, world)
+    tiny.train(first, range(5), LR)
+    Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
+    second = tiny.engine(cfg, world, seed=3)
+    assert start_engine(second, tmp_path / "phase1", world)["step"] == 5
+    run = Checkpoints(tmp_path / "phase2", world, keep)
+    run.save(second, state(0, cfg))
+    third = tiny.engine(cfg, world, seed=4)
+    run.load(third, run.latest())
+    found = []
+    for engine in (second, third):
+        losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
+        found.append((losses, engine.consolidated_weights()))
+    assert start_engine(third, tmp_path / "phase1/checkpoints/step-00000005", world)["step"] == 5
+    with pytest.raises(ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"):
+        start_engine(tiny.engine(tiny.config(optimizer__name="muon"), world), tmp_path / "phase1", world)
+    with pytest.raises(ValueError, match="holds no moments; set init_moments=false"):
+        fresh = Checkpoints(tmp_path / "fresh", world, keep)
+        fresh.save(tiny.engine(cfg, world), state(0, cfg))
+        start_engine(third, tmp_path / "fresh", world)
     losses, weights, _ = plain_run(cfg, 10, split=True, phase_2=5)
     unaware = plain_run(cfg, 10, split=True)[1]
     for ours in found:

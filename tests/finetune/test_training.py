@@ -16,7 +16,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, tasks, training
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
-from megabert.training.trainer import TrainState
+from megabert.training.state import TrainState
 from tests.helpers import finetune_problem
 from tests.helpers.ranks import run_ranks
 

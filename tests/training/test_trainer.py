@@ -20,9 +20,10 @@ from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
+from megabert.training.exchange import refuse
 from megabert.training.metrics import Meter
 from megabert.training.rate_record import FILE, RECORD
-from megabert.training.trainer import Trainer, refuse
+from megabert.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
