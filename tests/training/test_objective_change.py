@@ -148,10 +148,10 @@ def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
     for stop_after in (4, 7):
         trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
-        agree = trainer.agree
-        trainer.agree = lambda seconds, update, agree=agree, trainer=trainer: agree(  # type: ignore[method-assign]
-            seconds, update
-        )._replace(seconds=0.06 if trainer.state.step < 2 else 9.0)
+        exchange = trainer.exchange
+        trainer.exchange = lambda seconds, update, now, exchange=exchange, trainer=trainer: exchange(  # type: ignore[method-assign]
+            0.06 if trainer.state.step <= 2 else 9.0, update, now
+        )
         assert trainer.train()
         trainer.close()
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
