@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from data_prep import build
+from data_prep import pipeline
 from data_prep.common.errors import Problems
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal
@@ -111,12 +111,12 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     documents = sum(done.facts["documents"] for done in read)
     drops = []
     with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
-        stages = build.Stages(journal, progress=False)
+        stages = pipeline.Stages(journal, progress=False)
         for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
             runs = dedup.Runs(kind, "read", len(tasks))
             assert (len(dedup.ranges(runs, records)) > 1) == (size == 64)
             assert len(dedup.merges(runs, records)) == merged
-            drops.append(build._find_duplicates(stages, job, runs, records, []))
+            drops.append(pipeline.find_duplicates(stages, job, runs, records, []))
             assert isinstance(drops[-1], list) == merged
         journal.settle()
     masks = [dedup.mask_documents(job, mask) for mask in dedup.task_masks(len(tasks), drops)]

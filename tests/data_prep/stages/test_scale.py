@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from data_prep import build
+from data_prep import pipeline
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal
 from data_prep.executor.pool import Pool
@@ -47,9 +47,9 @@ def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, o
         (tmp_path / f"read-{task:07d}.documents-keys").write_bytes(records.tobytes())
     job = Job(BuildOptions(), "", str(tmp_path), "stop")
     with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
-        stages, runs = build.Stages(journal, progress=False), dedup.Runs("documents", "read", TASKS)
+        stages, runs = pipeline.Stages(journal, progress=False), dedup.Runs("documents", "read", TASKS)
         made = []
-        drops = build._find_duplicates(stages, job, runs, len(keys), made)
+        drops = pipeline.find_duplicates(stages, job, runs, len(keys), made)
         journal.settle()
     masks = dedup.task_masks(TASKS, [drops])
     assert len(dedup.ranges(runs, len(keys))) == 65  # each of which would open each task's file
