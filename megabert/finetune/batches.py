@@ -85,6 +85,10 @@ class Update:
         """int64 [n]."""
         return np.full_like(self.row_ids, self.epoch)
 
+    @property
+    def tokens(self) -> int:
+        return sum(batch.tokens for batch in self.batches)
+
 
 def collate(items: Sequence[Item], layout: Layout) -> Batch:
     """One batch of `items`; without any, the batch that adds nothing."""
