@@ -77,10 +77,6 @@ class Update:
     objective: str = "task"
 
     @property
-    def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.batches)
-
-    @property
     def epochs(self) -> np.ndarray:
         """int64 [n]."""
         return np.full_like(self.row_ids, self.epoch)

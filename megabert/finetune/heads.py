@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config
-from megabert.model.bert import BertForPreTraining, Linear
+from megabert.model.bert import BertForPreTraining
+from megabert.model.layers import Linear
 
 KINDS = ("classify", "score", "tag", "span")
 HEADS = ("linear", "bilstm")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megabert.config import ModelConfig
 from megabert.model import ops
-from megabert.model.bert import Layer
+from megabert.model.layers import Layer
 
 PRODUCTS = ("mm", "addmm", "attention", "attention_backward")
 FREE = ("empty", "empty_like", "new_empty", "_unsafe_view", "detach")

@@ -128,7 +128,6 @@ def test_the_command(tmp_path, capsys) -> None:
         (["--nodes-of", "0"], "--nodes-of 0: a node has at least 1 GPU"),
         (["--over", "0"], "--over 0: give numbers of GPUs from 1 on"),
         (["--over", "8", "20"], "--over 20 is not a whole number of nodes of 8"),
-        (["--over", "24"], "batch.global_size=65536 is not a multiple"),
         (["--over", "16", "--network="], "16 GPUs in nodes of 8 need a network: give --network"),
         (["--gpu-hour-price", "-1"], "--gpu-hour-price -1: give a number from 0 on"),
         (["--save-seconds", "20"], "--node-mtbf-hours is missing: failures need"),
