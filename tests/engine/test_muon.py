@@ -375,6 +375,10 @@ def test_every_element_travels_to_one_owner_and_back(ranks):
         whole: dict[int, list[tuple[int, int]]] = {}
         for other in range(ranks):
             assert plan.owned[other] == plans[other].held[rank]
+            for part in plan.held[other]:  # where it says, counted over all ranks' tensors
+                matrix = plan.matrices[part.matrix]
+                there = (0, 36, 46)[matrix.index] + matrix.begin + part.offset
+                assert rank * -(-128 // ranks) + part.start == there
             for part in plan.owned[other]:
                 whole.setdefault(part.matrix, []).append((part.offset, part.offset + part.size))
         for number, stretches in whole.items():
