@@ -4,7 +4,6 @@ and beside DeepSpeed's own."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
-from megabert.distributed import process_group
 from megabert.engine import optimizers
 from megabert.engine.muon import Matrix, find_matrices, orthogonalize, plan_exchange, share_out
 from megabert.engine.optimizers import Segment
 from tests.engine.test_deepspeed_engine import allow_fp16
 from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
 
 SETTINGS = OptimizerConfig(name="muon", lr=0.003, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
 BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
@@ -133,13 +132,43 @@ def train(world: Any, **changes: Any) -> dict[str, Any]:
     }
 
 
+OTHERS = {
+    "bf16": {},
+    "recorded": {"cuda_graphs": True},
+    "fp8": {"precision": "fp8", "model__layers": 3},
+    "fp16 at 0": {"precision": "fp16", "zero__stage": 0},
+    "fp16 at 2": {"precision": "fp16", "zero__stage": 2},
+}
+
+
+def one_rank(world: Any) -> dict[Any, Any]:
+    """Four micro-steps an update at each stage; and what other kinds of runs did and kept."""
+    allow_fp16()
+    found: dict[Any, Any] = {stage: train(world, zero__stage=stage) for stage in range(4)}
+    for name, changes in OTHERS.items():
+        settings = {"precision": "bf16", "zero__stage": 1, "batch__micro_size": 4} | changes
+        cfg = tiny.config(optimizer__name="muon", **settings)
+        engine = tiny.engine(cfg, world)
+        losses = tiny.train(engine, range(3))
+        before = engine.snapshot()
+        vetoed = engine.train_update(tiny.update(3, cfg, world), LR, lambda loss: True).skipped
+        after = engine.snapshot()
+        same = [torch.equal(w, after.weights[n]) for n, w in before.weights.items()]
+        for old, new in zip(before.pieces, after.pieces, strict=True):
+            same += [torch.equal(moment, new.moments[kind]) for kind, moment in old.moments.items()]
+        found[name] = {
+            "losses": losses + tiny.train(engine, range(4, 6)),
+            "skipped": vetoed and all(same),
+            "updates": (before.counters["optimizer_steps"], after.counters["optimizer_steps"]),
+            "moments": {piece.name: list(piece.moments) for piece in before.pieces},
+            "products": engine.optimizer._dtype,
+        }
+    return found
+
+
 @pytest.fixture(scope="module")
-def world() -> Iterator[Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have: more would wait for each other in such small products
-    yield process_group.init(process_group.discover({}))
-    process_group.shutdown()
-    torch.set_num_threads(threads)
+def one() -> dict[Any, Any]:
+    return run_ranks(1, one_rank, timeout=600)[0]
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +192,25 @@ def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("stage", range(4))
-def test_one_rank_of_four_micro_steps_equals_unsharded_muon(stage, world, reference):
-    check(train(world, zero__stage=stage), reference)
+def test_one_rank_of_four_micro_steps_equals_unsharded_muon(stage, one, reference):
+    check(one[stage], reference)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-def test_deepspeeds_own_muon_is_another_optimizer(world, reference):
-    """Not ours, and exactly the one that `DeepSpeedsMuon` writes out: what differs is what that says."""
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_in_fewer_bits_and_recorded_ones_learn_and_skip(name, one):
+    """A vetoed update changes nothing; a recorded run is the run that was not recorded, bit for bit."""
+    found = one[name]
+    assert found["skipped"] and found["updates"] == (3, 3) and found["products"] == torch.bfloat16
+    for parameter, kinds in found["moments"].items():
+        single = parameter.startswith("layers.") and parameter.endswith(LAYERS_MATRICES)
+        assert kinds == (["exp_avg"] if single else ["exp_avg", "exp_avg_sq"]), parameter
+    assert found["losses"][-1][0] < found["losses"][0][0] - 0.2
+    assert one["recorded"]["losses"] == one["bf16"]["losses"]
+
+
+def deepspeeds_own(world: Any) -> dict[str, Tensor]:
+    """Weights after the same updates by what DeepSpeed makes of `"type": "Muon"`."""
     import deepspeed
 
     model = tiny.model(tiny.config())
@@ -193,47 +233,18 @@ def test_deepspeeds_own_muon_is_another_optimizer(world, reference):
             out = engine(**batch.inputs())
             engine.backward(out.mlm_loss_sum / batch.predictions + out.nsp_loss_sum / batch.nsp_pairs)
             engine.step()
-    theirs = {n: p.detach() for n, p in model.named_parameters()}
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_deepspeeds_own_muon_is_another_optimizer(reference):
+    """Not ours, and exactly the one that `DeepSpeedsMuon` writes out: what differs is what that says."""
+    theirs = run_ranks(1, deepspeeds_own, timeout=600)[0]
     written = plain_run(DeepSpeedsMuon)["weights"]
     print(distance(theirs, written), distance(theirs, reference["weights"]))
     assert distance(theirs, written) < 1e-3
     assert distance(theirs, reference["weights"]) > 0.1
-
-
-# -- kinds of runs -------------------------------------------------------------------------------------------------
-
-
-OTHERS = {
-    "bf16": {},
-    "recorded": {"cuda_graphs": True},
-    "fp8": {"precision": "fp8", "model__layers": 3},
-    "fp16 at 0": {"precision": "fp16", "zero__stage": 0},
-    "fp16 at 2": {"precision": "fp16", "zero__stage": 2},
-}
-
-
-@pytest.mark.dist
-def test_sixteen_bits_eight_bits_and_recorded_steps_learn_and_skip(world):
-    """A vetoed update changes nothing; a recorded run is the run that was not recorded, bit for bit."""
-    allow_fp16()
-    losses = {}
-    for name, changes in OTHERS.items():
-        cfg = tiny.config(optimizer__name="muon", **{"precision": "bf16", "zero__stage": 1} | changes)
-        engine = tiny.engine(cfg, world)
-        assert engine.optimizer._dtype == torch.bfloat16
-        losses[name] = tiny.train(engine, range(3))
-        before = engine.snapshot()
-        assert engine.train_update(tiny.update(3, cfg, world), LR, lambda loss: True).skipped
-        after = engine.snapshot()
-        assert after.counters["optimizer_steps"] == before.counters["optimizer_steps"]
-        assert all(torch.equal(w, after.weights[n]) for n, w in before.weights.items())
-        for old, new in zip(before.pieces, after.pieces, strict=True):
-            assert all(torch.equal(moment, new.moments[kind]) for kind, moment in old.moments.items())
-            single = old.name.startswith("layers.") and old.name.endswith(LAYERS_MATRICES)
-            assert list(old.moments) == (["exp_avg"] if single else ["exp_avg", "exp_avg_sq"]), old.name
-        losses[name] += tiny.train(engine, range(4, 6))
-        assert losses[name][-1][0] < losses[name][0][0] - 0.2, name
-    assert losses["recorded"] == losses["bf16"]
 
 
 # -- the rule ------------------------------------------------------------------------------------------------------
@@ -364,6 +375,10 @@ def test_every_element_travels_to_one_owner_and_back(ranks):
         whole: dict[int, list[tuple[int, int]]] = {}
         for other in range(ranks):
             assert plan.owned[other] == plans[other].held[rank]
+            for part in plan.held[other]:  # where it says, counted over all ranks' tensors
+                matrix = plan.matrices[part.matrix]
+                there = (0, 36, 46)[matrix.index] + matrix.begin + part.offset
+                assert rank * -(-128 // ranks) + part.start == there
             for part in plan.owned[other]:
                 whole.setdefault(part.matrix, []).append((part.offset, part.offset + part.size))
         for number, stretches in whole.items():
