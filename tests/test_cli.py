@@ -217,6 +217,7 @@ def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_plan_is_what_a_dry_run_of_train_prints() -> None:
     arguments = ("--config", "tiny", "--world-size", "4", "--tokens-per-sec", "1e6", "zero.stage=2")
     plan, dry = (

@@ -33,7 +33,9 @@ needs_nvdisasm = pytest.mark.skipif(
 
 @pytest.fixture(
     scope="module",
-    params=[("90",), pytest.param(("80", "100"), marks=pytest.mark.slow)],
+    params=[
+        pytest.param(architectures, marks=pytest.mark.slow) for architectures in (("90",), ("80", "100"))
+    ],
     ids="-".join,
 )
 def kernels(request: pytest.FixtureRequest) -> list[Kernel]:
@@ -130,12 +132,12 @@ def test_launchers_ask_for_the_resident_blocks() -> None:
 @needs_nvcc
 @needs_nvdisasm
 def test_loads_and_stores_are_of_16_bytes(kernels: list[Kernel]) -> None:
-    """Of rows of whole groups; besides them only a row's two statistics (4 bytes) and the seed (8)."""
+    """Of rows of whole groups; besides them only a row's two statistics (4 bytes), the seed and the place in the update (8)."""
     checked = [k for k in kernels if k.whole]
     assert {k.function for k in checked} == cuda_kernels.ELEMENT_WISE.keys()
     for kernel in checked:
         narrow = [{s: n for s, n in moved.items() if s != "16"} for moved in (kernel.loads, kernel.stores)]
-        allowed = narrow[0].get("4", 0) <= 2 and narrow[0].get("8", 0) <= 1 and narrow[1].get("4", 0) <= 2
+        allowed = narrow[0].get("4", 0) <= 2 and narrow[0].get("8", 0) <= 2 and narrow[1].get("4", 0) <= 2
         assert allowed and narrow[0].keys() <= {"4", "8"} and narrow[1].keys() <= {"4"}, (
             f"{kernel.name} on sm_{kernel.architecture}: loads {kernel.loads}, stores {kernel.stores}"
         )

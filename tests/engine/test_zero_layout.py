@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,27 @@ PLACES = sum(len(stays) for _, stays in LAUNCHES)
 STEPS = 3
 KINDS = {
     "adamw": {"precision": "fp32", "optimizer__name": "adamw"},
-    "lamb": {"precision": "fp32", "optimizer__name": "lamb"},
-    "bf16": {"precision": "bf16", "optimizer__name": "adamw"},
     "fp16": {"precision": "fp16", "optimizer__name": "lamb"},
     "muon": {"precision": "fp32", "optimizer__name": "muon"},
+    "lamb": {"precision": "fp32", "optimizer__name": "lamb"},
+    "bf16": {"precision": "bf16", "optimizer__name": "adamw"},
 }
+SLOW = ("lamb", "bf16")
+every_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in KINDS]
+)
 
 
 def stay(
-    world: World, folder: str, first_place: int, stays: list[tuple[int, str, int]]
+    world: World, folder: str, kinds: list[str], first_place: int, stays: list[tuple[int, str, int]]
 ) -> list[dict[str, Any]]:
     """At each place: load what the place before left, save it again unchanged as step x + 1, train, save."""
     allow_fp16()
     settings, found = CheckpointConfig(keep=99, asynchronous=False), []
     for place, (stage, offload, micro) in enumerate(stays, first_place):
         here: dict[str, Any] = {}
-        for kind, extra in KINDS.items():
+        for kind in kinds:
+            extra = KINDS[kind]
             cfg = tiny.config(zero__stage=stage, zero__offload=offload, batch__micro_size=micro, **extra)
             engine = tiny.engine(cfg, world, seed=7 if place == 0 else 50 + place)
             run = Checkpoints(Path(folder) / kind, world, settings)
@@ -73,16 +79,27 @@ def stay(
     return found
 
 
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    folder, found = tmp_path_factory.mktemp("moved"), []
+@cache
+def moves(folder: Path, *kinds: str) -> tuple[Path, list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
     for ranks, stays in LAUNCHES:
-        found += run_ranks(ranks, stay, str(folder), len(found), stays, timeout=240)[0]
+        found += run_ranks(ranks, stay, str(folder), list(kinds), len(found), stays, timeout=240)[0]
     return folder, found
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    return [tmp_path_factory.mktemp("moved") for _ in range(2)]
+
+
+@pytest.fixture
+def moved(folders: list[Path], kind: str) -> tuple[Path, list[dict[str, Any]]]:
+    """The slow kinds move together, and the others do."""
+    return moves(folders[kind in SLOW], *(other for other in KINDS if (other in SLOW) == (kind in SLOW)))
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_losses_do_not_see_the_moves(kind, moved):
     """fp32 within 1e-5; 16 bits within their rounding, which other sums of other micro-batches meet differently."""
     losses = [loss for place in moved[1] for loss in place[kind][0]]
@@ -98,7 +115,7 @@ def test_losses_do_not_see_the_moves(kind, moved):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_every_bit_of_weights_and_moments_survives_a_move(kind, moved):
     names = set()
     for place in range(1, PLACES):
@@ -114,7 +131,7 @@ def test_every_bit_of_weights_and_moments_survives_a_move(kind, moved):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_counters_go_along(kind, moved):
     for place, found in enumerate(moved[1], 1):
         counters = found[kind][1]

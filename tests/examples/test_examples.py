@@ -61,6 +61,7 @@ def test_train_loop(dataset) -> None:
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.8, losses
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_own_text(corpus, tmp_path) -> None:
     sizes = {"VOCAB": "600", "SEQ_LEN": "64", "EXTRA": SMALL}

@@ -223,6 +223,7 @@ def test_a_hugging_face_folder_gives_the_same(run: Path, lines: Path) -> None:
     assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(run: Path, tmp_path: Path) -> None:
     """More than 60 MB of vectors take less than a quarter of that as memory."""
     program = (

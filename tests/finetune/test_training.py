@@ -196,6 +196,7 @@ def test_patience_ends_a_run_and_the_best_weights_stay(base, tmp_path, world) ->
     assert (weights(tmp_path)["encoder.embeddings.position"] - start).abs().max() < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["linear", "bilstm"])
 def test_a_frozen_run_keeps_the_encoder_and_saves_it(head, base, tmp_path, world) -> None:
     settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)

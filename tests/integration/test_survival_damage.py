@@ -46,6 +46,7 @@ def test_stop_ends_every_rank_with_one_line(damaged, tmp_path):
     assert "Traceback" not in job.output
 
 
+@pytest.mark.slow
 def test_skip_leaves_them_out_names_each_once_and_counts_them(damaged, tmp_path):
     rows = damaged_rows(damaged, 5)
     total = Dataset(damaged).rows

@@ -45,6 +45,7 @@ def end(job: Job, since: float, limit: float) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
     job = Job(dataset, tmp_path / "run", WATCHED, driver=ENDLESS)
     job.wait_for("step       3/")

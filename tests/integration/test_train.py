@@ -190,7 +190,7 @@ def flip_payload(folder):
 
 MISTAKES = {
     "unknown key": ((), ("modle.layers=2",), "unknown config key modle; did you mean model?"),
-    "no rows in a batch": ((), ("batch.global_size=0",), "batch.global_size=0"),
+    "no rows in a batch": ((), ("batch.global_size=0",), "batch.global_size: Input should be"),
     "missing data": ((lambda f: shutil.rmtree(f),), (), "manifest.json"),
     "missing shard": ((lambda f: sorted(f.glob("shard-*.tar"))[0].unlink(),), (), "shard-000000.tar"),
     "damaged shard": ((flip_payload,), (), "shard-000000.tar"),

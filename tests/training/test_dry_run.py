@@ -258,6 +258,7 @@ def test_the_fake_batch_is_what_the_model_takes() -> None:
         assert batch.inputs()[name].shape == tensor.shape or name.startswith("mlm"), name
 
 
+@pytest.mark.slow
 def test_the_command_plans_for_other_sizes_than_it_runs_at(tmp_path) -> None:
     arguments = ("megabert/train.py", "--config", "tiny", "--dry-run", "--world-size")
     done = command(*arguments, 4, "--tokens-per-sec", 1e6, PYTHONPATH=str(ROOT))

@@ -141,6 +141,7 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
             load_weights(run, average=True)
 
 
+@pytest.mark.slow
 def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
     world: World, tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ def most_similar(shingles: np.ndarray, edges: np.ndarray, wanted: list[int], kep
     return best
 
 
+@pytest.mark.slow
 def test_planted_copies_are_found_and_nothing_else_is(capsys) -> None:
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__
