@@ -23,7 +23,6 @@ class Update(Protocol):
     damage: dict[int, str]
     problem: str
     problem_code: int  # the exit code that goes with it
-    tokens: int  # real ones of this rank
 
 
 class Updates(Protocol):
