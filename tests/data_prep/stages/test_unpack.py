@@ -23,8 +23,9 @@ from megabert.data.tokenizer import Tokenizer
 
 
 def seekable(data, size=9_000):
-    """A zstd file of frames of `size` bytes with a seek table, as zstd's contrib/seekable_format writes."""
-    packer = zstandard.ZstdCompressor()
+    """A zstd file of frames of `size` bytes with a seek table, as zstd's contrib/seekable_format writes, each frame with
+    its checksum, as zstd's command writes them: without it a changed literal is just another text."""
+    packer = zstandard.ZstdCompressor(write_checksum=True)
     frames = [data[i : i + size] for i in range(0, len(data), size)]
     packed = [packer.compress(frame) for frame in frames]
     table = b"".join(struct.pack("<II", len(a), len(b)) for a, b in zip(packed, frames, strict=True))
