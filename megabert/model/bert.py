@@ -188,13 +188,13 @@ class BertForPreTraining(nn.Module):
         return self.nsp(torch.tanh(self.pooler(hidden)))
 
 
+def outline(cfg: ModelConfig) -> BertForPreTraining:
+    """The model on the `meta` device: names and shapes of its parameters, without their memory."""
+    with torch.device("meta"):
+        return BertForPreTraining(cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch"))
+
+
 def parameter_count(cfg: ModelConfig) -> int:
     """Parameters of the model, padded vocabulary entries left out."""
-    with torch.device("meta"):
-        total = sum(
-            p.numel()
-            for p in BertForPreTraining(
-                cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-            ).parameters()
-        )
+    total = sum(p.numel() for p in outline(cfg).parameters())
     return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden * (1 if cfg.tied else 2) + 1)

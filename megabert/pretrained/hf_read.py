@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
+from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
-from megabert.model.bert import BertForPreTraining
+from megabert.model.bert import outline
 from megabert.pretrained import extend, hf_names
 
 CONFIG = "config.json"
@@ -203,9 +203,7 @@ def complete(
 
 def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor by Hugging Face's name."""
-    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-    with torch.device("meta"):
-        ours = {name: tuple(p.shape) for name, p in BertForPreTraining(model, plain).named_parameters()}
+    ours = {name: tuple(p.shape) for name, p in outline(model).named_parameters()}
     shapes = {}
     for theirs, name in hf_names.expected(model).items():
         first, *rest = ours[name]

@@ -22,7 +22,6 @@ import torch
 from megabert.config import (
     Config,
     ModelConfig,
-    OpsConfig,
     accumulation,
     fit_micro_size,
     from_dict,
@@ -36,7 +35,7 @@ from megabert.distributed import process_group
 from megabert.distributed.process_group import World
 from megabert.engine.deepspeed_engine import DTYPES
 from megabert.engine.muon import Matrix, find_matrices
-from megabert.model.bert import BertForPreTraining, parameter_count
+from megabert.model.bert import outline, parameter_count
 from megabert.model.flops import attending_pairs, training_flops
 from megabert.training.fake_step import fake_step
 
@@ -237,10 +236,7 @@ def padded_parameters(model: ModelConfig) -> int:
 @functools.cache
 def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     """What Muon takes for the matrices of a model."""
-    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-    with torch.device("meta"):
-        found = find_matrices(BertForPreTraining(model, plain))
-    return tuple(matrix for of in found.values() for matrix in of)
+    return tuple(matrix for of in find_matrices(outline(model)).values() for matrix in of)
 
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:

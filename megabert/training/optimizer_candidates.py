@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabert.config import Config, OpsConfig
+from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.engine import apex_kernels, optimizers
-from megabert.model.bert import BertForPreTraining
+from megabert.model.bert import outline
 from megabert.model.ops.candidates import Measured, attempt, compare
 from megabert.model.ops.problems import SEED
 from megabert.model.ops.tolerance import verdict
@@ -33,10 +33,7 @@ def obstacles(config: Config, device: torch.device) -> dict[str, str]:
 
 def sizes(config: Config, world_size: int) -> list[tuple[int, ...]]:
     """What one rank's optimizer updates: at stage 0 the parameters, above it a flat share of each group."""
-    plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-    with torch.device("meta"):
-        model = BertForPreTraining(config.model, plain)
-    groups = optimizers.parameter_groups(model, config.optimizer.weight_decay)
+    groups = optimizers.parameter_groups(outline(config.model), config.optimizer.weight_decay)
     if config.zero.stage == 0:
         return [tuple(p.shape) for group in groups for p in group["params"]]
     totals = [sum(p.numel() for p in group["params"]) for group in groups]
