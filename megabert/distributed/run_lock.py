@@ -15,9 +15,9 @@ import socket
 import time
 from pathlib import Path
 
-from megabert.common import errors
 from megabert.common.logs import log
 from megabert.distributed.process_group import World
+from megabert.distributed.together import together
 
 PATIENCE = 5.0  # seconds that a process which was just killed may need to be gone
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # file systems that have none
@@ -31,23 +31,15 @@ def take(run_dir: str | Path, world: World, patience: float = PATIENCE) -> None:
     Raises ValueError on every rank, naming the holder, when another process holds it for `patience` seconds, and Failed
     where the file system fails. Where it has no locks one warning is printed and the run goes on without.
     """
-    problem, code = "", errors.USER_ERROR
-    if world.is_main:
-        try:
-            problem = _take(Path(run_dir), patience)
-        except OSError as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    problem, code = world.broadcast([problem, code])
-    if problem:
-        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
+    together(world, lambda: _take(Path(run_dir), patience))
 
 
-def _take(run_dir: Path, patience: float) -> str:
-    """What is wrong, or "" when the lock is ours."""
+def _take(run_dir: Path, patience: float) -> None:
+    """Raises ValueError where another process keeps it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     key = str(run_dir.resolve())
     if key in _held:
-        return ""
+        return
     path = run_dir / "lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + patience
@@ -59,7 +51,7 @@ def _take(run_dir: Path, patience: float) -> str:
             if time.monotonic() > deadline:
                 text = f"{run_dir} is in use by {_holder(path)}; wait for it, stop it, or name another run folder"
                 os.close(descriptor)
-                return text
+                raise ValueError(text) from None
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -73,7 +65,6 @@ def _take(run_dir: Path, patience: float) -> str:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
     _held[key] = descriptor
-    return ""
 
 
 def _holder(path: Path) -> str:

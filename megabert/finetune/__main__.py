@@ -35,13 +35,13 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE
+from megabert.distributed.together import together
 from megabert.finetune import datasets, encoding, prediction, search, tasks
 from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
 from megabert.training import session
-from megabert.training.exchange import together
 from megabert.training.session import Session
 
 

@@ -6,7 +6,7 @@ and numbers that a log line sums over the ranks travel with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,16 +84,3 @@ def refuse(world: World, problem: str, code: int) -> None:
     found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
     for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
         raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)
-
-
-def together(world: World, action: Callable[[], None]) -> None:
-    """What rank 0 does, with its error raised on every rank as ValueError or Failed. A collective."""
-    problem, code = "", errors.OK
-    if world.is_main:
-        try:
-            action()
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    problem, code = world.broadcast([problem, code])
-    if code:
-        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)

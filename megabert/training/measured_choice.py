@@ -25,13 +25,14 @@ from megabert.config import Config
 from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed.process_group import World
+from megabert.distributed.together import together
 from megabert.engine import DTYPES
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.model import ops
 from megabert.model.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
 from megabert.model.ops.problems import Shapes
 from megabert.training import optimizer_candidates
-from megabert.training.exchange import refuse, together
+from megabert.training.exchange import refuse
 
 MEASURED_ON = (
     "cuda",

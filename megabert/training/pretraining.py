@@ -26,11 +26,12 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
+from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice
-from megabert.training.exchange import refuse, together
+from megabert.training.exchange import refuse
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe
