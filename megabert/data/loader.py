@@ -1,7 +1,7 @@
 """Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
 Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows
-(of several datasets: `mixture.order`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
+(of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
 accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows under the
 same masks whatever they are. Every array has a static shape, which may change where a run goes from left to right to masked
 LM. Where m W does not divide G, the last micro-steps of some ranks have seats without a row.
@@ -31,7 +31,7 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config, accumulation
 from megabert.data.batch import VACANT, Batch, Shape, Update, collate
 from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
-from megabert.data.mixture import AnyDataset, epoch, order
+from megabert.data.mixture import AnyDataset
 from megabert.data.objective import masking_at
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -41,8 +41,8 @@ __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 # How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, asks nothing of the
 # program's main module, and is born with the signals below blocked. The threads that a run has by then (gloo, watchdog,
 # OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
-DEAD_WORKER = "DataLoader worker"  # how torch's RuntimeError begins that it raises, wherever a process is, when a worker dies
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+DEAD_WORKER = "DataLoader worker"  # how torch's RuntimeError begins that it raises, wherever a process is, when a worker dies
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 CHUNK_TOKENS = (
     1 << 18
@@ -160,7 +160,7 @@ class _Updates(torch.utils.data.Dataset):
     ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
         step, masking = asked
         positions, vacant = self.positions(step)
-        row_ids, epochs = order(self.source.dataset, self.source.seed, positions)
+        row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
         row_ids[vacant] = VACANT
         problem, code = "", errors.OK
         try:
@@ -318,7 +318,7 @@ class Loader:
         masking = self._masking_of(self.step)
         if made_for != masking:
             masking, narrow, wide, damage, problem, code = self._updates[self.step, masking]
-        begins = epoch(self.source.dataset, self.step * self.global_batch)
+        begins = self.source.dataset.epoch(self.step * self.global_batch)
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         batches = self.source.shape(self.rows, masking).batches(narrow, wide, self.source.micro_batch)

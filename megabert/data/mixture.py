@@ -8,6 +8,7 @@ length, S sequences a row.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.canonical_json import compact
-from megabert.data.order import mixed_places, row_order
+from megabert.data.order import by_epoch, mixed_places
 from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows
 
 WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
@@ -36,7 +37,7 @@ def fingerprint_of(parts: Sequence[str]) -> str:
     return hashlib.sha256(compact(list(parts))).hexdigest()
 
 
-class Joined:
+class Joined(ABC):
     """Rows of several datasets of one row length and tokenizer under one count of ids, as `Dataset` gives them.
 
     `manifest` is the first part's, with the rows and sequences a row of all and a fingerprint of theirs. Raises ValueError
@@ -63,16 +64,17 @@ class Joined:
             }
         )
 
+    @abstractmethod
     def fingerprint(self) -> str:
-        raise NotImplementedError
+        """Of the parts and of how they are joined."""
 
+    @abstractmethod
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
-        raise NotImplementedError
+        """As `Dataset.order`."""
 
+    @abstractmethod
     def epoch(self, position: int) -> int:
-        """The epoch at a global position."""
-        raise NotImplementedError
+        """As `Dataset.epoch`."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -158,7 +160,7 @@ class Versions(Joined):
         for i in np.unique(number).tolist():
             here, segment = number == i, self.segments[i]
             rows, block = self.offsets[segment.parts], self.manifest.block_rows
-            found = _by_epoch(rows, block, seed, positions[here] - segment.start, segment.epoch)
+            found = by_epoch(rows, block, seed, positions[here] - segment.start, segment.epoch)
             row_ids[here], epochs[here] = found
         return row_ids, epochs
 
@@ -182,7 +184,7 @@ class Mixture(Joined):
 
     def epoch(self, position: int) -> int:
         """Of the first dataset."""
-        return epoch(self.parts[0], position // WINDOW * self.counts[0])
+        return self.parts[0].epoch(position // WINDOW * self.counts[0])
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
@@ -196,7 +198,7 @@ class Mixture(Joined):
         for number in np.unique(part).tolist():
             here = part == number
             own = window[here] * self.counts[number] + place[here] - edges[number]
-            found, epochs[here] = order(self.parts[number], seed, own)
+            found, epochs[here] = self.parts[number].order(seed, own)
             row_ids[here] = found + self.offsets[number]
         return row_ids, epochs
 
@@ -213,26 +215,6 @@ def _counts(shares: Sequence[float]) -> list[int]:
         counts[rest[i % len(rest)]] += 1
     counts[int(np.argmax(counts))] -= max(0, sum(counts) - WINDOW)
     return counts
-
-
-def _by_epoch(
-    rows: int, block_rows: int, seed: int, positions: np.ndarray, first: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """(row ids, epochs) of positions that count from the beginning of epoch `first`."""
-    epochs, within = np.divmod(positions, rows)
-    epochs += first
-    row_ids = np.empty_like(within)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        row_ids[here] = row_order(rows, block_rows, seed, epoch, within[here])
-    return row_ids, epochs
-
-
-def order(dataset: AnyDataset, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row ids, epochs), both int64 [n], of global positions int64 [n] of any dataset."""
-    if isinstance(dataset, Joined):
-        return dataset.order(seed, positions)
-    return _by_epoch(dataset.rows, dataset.manifest.block_rows, seed, positions)
 
 
 def _check_alike(first: AnyDataset, part: AnyDataset) -> None:
@@ -282,11 +264,6 @@ def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False) 
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; what it leaves is that one's share")
     return Mixture([main, *(open_versions(path, tolerant) for path in mix)], [rest, *mix.values()])
-
-
-def epoch(dataset: AnyDataset, position: int) -> int:
-    """The epoch at a global position of any dataset."""
-    return dataset.epoch(position) if isinstance(dataset, Joined) else position // dataset.rows
 
 
 def described(dataset: AnyDataset) -> dict[str, Any]:

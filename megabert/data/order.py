@@ -61,3 +61,16 @@ def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.n
     at += np.where((window == short_window) & (at >= cut), missing, 0)
     place, row = np.divmod(at, block_rows)
     return order[window * WINDOW + place] * block_rows + row
+
+
+def by_epoch(
+    rows: int, block_rows: int, seed: int, positions: np.ndarray, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch `first`."""
+    epochs, within = np.divmod(positions, rows)
+    epochs += first
+    row_ids = np.empty_like(within)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        row_ids[here] = row_order(rows, block_rows, seed, epoch, within[here])
+    return row_ids, epochs

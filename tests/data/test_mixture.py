@@ -5,7 +5,7 @@ import pytest
 
 from megabert.data import mixture
 from megabert.data.loader import Loader
-from megabert.data.mixture import WINDOW, Mixture, Segment, open_mixture, open_versions, order
+from megabert.data.mixture import WINDOW, Mixture, Segment, open_mixture, open_versions
 from megabert.data.shards import DamagedRow, Dataset
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -24,14 +24,14 @@ def test_one_dataset_keeps_the_order_it_had(folders):
     from megabert.data.order import row_order
 
     dataset, positions = Dataset(folders[1]), np.arange(100)
-    ids, epochs = order(dataset, SEED, positions)
+    ids, epochs = dataset.order(SEED, positions)
     assert (epochs == positions // 44).all()
     assert (ids[44:88] == row_order(44, 8, SEED, 1, np.arange(44))).all()
 
 
 def test_a_mixture_holds_each_share_and_each_row_once_an_epoch(folders):
     mixed = open_mixture(folders[0], {folders[1]: 0.3})
-    ids, epochs = order(mixed, SEED, np.arange(3 * WINDOW))
+    ids, epochs = mixed.order(SEED, np.arange(3 * WINDOW))
     second = ids >= 80
     assert mixed.counts == [2867, 1229] and second.reshape(3, -1).sum(1).tolist() == [1229] * 3
     assert np.abs(second.reshape(-1, 256).mean(1) - 0.3).max() < 0.12  # spread, not one after the other
@@ -41,8 +41,8 @@ def test_a_mixture_holds_each_share_and_each_row_once_an_epoch(folders):
             assert (found == first + np.arange(rows)).all()
     # In any order of asking, and of a part alone in the order in which it alone would give its rows.
     some = np.random.default_rng(0).permutation(3 * WINDOW)[:500]
-    assert (order(mixed, SEED, some)[0] == ids[some]).all()
-    other = order(mixed, SEED + 1, np.arange(WINDOW))[0]
+    assert (mixed.order(SEED, some)[0] == ids[some]).all()
+    other = mixed.order(SEED + 1, np.arange(WINDOW))[0]
     assert (other != ids[:WINDOW]).mean() > 0.5
 
 
@@ -89,13 +89,13 @@ def test_loaders_cut_a_mixture_as_they_cut_a_dataset(folders, world):
 
 def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
     before = Dataset(folders[0])
-    old, _ = order(before, SEED, np.arange(180))
+    old, _ = before.order(SEED, np.arange(180))
     state = {"dataset": before.manifest.fingerprint}
     dataset = open_versions(folders[0])
     assert dataset.rows == 80 and dataset.segments == [Segment(2, 0, 0)]
     assert mixture.resume(dataset, state, 70)  # ten rows into the second epoch
     assert dataset.segments == [Segment(1, 0, 0), Segment(2, 120, 2)]
-    ids, epochs = order(dataset, SEED, np.arange(280))
+    ids, epochs = dataset.order(SEED, np.arange(280))
     assert (ids[:120] == old[:120]).all() and epochs[:120].max() == 1
     for epoch in (2, 3):
         assert np.sort(ids[epochs == epoch]).tolist() == list(range(80))
@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
     # What a checkpoint then says gives the same order again, and a third version replaces one that has not begun.
     state = mixture.described(dataset)
     again = open_versions(folders[0])
-    assert mixture.resume(again, state, 90) and (order(again, SEED, np.arange(280))[0] == ids).all()
+    assert mixture.resume(again, state, 90) and (again.order(SEED, np.arange(280))[0] == ids).all()
     make_dataset(tmp_path / "a" / "added-002", 8, seed=4)
     third = open_versions(folders[0])
     assert mixture.resume(third, state, 90) and third.segments == [Segment(1, 0, 0), Segment(3, 120, 2)]

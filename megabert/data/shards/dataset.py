@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.retry import tried_again
+from megabert.data.order import by_epoch
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest
 
@@ -108,6 +109,14 @@ class Dataset:
     def held_out_path(self) -> Path | None:
         """Folder of the held-out dataset, None where none was cut."""
         return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
+
+    def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
+        return by_epoch(self.rows, self.manifest.block_rows, seed, positions)
+
+    def epoch(self, position: int) -> int:
+        """The epoch at a global position."""
+        return position // self.rows
 
     def _views(self, section: int) -> dict[str, np.ndarray]:
         """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
