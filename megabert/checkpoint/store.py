@@ -289,6 +289,11 @@ class Checkpoints:
             log.warning(text)
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is one checkpoint's folder and not a run's."""
+    return (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name) is not None
+
+
 def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
@@ -297,7 +302,7 @@ def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, T
     checkpoint, or no average.
     """
     path, name = Path(source), AVERAGE if average else WEIGHTS
-    if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
+    if _is_checkpoint(path):
         manifest = read_manifest(path, name)
         verify_files(path, manifest["files"].items())
     else:
@@ -324,7 +329,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     """
     path = Path(source)
     checkpoints = Checkpoints(path, world)
-    if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
+    if _is_checkpoint(path):
         if problem := checkpoints._problem(path, ""):
             raise ValueError(f"init_from={source}: {problem}")
     else:

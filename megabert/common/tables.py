@@ -54,11 +54,10 @@ def rows(
     there is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width
     than the first come without values. ValueError for one that does not, and for a column that is missing.
     """
-    name, (_, start) = ending(path), next(lines(path), (0, ""))
-    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
+    table = _table(path)
+    if table is None:
         yield from _json_rows(path, columns)
         return
-    table = _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
     _, header = next(table, (0, [])) if headed else (0, [])
     places: list[int] = []
     width = len(header)
@@ -77,12 +76,23 @@ def rows(
 
 def columns(path: Path) -> list[str]:
     """The names that the first line of a table has as a header, or the keys of its first JSON object."""
-    name, (_, start) = ending(path), next(lines(path), (0, ""))
-    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
-        first = parse_json(f"{path}, line 1", start)
+    table = _table(path)
+    if table is None:
+        first = parse_json(f"{path}, line 1", _start(path))
         return list(first) if isinstance(first, dict) else []
-    table = _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
     return [column.strip() for column in next(table, (0, []))[1]]
+
+
+def _start(path: Path) -> str:
+    return next(lines(path), (0, ""))[1]
+
+
+def _table(path: Path) -> Iterator[tuple[int, list[str]]] | None:
+    """(number of its line, fields) of each row of a TSV or CSV file; None of JSON lines."""
+    name, start = ending(path), _start(path)
+    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
+        return None
+    return _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
 
 
 def _place(path: Path, column: str, header: Sequence[str], width: int) -> int:

@@ -146,11 +146,12 @@ class _Updates(torch.utils.data.Dataset):
 
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
+        self.micro_steps = -(-global_batch // (source.micro_batch * world))
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""
         m = self.source.micro_batch
-        micro_steps = np.arange(-(-self.global_batch // (m * self.world)))[:, None]
+        micro_steps = np.arange(self.micro_steps)[:, None]
         seats = ((micro_steps * self.world + self.rank) * m + np.arange(m)).ravel()
         vacant = seats >= self.global_batch
         return step * self.global_batch + np.where(vacant, 0, seats), vacant
@@ -244,8 +245,8 @@ class Loader:
         self._masking_of = masking_of or (lambda step: fixed)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
-        self.rows = -(-global_batch // (micro_batch * world)) * micro_batch  # seats of this rank's update
         self._updates = _Updates(self.source, global_batch, rank, world)
+        self.rows = self._updates.micro_steps * micro_batch  # seats of this rank's update
         self._pin = pin_memory
         asked = _Asked(start_step, self._masking_of)
         self._items: Any = map(self._updates.__getitem__, asked)

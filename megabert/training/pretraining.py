@@ -147,14 +147,15 @@ def open_run(
     module: Any = engine.module
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     backends["optimizer"] = engine.optimizer_kernels
-    state = None if newest is None else checkpoints.read_state(newest)
-    same_data = state is not None and mixture.resume(
-        dataset, state, state["cursor"] * config.batch.global_size
-    )
+    known: dict[str, Any] = {}  # of the data, where a checkpoint's is this one before something was added
+    if newest is not None:
+        state = checkpoints.read_state(newest)
+        if mixture.resume(dataset, state, state["cursor"] * config.batch.global_size):
+            known = {"dataset": state["dataset"]}
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None
-    if newest is not None and state is not None:
-        check_compatible(state, provenance | ({"dataset": state["dataset"]} if same_data else {}))
+    if newest is not None:
+        check_compatible(state, provenance | known)
         saved = checkpoints.load(engine, newest)
         log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
     elif config.init_from and config.init_moments:

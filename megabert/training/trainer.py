@@ -242,7 +242,7 @@ class Trainer:
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
         values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
         values |= {"data/damaged_rows": seen["damaged_rows"]}
-        if self.config.schedule.unit == "tokens":
+        if self.by_tokens:
             values["data/tokens"] = state.tokens
         if self.config.objective.causal_share:
             values["train/objective"] = state.objective
@@ -345,7 +345,7 @@ class Trainer:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
-        if self.config.schedule.unit == "tokens" and self.state.step and not self.state.tokens:
+        if self.by_tokens and self.state.step and not self.state.tokens:
             raise ValueError(
                 "cannot resume: schedule.by=tokens, but the checkpoint's tokens were not counted; set schedule.by back"
             )
