@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from megabert.checkpoint import Checkpoints
+from megabert.distributed.watchdog import Watchdog
+from megabert.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.host_reads import HostReads, pretend_device
+from tests.helpers.loop import StopAt, Workload
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -32,56 +32,6 @@ CASES = [
 STAGE_3 = {"stage3.py", "partition_parameters.py", "partitioned_param_coordinator.py"}
 BAD = 6  # the step whose loss is not finite
 LINES, STEPS = 4, 10  # updates between log lines, updates
-
-
-@dataclass(frozen=True)
-class Update(tiny.Update):
-    epoch: int = 0
-    problem: str = ""
-    problem_code: int = 0
-    objective: str = "masked"
-    damage: dict[int, str] = field(default_factory=dict)
-    tokens = sequences = predictions = 1
-    row_ids = epochs = np.arange(2)
-
-
-class Workload:
-    """As many updates as a run asks for, one of them bad."""
-
-    satisfied = False
-
-    def __init__(self, cfg: Any, world: Any, engine: Any) -> None:
-        from megabert.training.metrics import Meter
-
-        self.made = [Update(s, tiny.update(s, cfg, world).batches) for s in range(STEPS)]
-        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
-
-    def updates(self, first: int, share_used: Any) -> Any:
-        class Updates:
-            def __init__(self, source: Iterator[Update]) -> None:
-                self.source = source
-
-            def __next__(self) -> Update:
-                return next(self.source)
-
-            def close(self) -> None: ...
-
-        return Updates(iter(self.made[first:]))
-
-    def evaluation_due(self, step: int) -> bool:
-        return False
-
-    def checkpoint_due(self, step: int) -> bool:
-        return step == STEPS
-
-    def evaluate(self, step: int, progress: Any) -> dict[str, float]:
-        return {}
-
-    def progress_line(self, values: Any, eta: float) -> str:
-        return ""
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
 
 def waits(world: Any) -> dict[Any, Any]:
@@ -112,9 +62,6 @@ def waits(world: Any) -> dict[Any, Any]:
 
 def run(world: Any, reads: HostReads, policy: str) -> dict[str, Any]:
     """A run with a bad update: what each stretch of updates before a log line waited for, and what was logged."""
-    from megabert.checkpoint import Checkpoints
-    from megabert.training.trainer import Trainer
-
     cfg = tiny.config(
         precision="bf16",
         zero__stage=1,
@@ -144,10 +91,10 @@ def run(world: Any, reads: HostReads, policy: str) -> dict[str, Any]:
             config=cfg,
             world=world,
             engine=engine,
-            workload=Workload(cfg, world, engine),  # type: ignore[arg-type]
+            workload=Workload(cfg, world, engine, STEPS, saved_at=STEPS),
             checkpoints=Checkpoints(folder, world, cfg.checkpoint),
-            stop=SimpleNamespace(requested=False, updated=lambda s: None, saved=lambda s: None),  # type: ignore[arg-type]
-            watchdog=SimpleNamespace(progress=lambda *step: None),  # type: ignore[arg-type]
+            stop=StopAt(),  # type: ignore[arg-type]
+            watchdog=Watchdog(world, folder, 0),
             run_dir=Path(folder),
             provenance={"config": cfg.model_dump()},
         )

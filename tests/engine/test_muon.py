@@ -111,12 +111,8 @@ def plain_run(rule: type[PlainMuon]) -> dict[str, Any]:
     optimizer = rule(model)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = tiny.batch(step, range(tiny.ROWS))
-        out = model(**batch.inputs())
-        mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
-        (mlm + nsp).backward()
+        losses.append(tiny.backward(model, step))
         optimizer.step(LR)
-        losses.append(float(mlm.detach()))
         norms.append(optimizer.norm)
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
@@ -176,18 +172,13 @@ def reference() -> dict[str, Any]:
     return plain_run(PlainMuon)
 
 
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Largest relative distance |a - b| / |b| of any parameter."""
-    return max(float((ours[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in theirs.items())
-
-
 def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
-    print(distance(found["weights"], reference["weights"]))
+    print(tiny.distance(found["weights"], reference["weights"]))
     assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(reference["norms"], rel=1e-4)
     assert max(reference["norms"]) > 1.2  # clipping had something to do
     assert set(found["weights"]) == set(reference["weights"])
-    assert distance(found["weights"], reference["weights"]) < 1e-5
+    assert tiny.distance(found["weights"], reference["weights"]) < 1e-5
 
 
 @pytest.mark.dist
@@ -242,9 +233,9 @@ def test_deepspeeds_own_muon_is_another_optimizer(world, reference):
     """Not ours, and exactly the one that `DeepSpeedsMuon` writes out: what differs is what that says."""
     theirs = deepspeeds_own(world)
     written = plain_run(DeepSpeedsMuon)["weights"]
-    print(distance(theirs, written), distance(theirs, reference["weights"]))
-    assert distance(theirs, written) < 1e-3
-    assert distance(theirs, reference["weights"]) > 0.1
+    print(tiny.distance(theirs, written), tiny.distance(theirs, reference["weights"]))
+    assert tiny.distance(theirs, written) < 1e-3
+    assert tiny.distance(theirs, reference["weights"]) > 0.1
 
 
 # -- the rule ------------------------------------------------------------------------------------------------------

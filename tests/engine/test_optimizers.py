@@ -78,13 +78,9 @@ def plain_run(
     for step in range(steps):
         if step == phase_2:
             optimizer.t = 0
-        batch = tiny.batch(step, range(tiny.ROWS))
-        out = model(**batch.inputs())
-        mlm, nsp = out.mlm_loss_sum / batch.predictions, out.nsp_loss_sum / batch.nsp_pairs
-        (mlm + nsp).backward()
+        losses.append(tiny.backward(model, step))
         norms.append(clip(model, 1.0))
         optimizer.step(LR)
-        losses.append(float(mlm.detach()))
     return losses, {n: p.detach() for n, p in model.named_parameters()}, norms
 
 
@@ -136,11 +132,6 @@ def reference() -> tuple[list[float], dict[str, Tensor], list[float]]:
     return plain_run(tiny.config(optimizer__name="lamb"), 20)
 
 
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Largest relative distance |a - b| / |b| of any parameter."""
-    return max(float((ours[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in theirs.items())
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3", "2-offload"])
 def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
@@ -148,7 +139,7 @@ def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
     assert losses == pytest.approx(reference[0], rel=1e-5)
     assert norms == pytest.approx(reference[2], rel=1e-4)
     assert set(weights) == set(reference[1])
-    assert distance(weights, reference[1]) < 1e-5, distance(weights, reference[1])
+    assert tiny.distance(weights, reference[1]) < 1e-5, tiny.distance(weights, reference[1])
 
 
 @pytest.mark.dist
@@ -157,7 +148,7 @@ def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe
     for stage in (1, 3):
         losses, weights, _ = lamb_runs[f"{stage} split"]
         assert losses == pytest.approx(recipe[0], rel=1e-5)
-        assert distance(weights, recipe[1]) < 1e-5 and distance(weights, merged[1]) > 1e-3
+        assert tiny.distance(weights, recipe[1]) < 1e-5 and tiny.distance(weights, merged[1]) > 1e-3
 
 
 def test_phase_2_takes_over_the_moments_as_in_the_recipe(world, tmp_path):
@@ -188,7 +179,7 @@ def test_phase_2_takes_over_the_moments_as_in_the_recipe(world, tmp_path):
     unaware = plain_run(cfg, 10, split=True)[1]
     for ours in found:
         assert ours[0] == pytest.approx(losses[5:], rel=1e-5)
-        assert distance(ours[1], weights) < 1e-5 and distance(ours[1], unaware) > 1e-3
+        assert tiny.distance(ours[1], weights) < 1e-5 and tiny.distance(ours[1], unaware) > 1e-3
 
 
 @pytest.mark.dist
@@ -196,7 +187,7 @@ def test_plain_lamb_under_zero_is_another_optimizer(lamb_runs, reference):
     losses, weights, _ = lamb_runs["plain"]
     # 10 and 1,000 times what the right one is allowed
     assert max(abs(a - b) / b for a, b in zip(losses, reference[0], strict=True)) > 1e-4
-    assert distance(weights, reference[1]) > 1e-2, distance(weights, reference[1])
+    assert tiny.distance(weights, reference[1]) > 1e-2, tiny.distance(weights, reference[1])
 
 
 @pytest.fixture(scope="module")

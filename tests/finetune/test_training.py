@@ -18,6 +18,7 @@ from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
 from megabert.training.state import TrainState
 from tests.helpers import finetune_problem
+from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
 TASKS = {
@@ -31,23 +32,6 @@ WRITERS = {
     "span": finetune_problem.write_questions,
 }
 SETTINGS = Settings(lr=3e-3, batch=8, epochs=2, max_length=32, precision="fp32", zero=0)
-
-
-class Never:
-    """A stop that is requested at the n-th question."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.left = at
-
-    @property
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def updated(self, seconds: float) -> None:
-        """It reads no clock."""
-
-    saved = updated
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +58,7 @@ def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, s
     start = pretrained.load(base / "run")
     data = data_of(base, kind, start, settings)
     return FineTuning(folder, "name", data, start, settings, world, 2).train(
-        stop or Never(), unwatched(world)
+        stop or StopAt(), unwatched(world)
     )
 
 
@@ -120,7 +104,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
     settings = change(evaluations=2, dropout=0.1)
     whole = run(base, "classify", tmp_path / "whole", world, settings)
     for ask in (1, 4, 6, 6):  # before the first update, inside a window, after an evaluation, inside a window
-        stopped = run(base, "classify", tmp_path / "parts", world, settings, Never(ask))
+        stopped = run(base, "classify", tmp_path / "parts", world, settings, StopAt(ask))
         assert stopped is None
     parts = run(base, "classify", tmp_path / "parts", world, settings)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
@@ -200,7 +184,7 @@ def test_patience_ends_a_run_and_the_best_weights_stay(base, tmp_path, world) ->
 @pytest.mark.parametrize("head", ["linear", "bilstm"])
 def test_a_frozen_run_keeps_the_encoder_and_saves_it(head, base, tmp_path, world) -> None:
     settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)
-    stopped = run(base, "tag", tmp_path, world, settings, Never(12))
+    stopped = run(base, "tag", tmp_path, world, settings, StopAt(12))
     assert stopped is None
     saved_names = load_file(next((tmp_path / "checkpoints").glob("step-*")) / "weights.safetensors")
     assert all(name.startswith("head.") for name in saved_names)
@@ -216,7 +200,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
     start.weights["embeddings.norm_weight"][0] = float("nan")
     data = data_of(base, "classify", start)
     with pytest.raises(BadTraining, match="10 updates in a row"):
-        FineTuning(tmp_path, "name", data, start, change(batch=4), world, 5).train(Never(), unwatched(world))
+        FineTuning(tmp_path, "name", data, start, change(batch=4), world, 5).train(StopAt(), unwatched(world))
 
 
 @pytest.mark.parametrize(

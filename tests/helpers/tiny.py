@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -134,3 +134,17 @@ def train(engine: Engine, steps: range, lr: float = 0.003) -> list[tuple[float, 
     """(MLM loss, NSP loss) of each update."""
     results = [engine.train_update(update(s, engine.config, engine.world), lr) for s in steps]
     return [tuple(r.losses.tolist()) for r in results]
+
+
+def backward(model: BertForPreTraining, step: int) -> float:
+    """Gradients of the whole update `step` without DeepSpeed; gives its MLM loss."""
+    whole = batch(step, range(ROWS))
+    out = model(**whole.inputs())
+    mlm, nsp = out.mlm_loss_sum / whole.predictions, out.nsp_loss_sum / whole.nsp_pairs
+    (mlm + nsp).backward()
+    return float(mlm.detach())
+
+
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Largest relative distance |a - b| / |b| of any parameter."""
+    return max(float((ours[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in theirs.items())

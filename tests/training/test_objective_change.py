@@ -14,13 +14,13 @@ from megabert import config as configuration
 from megabert import pretrained
 from megabert.checkpoint import load_weights
 from megabert.config import Config
-from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.export import export
 from megabert.training.evaluation import evaluate_run
 from megabert.training.pretraining import open_run
 from megabert.training.trainer import Trainer
+from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
 DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
@@ -52,7 +52,8 @@ def config(*overrides: str) -> Config:
 
 
 def opened(world: World, folder: Path, *overrides: str, **options: Any) -> Trainer:
-    return open_run(folder, config(*overrides), world, Stop(), Watchdog(world, folder, 0.0), **options)
+    cfg = config(*overrides)
+    return open_run(folder, cfg, world, StopAt(), Watchdog(world, folder, 0.0), **options)  # type: ignore[arg-type]
 
 
 def trained(
@@ -174,7 +175,7 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: 
     guard = ("spikes.policy=skip", "spikes.window=8", "spikes.threshold=3.0", "schedule.total_steps=40")
     overrides = [*SMALL, *guard, "objective.causal_share=0.9", "optimizer.lr=1e-8", "data.masking.rate=0.02"]
     cfg = configuration.load("tiny", overrides)
-    trainer = open_run(tmp_path, cfg, world, Stop(), Watchdog(world, tmp_path, 0.0))
+    trainer = open_run(tmp_path, cfg, world, StopAt(), Watchdog(world, tmp_path, 0.0))  # type: ignore[arg-type]
     assert trainer.train()
     before, after = trainer.spike_policy.spikes, trainer.state
     trainer.close()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -19,12 +16,11 @@ from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine
 from megabert.training.exchange import refuse
-from megabert.training.metrics import Meter
 from megabert.training.rate_record import FILE, RECORD
 from megabert.training.trainer import Trainer
 from tests.helpers import tiny
+from tests.helpers.loop import Killed, StopAt, Workload
 from tests.helpers.ranks import run_ranks
 
 
@@ -57,72 +53,22 @@ def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports
     refuse(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Update(tiny.Update):
-    epoch: int = 0
-    problem: str = ""
-    problem_code: int = 0
-    objective: str = "masked"
-    damage: dict[int, str] = field(default_factory=dict)
-    tokens = sequences = predictions = 1
-    row_ids = epochs = np.arange(2)
-
-
-class Killed(Exception):
-    """The end of a process."""
-
-
-class Workload:
-    """Tiny updates, saved at step 3; before the data's update `dies` the process ends."""
-
-    satisfied = False
-
-    def __init__(self, cfg: Config, world: World, engine: Engine, dies: int) -> None:
-        self.cfg, self.world, self.dies = cfg, world, dies
-        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
-
-    def updates(self, first: int, share_used: Any) -> Any:
-        def made() -> Iterator[Update]:
-            for step in range(first, 100):
-                if step == self.dies:
-                    raise Killed
-                yield Update(step, tiny.update(step, self.cfg, self.world).batches)
-
-        return made()
-
-    def evaluation_due(self, step: int) -> bool:
-        return False
-
-    def checkpoint_due(self, step: int) -> bool:
-        return step == 3
-
-    def evaluate(self, step: int, progress: Any) -> dict[str, float]:
-        return {}
-
-    def progress_line(self, values: Any, eta: float) -> str:
-        return ""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def resume(self, saved: Any) -> None: ...
-
-
-def trainer(cfg: Config, world: World, folder: Path, *, dies: int = -1, replay: int | None = None) -> Trainer:
-    """The trainer of a run folder as a command would open it."""
+def trainer(
+    cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None
+) -> Trainer:
+    """The trainer of a run folder as a command would open it, to be saved at step 3; behind `updates` the process ends."""
     folder.mkdir(exist_ok=True)
     engine = tiny.engine(cfg, world)
     writes = replay is None
     checkpoints = Checkpoints(folder, world, cfg.checkpoint if writes else None)
     newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
-    never = SimpleNamespace(requested=False, updated=lambda seconds: None, saved=lambda seconds: None)
     return Trainer(
         config=cfg,
         world=world,
         engine=engine,
-        workload=Workload(cfg, world, engine, dies),
+        workload=Workload(cfg, world, engine, updates, saved_at=3),
         checkpoints=checkpoints,
-        stop=never,  # type: ignore[arg-type]
+        stop=StopAt(),  # type: ignore[arg-type]
         watchdog=Watchdog(world, folder, 0),
         run_dir=folder,
         provenance={"config": cfg.model_dump()},
@@ -145,7 +91,7 @@ def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_
         checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,
     )  # fmt: skip
     with pytest.raises(Killed):
-        trainer(cfg, world, tmp_path, dies=6).train()
+        trainer(cfg, world, tmp_path, updates=6).train()
     logged = lines(tmp_path)
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     assert len({line["train/lr"] for line in logged.values()}) == 6
@@ -186,7 +132,7 @@ def collectives(world: World, folder: str) -> list[list[tuple[str, bool]]]:
         precision="bf16", zero__stage=1, log__interval=LINES, log__tensorboard=False, schedule__warmup_steps=0,
         checkpoint__asynchronous=False,
     )  # fmt: skip
-    ours = trainer(cfg, world, Path(folder), dies=STEPS)
+    ours = trainer(cfg, world, Path(folder), updates=STEPS)
     ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
     ours.stop_after = None
     train_update = ours.train_update

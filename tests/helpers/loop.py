@@ -1,0 +1,79 @@
+"""What a trainer is opened with in tests of its loop: tiny updates, and a stop that is asked for when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megabert.config import Config
+from megabert.distributed.process_group import World
+from megabert.engine import Engine
+from megabert.training.metrics import Meter
+from tests.helpers import tiny
+
+
+class StopAt:
+    """A stop that is requested at the n-th question, or never. Unlike `Stop`, it leaves this process' signals alone."""
+
+    def __init__(self, question: int = -1) -> None:
+        self.left = question
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def updated(self, seconds: float) -> None:
+        """It reads no clock."""
+
+    saved = updated
+
+
+@dataclass(frozen=True)
+class Update(tiny.Update):
+    epoch: int = 0
+    problem: str = ""
+    problem_code: int = 0
+    objective: str = "masked"
+    damage: dict[int, str] = field(default_factory=dict)
+    tokens = sequences = predictions = 1
+    row_ids = epochs = np.arange(2)
+
+
+class Killed(Exception):
+    """The end of a process."""
+
+
+class Workload:
+    """`count` tiny updates, made beforehand, behind which the process ends; saved at one step, never evaluated."""
+
+    satisfied = False
+
+    def __init__(self, cfg: Config, world: World, engine: Engine, count: int, saved_at: int) -> None:
+        self.made = [Update(step, tiny.update(step, cfg, world).batches) for step in range(count)]
+        self.saved_at = saved_at
+        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
+
+    def updates(self, first: int, share_used: Any) -> Iterator[Update]:
+        yield from self.made[first:]
+        raise Killed
+
+    def evaluation_due(self, step: int) -> bool:
+        return False
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step == self.saved_at
+
+    def evaluate(self, step: int, progress: Any) -> dict[str, float]:
+        return {}
+
+    def progress_line(self, values: Any, eta: float) -> str:
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, saved: Any) -> None: ...
