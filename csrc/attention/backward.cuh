@@ -114,7 +114,7 @@ __device__ inline void add_to_keys(float (&dkey)[2 * kSteps][4], float (&dvalue)
         const auto line = own.line[query + i % 2];
         const bool inside = KeyRange{line.first, line.count, false}.has(key0 + g + i / 2 * 8);
         const bool stays = bits >> (16 * (i % 2) + 8 * (i / 2)) & 1u;
-        const float probability = approx_exp2(score[2 * j + n][i] * scale - line.norm);
+        const float probability = fast_exp2(score[2 * j + n][i] * scale - line.norm);
         weight[i] = inside && stays ? probability : 0.0f;
         change[i] = inside ? ((stays ? dp[2 * j + n][i] : 0.0f) - line.delta) * probability : 0.0f;
       }

@@ -197,7 +197,7 @@ attention_forward(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
         next[r] = fmaxf(next[r], __shfl_xor_sync(kAllLanes, next[r], 1));
         next[r] = fmaxf(next[r], __shfl_xor_sync(kAllLanes, next[r], 2));
         base[r] = next[r] == -INFINITY ? 0.0f : next[r] * scale;
-        const float change = approx_exp2(top[r] * scale - base[r]);
+        const float change = fast_exp2(top[r] * scale - base[r]);
         top[r] = next[r], sum[r] *= change;
 #pragma unroll
         for (int n = 0; n < 2 * kSteps; ++n) out[n][2 * r] *= change, out[n][2 * r + 1] *= change;
@@ -222,7 +222,7 @@ attention_forward(AttentionRows<T> a, Dropout dropout, const int64_t* seed) {
             float kept[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const float value = approx_exp2(score[2 * c + n][2 * r + e] * scale - base[r]);
+              const float value = fast_exp2(score[2 * c + n][2 * r + e] * scale - base[r]);
               sum[r] += value;
               kept[e] = keep >> (8 * (2 * r + n) + e) & 1u ? value : 0.0f;
             }

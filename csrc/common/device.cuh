@@ -77,10 +77,12 @@ __device__ inline void unpack_pair(uint32_t word, __half, float* x) {
   const float2 pair = __half22float2(bits_as<__half2>(word));
   x[0] = pair.x, x[1] = pair.y;
 }
-__device__ inline uint32_t pack_pair(const float* x, __nv_bfloat16) {
-  return bits_as<uint32_t>(__floats2bfloat162_rn(x[0], x[1]));
+__device__ inline uint32_t pack_pair(float low, float high, __nv_bfloat16) {
+  return bits_as<uint32_t>(__floats2bfloat162_rn(low, high));
 }
-__device__ inline uint32_t pack_pair(const float* x, __half) { return bits_as<uint32_t>(__floats2half2_rn(x[0], x[1])); }
+__device__ inline uint32_t pack_pair(float low, float high, __half) {
+  return bits_as<uint32_t>(__floats2half2_rn(low, high));
+}
 
 // 8 columns of a row as they lie in memory. Columns past the row's end are zero.
 template <class T>
@@ -137,7 +139,7 @@ __device__ inline void store(T* row, int64_t column, int64_t width, const float 
 #pragma unroll
     for (int i = 0; i < Group<T>::words; ++i) {
       if constexpr (sizeof(T) == 4) word[i] = bits_as<uint32_t>(x[i]);
-      else word[i] = pack_pair(x + 2 * i, T{});
+      else word[i] = pack_pair(x[2 * i], x[2 * i + 1], T{});
     }
 #pragma unroll
     for (int part = 0; part < Group<T>::words; part += 4)
@@ -185,28 +187,18 @@ __device__ inline float reduce_row(float x, float* shared) {
   return x;
 }
 
-// Whether column i of the 8 that a call of Philox decides is kept: Dropout::keep8.
-__device__ inline bool kept(const Philox& random, int i, uint32_t threshold) {
-  return ((random.word[i / 2] >> (16 * (i % 2))) & 0xFFFFu) >= threshold;
-}
-__device__ inline Philox philox_of(const Dropout& dropout, uint64_t row, int64_t group) {
-  row += dropout.first;
-  return philox(dropout.seed, static_cast<uint32_t>(group), static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
-                dropout.stream);
-}
-
 // The factors of 8 columns: 0 where dropped, else the inverse of the share kept.
 __device__ inline void dropout_factors(const Dropout& dropout, uint64_t row, int64_t group, float (&factor)[kGroup]) {
-  const Philox random = philox_of(dropout, row, group);
+  const Philox random = dropout.draw(row, static_cast<uint32_t>(group));
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) factor[i] = kept(random, i, dropout.threshold) ? dropout.scale : 0.0f;
+  for (int i = 0; i < kGroup; ++i) factor[i] = dropout.keeps(random, i) ? dropout.scale : 0.0f;
 }
 
 // Dropout of 8 columns in place; what is dropped is zero, whatever it was.
 __device__ inline void drop(const Dropout& dropout, uint64_t row, int64_t group, float (&x)[kGroup]) {
-  const Philox random = philox_of(dropout, row, group);
+  const Philox random = dropout.draw(row, static_cast<uint32_t>(group));
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = kept(random, i, dropout.threshold) ? x[i] * dropout.scale : 0.0f;
+  for (int i = 0; i < kGroup; ++i) x[i] = dropout.keeps(random, i) ? x[i] * dropout.scale : 0.0f;
 }
 
 __device__ inline Dropout with_seed(Dropout dropout, const int64_t* seed) {

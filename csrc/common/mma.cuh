@@ -82,22 +82,6 @@ __device__ inline void wait_copies() {
   MEGABERT_NEEDS_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-__device__ inline uint32_t pack_pair(float low, float high, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ inline uint32_t pack_pair(float low, float high, __half) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// 2^x, one instruction; results below 2^-126 are zero.
-__device__ inline float approx_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ inline int smallest_of_warp(int x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_min_sync(kAllLanes, x);

@@ -69,15 +69,20 @@ struct Dropout {
     if (lines) first = static_cast<uint64_t>(given[1]) * static_cast<uint64_t>(lines);
   }
 
+  // The numbers of columns [8 * group, 8 * group + 8) of a row of the batch, and whether column i of them is kept.
+  MEGABERT_HOST_DEVICE Philox draw(uint64_t row, uint32_t group) const {
+    row += first;
+    return philox(seed, group, static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), stream);
+  }
+  MEGABERT_HOST_DEVICE bool keeps(const Philox& drawn, int i) const {
+    return ((drawn.word[i / 2] >> (16 * (i % 2))) & 0xFFFFu) >= threshold;
+  }
+
   // Bit i: whether column 8 * group + i of the row is kept.
   MEGABERT_HOST_DEVICE uint32_t keep8(uint64_t row, uint32_t group) const {
-    row += first;
-    const Philox r = philox(seed, group, static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), stream);
+    const Philox drawn = draw(row, group);
     uint32_t bits = 0;
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t value = (r.word[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
-      bits |= static_cast<uint32_t>(value >= threshold) << i;
-    }
+    for (int i = 0; i < 8; ++i) bits |= static_cast<uint32_t>(keeps(drawn, i)) << i;
     return bits;
   }
 };

@@ -108,16 +108,6 @@ void wait_copies() {
   current->copies.swap(left);
 }
 
-template <class T>
-uint32_t pack_pair(float low, float high, T) {
-  T pair[2];
-  from_float(low, &pair[0]), from_float(high, &pair[1]);
-  uint32_t word;
-  memcpy(&word, pair, 4);
-  return word;
-}
-
-inline float approx_exp2(float x) { return exp2f(x); }
 inline int smallest_of_warp(int x) {
   const int* all = cuda_on_cpu::exchange(x);
   for (int i = 0; i < 32; ++i) x = all[i] < x ? all[i] : x;
