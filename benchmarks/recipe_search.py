@@ -17,7 +17,6 @@ import math
 import shutil
 import signal
 import sys
-import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from benchmarks.common.commands import CommandFailed
 from benchmarks.race import dataset, halving, recipes, records, tracks
 from benchmarks.race.halving import Job, Results, Rung
 from benchmarks.race.recipes import Recipe
+from megabert.config import toml_files
 
 FOLDER = hardware.ROOT / "benchmarks/searches"
 FIRST_SEED = 1_001  # none of the race's
@@ -51,16 +51,13 @@ class Search:
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return toml_files.names(FOLDER)
 
 
 def load(name: str) -> Search:
     """A search of benchmarks/searches, or the file of that path. Raises ValueError naming file and field."""
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file():
-        raise ValueError(f"--search {name}: no such search or file; searches: {', '.join(names())}")
+    path, tree = toml_files.read(name, FOLDER, "--search", "search")
     try:
-        tree = tomllib.loads(path.read_text())
         rungs = tuple(Rung(**rung) for rung in tree["rung"])
         recipe, space = recipes.load(tree["recipe"]), dict(tree["space"])
         halving.check(rungs)

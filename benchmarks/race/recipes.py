@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.race.tracks import Track
 from megabert import config
-from megabert.config import Config
+from megabert.config import Config, toml_files
 
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
@@ -77,18 +76,12 @@ def written(value: Any) -> str:
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return toml_files.names(FOLDER)
 
 
 def load(name: str) -> Recipe:
     """A recipe of benchmarks/recipes, or the file of that path. Raises ValueError naming file and field."""
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file():
-        raise ValueError(f"--recipe {name}: no such recipe or file; recipes: {', '.join(names())}")
-    try:
-        tree = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    path, tree = toml_files.read(name, FOLDER, "--recipe", "recipe")
     known = {"about", "change", "system", "preset", "vocabulary", "keys"}
     if unknown := sorted(set(tree) - known):
         raise ValueError(f"{path}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}")

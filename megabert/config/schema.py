@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megabert.config import toml_files
 from megabert.config.checks import check
 from megabert.config.overrides import refuse_unknown, set_override
 
@@ -357,7 +357,7 @@ class Config(Section):
 
 
 def presets() -> list[str]:
-    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+    return toml_files.names(PRESETS)
 
 
 def load(source: str = "", overrides: list[str] | None = None) -> Config:
@@ -367,13 +367,7 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     """
     tree: dict[str, Any] = {}
     if source:
-        path = Path(source) if source.endswith(".toml") else PRESETS / f"{source}.toml"
-        if not path.is_file():
-            raise ValueError(f"--config {source}: no such preset or file; presets: {', '.join(presets())}")
-        try:
-            tree = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+        _, tree = toml_files.read(source, PRESETS, "--config", "preset")
     for override in overrides or []:
         set_override(Config, tree, override)
     return from_dict(tree)
