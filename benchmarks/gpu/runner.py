@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -148,12 +149,16 @@ def supervise(
     idle = 0
     while True:
         seen, before = len(journal.results()), len(journal.entries())
-        with log.open("ab") as file:
-            child = subprocess.Popen(command, stdout=file, stderr=file, env=dict(env), start_new_session=True)
-        try:
-            why = _watch(child, journal, end, changed, seen)
-        finally:
-            _end(child)
+        with log.open("ab") as file, tempfile.TemporaryDirectory() as compiled:
+            # its own: what a process compiled half when it was ended would break the next one
+            caches = {"TORCHINDUCTOR_CACHE_DIR": compiled, "TRITON_CACHE_DIR": f"{compiled}/triton"}
+            child = subprocess.Popen(
+                command, stdout=file, stderr=file, env={**env, **caches}, start_new_session=True
+            )
+            try:
+                why = _watch(child, journal, end, changed, seen)
+            finally:
+                _end(child)
         current = journal.current()
         if current is not None:
             reason = why or f"the process ended by {_code(child.returncode)}"

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # what items run, in a process of their own; the calls show in `calls`
-def fine(folder: str, name: str) -> dict[str, int]:
+def fine(folder: str, name: str) -> dict[str, object]:
     with open(f"{folder}/calls", "a") as file:
         file.write(f"{name} {os.getpid()}\n")
-    return {"pid": os.getpid()}
+    return {"caches": [os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]}
 
 
 def spoils(folder: str, name: str) -> None:
@@ -99,6 +99,11 @@ def test_what_breaks_the_process_is_recorded_and_the_rest_goes_on(tmp_path: Path
     assert results["of the group"]["reason"] == "part/dies ended the process"
     assert results["hangs"]["reason"] == "no end after 1 s" and results["hangs"]["seconds"] < 10
     assert results["wrong"]["reason"] == "ValueError: 3 is not 4" and "broke" not in results["wrong"]
+    caches = [set(results[name]["value"]["caches"]) for name in ("first", "second", "last")]
+    assert not caches[0] & caches[1] and not caches[1] & caches[2], (
+        "none goes on with another's compiled code"
+    )
+    assert not any(Path(folder).exists() for each in caches for folder in each)
     calls = [line.rsplit(" ", 1) for line in (tmp_path / "calls").read_text().splitlines()]
     assert [name for name, _ in calls] == ["first", "spoils", "second", "dies", "hangs", "last"], "each once"
     pids = dict(calls)
