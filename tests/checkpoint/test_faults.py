@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import random
 import resource
@@ -23,7 +22,7 @@ from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
 from tests.helpers import tiny
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import CONTEXT, run_ranks
 
 BOTH = pytest.mark.parametrize("asynchronous", (False, True), ids=("at once", "in the background"))
 CALLS = [
@@ -43,11 +42,6 @@ def stored(folder: Path) -> float:
 
 
 # -- kills -------------------------------------------------------------------------------------------------------
-
-
-# Forked by a server without threads: a fork of the test's own process might hang in one of torch's locks.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
 
 
 def save_and_die(folder: Path, call: int, step: int, asynchronous: bool) -> None:

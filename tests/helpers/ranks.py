@@ -14,20 +14,24 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+# Forked by a server that has imported torch and DeepSpeed and has no threads: a fork of the test's own process might hang in
+# one of torch's locks, and a fresh interpreter spends seconds on the imports.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.helpers.rank_imports"])
+
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Results of `function(world, *args)` on every rank, in rank order. `function` is a module's top-level one.
 
     When a rank is killed by a signal, every result is that signal's negative number; the others are killed too.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    folder = tempfile.mkdtemp(prefix="ranks-")
+    results: Any = CONTEXT.Queue()
+    folder, here = tempfile.mkdtemp(prefix="ranks-"), (os.getcwd(), dict(os.environ))
     meeting = os.path.join(
         folder, "store"
     )  # a file: a port that is free now may be another program's a moment later
     workers = [
-        context.Process(target=_rank, args=(rank, size, meeting, results, function, args), daemon=True)
+        CONTEXT.Process(target=_rank, args=(here, rank, size, meeting, results, function, args), daemon=True)
         for rank in range(size)
     ]
     for worker in workers:
@@ -64,7 +68,14 @@ def _signals(workers: list[Any]) -> list[int]:
     return [worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
 
 
-def _rank(rank: int, size: int, meeting: str, results: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    here: tuple[str, dict[str, str]], rank: int, size: int, meeting: str, results: Any,
+    function: Callable[..., Any], args: Any,
+) -> None:  # fmt: skip
+    folder, environment = here  # of the test, not of the server
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
