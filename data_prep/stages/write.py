@@ -110,6 +110,7 @@ def manifest(
         "options": options,
         "shards": entries,
         "held_out": held_out,
+        "order": 2,
     }
 
 

@@ -1,7 +1,7 @@
 """Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
-Update `step` takes global positions [step * G, (step + 1) * G). Position P is row `row_order(P % rows)` of epoch P // rows
-(of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`,
+`shard_order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
 accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows under the
 same masks whatever they are. Every array has a static shape, which may change where a run goes from left to right to masked
 LM. Where m W does not divide G, the last micro-steps of some ranks have seats without a row.
@@ -147,6 +147,9 @@ class _Updates(torch.utils.data.Dataset):
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
         self.micro_steps = -(-global_batch // (source.micro_batch * world))
+        self.ahead: tuple[int, np.ndarray, np.ndarray] | None = (
+            None  # step and rows of one that is being read
+        )
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""
@@ -156,15 +159,33 @@ class _Updates(torch.utils.data.Dataset):
         vacant = seats >= self.global_batch
         return step * self.global_batch + np.where(vacant, 0, seats), vacant
 
-    def __getitem__(
-        self, asked: tuple[int, Masking]
-    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
-        step, masking = asked
+    def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Row ids (VACANT where a seat has no row) and epochs of this rank's rows, both int64 [n]."""
         positions, vacant = self.positions(step)
         row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
         row_ids[vacant] = VACANT
+        return row_ids, epochs
+
+    def __getitem__(
+        self, asked: tuple[int, Masking]
+    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
+        """An update of a process that makes each of its updates in turn: the next one is read while this one is made."""
+        step, masking = asked
+        if self.ahead is None or self.ahead[0] != step:
+            self.ahead = step, *self.rows(step)
+        _, row_ids, epochs = self.ahead
+        worker = torch.utils.data.get_worker_info()
+        following = step + (worker.num_workers if worker else 1)
+        self.ahead = following, *self.rows(following)
+        return self.make(row_ids, epochs, masking, self.ahead[1])
+
+    def make(
+        self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking, ahead: np.ndarray
+    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
+        """The update of these rows; those of `ahead` are begun to be read."""
         problem, code = "", errors.OK
         try:
+            self.source.dataset.read_ahead(ahead[ahead != VACANT])
             narrow, wide, damage = self.source.make(row_ids, epochs, masking)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
@@ -318,7 +339,8 @@ class Loader:
         made_for, narrow, wide, damage, problem, code = next(self._items)
         masking = self._masking_of(self.step)
         if made_for != masking:
-            masking, narrow, wide, damage, problem, code = self._updates[self.step, masking]
+            rows = self._updates.rows(self.step)
+            masking, narrow, wide, damage, problem, code = self._updates.make(*rows, masking, rows[0])
         begins = self.source.dataset.epoch(self.step * self.global_batch)
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megabert.common.canonical_json import compact
-from megabert.data.order import by_epoch, mixed_places
-from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows
+from megabert.data.order import Order, by_epoch, mixed_places
+from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows, order_of
 
 WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
 
@@ -101,13 +101,22 @@ class Joined(ABC):
             raise DamagedRow(text)
         return rows
 
+    def read_ahead(self, row_ids: np.ndarray) -> None:
+        """As `Dataset.read_ahead`."""
+        for number, here in self._by_part(row_ids):
+            self.parts[number].read_ahead(row_ids[here] - self.offsets[number])
+
+    def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The parts that rows lie in, each with the indices of its rows."""
+        part = np.searchsorted(self.offsets, row_ids, side="right") - 1
+        for number in np.unique(part).tolist():
+            yield number, np.flatnonzero(part == number)
+
     def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
         """As `Dataset.examine`."""
         rows, damage = self.empty(len(row_ids)), dict[int, str]()
         rows.isnext[:] = -1
-        part = np.searchsorted(self.offsets, row_ids, side="right") - 1
-        for number in np.unique(part).tolist():
-            here = np.flatnonzero(part == number)
+        for number, here in self._by_part(row_ids):
             found, damaged = self.parts[number].examine(row_ids[here] - self.offsets[number])
             slots = found.isnext.shape[1]
             rows.ids[here] = found.ids
@@ -122,6 +131,7 @@ class Versions(Joined):
     def __init__(self, parts: Sequence[Dataset]) -> None:
         super().__init__(parts)
         self.segments = [Segment(len(self.parts), 0, 0)]
+        self._orders: dict[int, Order] = {}  # of the first so many parts
 
     def fingerprints(self) -> list[str]:
         """Of the dataset as it was with its first part, its first two, and so on."""
@@ -159,10 +169,16 @@ class Versions(Joined):
         number = np.searchsorted(starts, positions, side="right") - 1
         for i in np.unique(number).tolist():
             here, segment = number == i, self.segments[i]
-            rows, block = self.offsets[segment.parts], self.manifest.block_rows
-            found = by_epoch(rows, block, seed, positions[here] - segment.start, segment.epoch)
+            found = by_epoch(
+                self._order_of(segment.parts), seed, positions[here] - segment.start, segment.epoch
+            )
             row_ids[here], epochs[here] = found
         return row_ids, epochs
+
+    def _order_of(self, parts: int) -> Order:
+        if parts not in self._orders:
+            self._orders[parts] = order_of([part.manifest for part in self.parts[:parts]])
+        return self._orders[parts]
 
 
 class Mixture(Joined):

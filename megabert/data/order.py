@@ -1,8 +1,13 @@
-"""Order of rows: position -> row id of an epoch, a function of the seed and the manifest alone, not a state."""
+"""Order of rows: position -> row id of an epoch, a function of the seed and the manifest alone, not a state.
+
+A manifest names the version of its rows' order: 1 is `BlockOrder`, 2 is `shard_order.ShardOrder`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +21,7 @@ BLOCK_STREAM, ROW_STREAM, MIX_STREAM = (
 )  # keep the permutations apart from each other and from masks
 
 
-def _permutation(n: int, *key: int) -> np.ndarray:
+def permutation(n: int, *key: int) -> np.ndarray:
     """Permutation of range(n), int64 [n], a function of `key` alone (no library's random stream is involved)."""
     low = np.uint64((1 << n.bit_length()) - 1)
     drawn = stream_keys(*key, np.arange(n)) & ~low | np.arange(n, dtype=np.uint64)
@@ -26,18 +31,18 @@ def _permutation(n: int, *key: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _blocks(blocks: int, seed: int, epoch: int) -> np.ndarray:
-    return _permutation(blocks, BLOCK_STREAM, seed, epoch)
+    return permutation(blocks, BLOCK_STREAM, seed, epoch)
 
 
 @lru_cache(maxsize=64)
 def _window(rows: int, seed: int, epoch: int, window: int) -> np.ndarray:
-    return _permutation(rows, ROW_STREAM, seed, epoch, window)
+    return permutation(rows, ROW_STREAM, seed, epoch, window)
 
 
 @lru_cache(maxsize=64)
 def mixed_places(size: int, seed: int, window: int) -> np.ndarray:
     """Permutation of range(size), int64 [size]: the places of window `window` of a mixture in their order."""
-    return _permutation(size, MIX_STREAM, seed, window)
+    return permutation(size, MIX_STREAM, seed, window)
 
 
 def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
@@ -63,14 +68,34 @@ def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.n
     return order[window * WINDOW + place] * block_rows + row
 
 
-def by_epoch(
-    rows: int, block_rows: int, seed: int, positions: np.ndarray, first: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+class Order(Protocol):
+    """Order of `rows` rows."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def row_ids(self, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Row ids at `positions` (int64 [n], in 0..rows - 1) of an epoch: a bijection of its positions to the rows."""
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """Order of `rows` rows in which the blocks of a window may lie in any shards."""
+
+    rows: int
+    block_rows: int
+
+    def row_ids(self, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """As `row_order`."""
+        return row_order(self.rows, self.block_rows, seed, epoch, positions)
+
+
+def by_epoch(order: Order, seed: int, positions: np.ndarray, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch `first`."""
-    epochs, within = np.divmod(positions, rows)
+    epochs, within = np.divmod(positions, order.rows)
     epochs += first
     row_ids = np.empty_like(within)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        row_ids[here] = row_order(rows, block_rows, seed, epoch, within[here])
+        row_ids[here] = order.row_ids(seed, epoch, within[here])
     return row_ids, epochs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megabert.data.batch import Batch
 from megabert.data.frequencies import token_counts
 from megabert.data.loader import Loader
 from megabert.data.mixture import AnyDataset
+from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import Stop
@@ -62,15 +64,20 @@ class Pretraining:
     def checkpoint_due(self, step: int) -> bool:
         return step % self.config.checkpoint.interval == 0
 
+    @cached_property
+    def held_out(self) -> Dataset | None:
+        """The held-out split, which stays open from the first evaluation on; None where there is none."""
+        path = self.dataset.held_out_path
+        return None if path is None else Dataset(path, self.dataset.tolerant)
+
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out figures. A dataset without a held-out split is said once, at the start."""
-        if self.dataset.manifest.held_out is None:
+        if self.held_out is None:
             if step == 0:
                 log.info("this dataset has no held-out split: the run is not evaluated")
             return {}
-        held_out = evaluation.held_out(self.config.data.path, self.config)
         place = self.world.rank, self.world.size
-        batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, *place)
+        batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
         problems: list[Exception] = []
         sums = self.engine.eval_sums(_readable(batches, progress, problems))
         problem = (

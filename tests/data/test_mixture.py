@@ -12,14 +12,16 @@ from tests.helpers.rows import make_dataset, vocabulary
 SEED = 3
 
 
-@pytest.fixture
-def folders(tmp_path):
-    make_dataset(tmp_path / "a", 60)
-    make_dataset(tmp_path / "b", 44, slots=5, seed=1)
-    make_dataset(tmp_path / "a" / "added-001", 20, slots=4, seed=2)
+@pytest.fixture(params=[1, 2])
+def folders(tmp_path, request):
+    """Of each version of the order; what was added to the first is of the newest."""
+    make_dataset(tmp_path / "a", 60, order=request.param)
+    make_dataset(tmp_path / "b", 44, slots=5, seed=1, order=request.param)
+    make_dataset(tmp_path / "a" / "added-001", 20, slots=4, seed=2, order=2)
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
+@pytest.mark.parametrize("folders", [1], indirect=True)
 def test_one_dataset_keeps_the_order_it_had(folders):
     from megabert.data.order import row_order
 
@@ -62,6 +64,19 @@ def test_rows_of_all_parts_are_read_and_padded(folders):
     with pytest.raises(DamagedRow, match=r"b/shard-000000\.tar"):
         mixed.read(np.arange(124))
     assert set(mixed.examine(np.arange(124))[1]) <= set(range(80, 124))
+
+
+def test_a_dataset_with_added_text_has_the_order_that_its_first_part_names(folders):
+    from megabert.data.order import row_order
+    from megabert.data.shard_order import ShardOrder
+
+    joined = open_versions(folders[0])
+    ids = joined.order(SEED, np.arange(80))[0]
+    if joined.manifest.order == 1:
+        assert (ids == row_order(80, 8, SEED, 0, np.arange(80))).all()
+    else:
+        shards = np.array([60, 20])
+        assert (ids == ShardOrder(shards, 8).row_ids(SEED, 0, np.arange(80))).all()
 
 
 @pytest.mark.parametrize("world", [1, 2])

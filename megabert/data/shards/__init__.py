@@ -11,7 +11,7 @@ headers instead of interpreting them. Legend: n rows asked for, R rows a block, 
     KEY.crc.npy     uint32 [R]               zlib.crc32 of the row's ids, bounds and isnext bytes, in that order
 """
 
-from megabert.data.shards.dataset import DamagedRow, Dataset, Rows
+from megabert.data.shards.dataset import DamagedRow, Dataset, Rows, order_of
 from megabert.data.shards.layout import write_shard
 from megabert.data.shards.manifest import ADDED, MANIFEST, Manifest, Shard, write_manifest
 from megabert.data.shards.verification import ShardCheck, plan, verify
@@ -25,6 +25,7 @@ __all__ = [
     "Rows",
     "Shard",
     "ShardCheck",
+    "order_of",
     "plan",
     "verify",
     "write_manifest",

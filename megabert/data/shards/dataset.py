@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from megabert.common.retry import tried_again
-from megabert.data.order import by_epoch
+from megabert.data.order import BlockOrder, Order, by_epoch
+from megabert.data.shard_order import ShardOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest
 
@@ -43,6 +45,14 @@ def size_of(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def order_of(manifests: Sequence[Manifest]) -> Order:
+    """Order of the rows of datasets that follow each other, of the version that the first one names."""
+    first = manifests[0]
+    if first.order == 1:
+        return BlockOrder(sum(m.rows for m in manifests), first.block_rows)
+    return ShardOrder(np.array([shard.rows for m in manifests for shard in m.shards]), first.block_rows)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
@@ -93,6 +103,7 @@ class Dataset:
                 self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
         if self.problems and not tolerant:
             raise ValueError(self.problems[0])
+        self._order = order_of([m])
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         # section -> its map, None where nothing of it is in the file, and the views over that
@@ -112,7 +123,7 @@ class Dataset:
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
-        return by_epoch(self.rows, self.manifest.block_rows, seed, positions)
+        return by_epoch(self._order, seed, positions)
 
     def epoch(self, position: int) -> int:
         """The epoch at a global position."""
@@ -166,15 +177,7 @@ class Dataset:
         wrong with it: shard, block, row and byte offset. Such rows are all zeros."""
         m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
         n = len(wanted)
-        if n and not (wanted.min() >= 0 and wanted.max() < self.rows):
-            raise ValueError(f"{self.folder}: row ids must lie in 0..{self.rows - 1}")
-        whole = (
-            self.rows // m.block_rows * m.block_rows
-        )  # the rows of full blocks; the rest are a section of their own
-        full = wanted < whole
-        section = np.where(full, wanted // m.rows_per_shard, len(m.shards))
-        local = np.where(full, wanted % m.rows_per_shard, wanted - whole)
-        block, row = np.divmod(local, m.block_rows)
+        section, block, row = self._places(wanted)
         order = np.argsort(section, kind="stable")
         section, block, row = section[order], block[order], row[order]
         cuts = [0, *(np.flatnonzero(np.diff(section)) + 1).tolist(), n] if n else []
@@ -205,6 +208,37 @@ class Dataset:
             for part in (rows.ids, rows.bounds, rows.isnext):
                 part[bad] = 0
         return rows, damage
+
+    def read_ahead(self, row_ids: np.ndarray) -> None:
+        """Open the shards of rows `row_ids` (int64 [n]) and have the system read the whole blocks that hold them, while this
+        process goes on. Raises ValueError and OSError as `examine` does."""
+        section, block, _ = self._places(row_ids)
+        for number in np.unique(section).tolist():
+            wanted = np.unique(block[section == number])
+            present = wanted[wanted < len(self._views(number)["crc"])]
+            data = self._maps[number][0]
+            if data is None:
+                continue
+            tail = number == len(self.manifest.shards)
+            start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
+            for blocks in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
+                if len(blocks):
+                    first = start + int(blocks[0]) * self._full.bytes
+                    size = len(blocks) * (self._last if tail else self._full).bytes
+                    over = first % mmap.PAGESIZE
+                    data.madvise(mmap.MADV_WILLNEED, first - over, size + over)
+
+    def _places(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Section, block in it and row in that of each row id (int64 [n]). Raises ValueError for one that is out of range."""
+        m = self.manifest
+        if len(row_ids) and not (row_ids.min() >= 0 and row_ids.max() < self.rows):
+            raise ValueError(f"{self.folder}: row ids must lie in 0..{self.rows - 1}")
+        # The rows of full blocks; the rest are a section of their own.
+        whole = self.rows // m.block_rows * m.block_rows
+        full = row_ids < whole
+        section = np.where(full, row_ids // m.rows_per_shard, len(m.shards))
+        block, row = np.divmod(np.where(full, row_ids % m.rows_per_shard, row_ids - whole), m.block_rows)
+        return section, block, row
 
     def _place(self, row_id: int) -> str:
         shard, local = divmod(row_id, self.manifest.rows_per_shard)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import tarfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def _tar_header(name: str, size: int) -> tuple[bytes, bytes, int]:
     return header[KEY:CHECKSUM], header[end:], int(header[CHECKSUM:end], 8) - sum(header[:KEY])
 
 
+@lru_cache(maxsize=64)  # all shards of a dataset but the last are alike
 def shard_bytes(rows: int, block_rows: int, seq_len: int, max_sequences: int, dtype: str) -> int:
     """Size in bytes of a shard of `rows` rows."""
     full, rest = divmod(rows, block_rows)

@@ -62,7 +62,8 @@ class Manifest(BaseModel):
     """`manifest.json`, checked strictly.
 
     `fingerprint` is the SHA-256 of the compact JSON of all other fields. The file holds it too, so that no change of any
-    field goes unseen; manifests written before it did are taken without.
+    field goes unseen; manifests written before it did are taken without. `order` is the version of the rows' order, 1 where
+    it is not there (`megabert.data.order`).
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -77,6 +78,7 @@ class Manifest(BaseModel):
     options: dict[str, Any]
     shards: Annotated[tuple[Shard, ...], Field(strict=False)]
     held_out: HeldOut | None
+    order: Literal[1, 2] = 1
     fingerprint: str = Field(repr=False)
 
     @property

@@ -1,0 +1,117 @@
+"""The order that stays in few shards: the documented bijection, few files opened an update, batches as mixed as before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megabert.data.order import BlockOrder
+from megabert.data.shard_order import ACTIVE, ShardOrder
+from megabert.data.shards.dataset import OPEN_SHARDS
+
+
+def independent_order(shards, block_rows, seed, epoch):
+    """Rows by plain lists and Python integers: shards dealt out in parts to slots, blocks, rows in windows of 16 blocks."""
+
+    def key(*parts):
+        value, top = 0, 2**64
+        for part in parts:
+            value = ((value ^ part) + 0x9E3779B97F4A7C15) % top
+            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % top
+            value = (value ^ value >> 27) * 0x94D049BB133111EB % top
+            value ^= value >> 31
+        return value
+
+    def shuffled(items, name, *stream):
+        stream, low = (int.from_bytes(name), seed, epoch, *stream), 2 ** len(items).bit_length()
+        return [items[i] for i in sorted(range(len(items)), key=lambda i: (key(*stream, i) // low, i))]
+
+    def flat(lists):
+        return [item for items in lists for item in items]
+
+    first, blocks = 0, []
+    for rows in shards:
+        here = list(range(first, first + rows))
+        blocks.append([here[i : i + block_rows] for i in range(0, rows, block_rows)])
+        first += rows
+    together = min(len(shards), -(-64 // max(map(len, blocks))))
+    blocks = shuffled(blocks, b"shard")
+    groups = [flat(blocks[i : i + together]) for i in range(0, len(blocks), together)]
+    groups = [shuffled(group, b"block", number) for number, group in enumerate(groups)]
+    parts = min(len(groups), max(1, 64 // together))
+    slots = [[] for _ in groups]
+    for number, group in enumerate(groups):
+        for part in range(parts):
+            its = group[part * len(group) // parts : (part + 1) * len(group) // parts]
+            slots[(number + part) % len(groups)].append((part, its))
+    order = []
+    for number, slot in enumerate(slots):
+        dealt = flat(its for _, its in sorted(slot))
+        dealt = shuffled(dealt, b"slot", number)
+        for w in range(0, len(dealt), 16):
+            order += shuffled(flat(dealt[w : w + 16]), b"row", number, w // 16)
+    return order
+
+
+SHARDS = {
+    "one row": (4, [1]),
+    "one short block": (4, [3]),
+    "one shard": (4, [203]),
+    "small shards": (4, [32, 32, 32, 5]),
+    "many small shards": (4, [16] * 70 + [3]),
+    "parts of which each has a short end": (4, [24, 24, 7, 24, 1, 24, 24, 24]),
+    "more shards than are open": (1, [64] * 67 + [33]),
+    "shards that do not divide into parts": (4, [260, 260, 260, 41]),
+}
+
+
+@pytest.mark.parametrize(("block", "shards"), SHARDS.values(), ids=SHARDS)
+def test_order_is_the_documented_bijection(block, shards):
+    order = ShardOrder(np.array(shards), block)
+    for seed, epoch in ((0, 0), (9, 5)):
+        want = independent_order(shards, block, seed, epoch)
+        got = order.row_ids(seed, epoch, np.arange(order.rows))
+        assert got.tolist() == want and sorted(want) == list(range(sum(shards)))
+        pick = np.random.default_rng(0).integers(0, order.rows, 40)
+        assert order.row_ids(seed, epoch, pick).tolist() == [want[p] for p in pick]
+
+
+def test_an_update_of_a_rank_opens_few_files():
+    """A thousand million rows, 512 ranks with two loader processes each: 100 updates of 65,536 rows, counted."""
+    shards, shard_rows, ranks, batch, updates, workers, micro = 15_259, 65_536, 512, 65_536, 100, 2, 64
+    order = ShardOrder(np.full(shards, shard_rows), 256)
+    seats = (
+        np.arange(batch).reshape(-1, ranks, micro).swapaxes(0, 1).ravel()
+    )  # by rank, as the loader deals them out
+    rank = np.repeat(np.arange(ranks), batch // ranks)
+    seen = np.zeros((workers, ranks, shards), bool)
+    widest = 0
+    for update in range(updates):
+        shard = order.row_ids(1, 0, update * batch + seats) // shard_rows
+        seen[update % workers, rank, shard] = True
+        widest = max(widest, len(np.unique(shard)))
+    each = seen.sum(2)  # files that a process has had to do with
+    assert each.max() <= OPEN_SHARDS, "none was closed in between: each was opened once"
+    opens = each.sum() / ranks / updates
+    print(f"{opens:.2f} opens a rank an update, {each.sum() / ranks / updates / workers:.2f} a process")
+    assert opens <= 4
+    assert ACTIVE - 8 <= widest <= ACTIVE, "a batch is of as many shards as are open"
+
+
+def test_rows_of_a_batch_have_no_more_to_do_with_each_other_than_before():
+    """Documents lie anywhere, as a build leaves them: two rows of a batch are of one document as often as any two rows."""
+    shards, shard_rows, block, length = 80, 1024, 16, 8
+    rows = shards * shard_rows
+    document = np.random.default_rng(0).permutation(rows) // length
+    for order in (BlockOrder(rows, block), ShardOrder(np.full(shards, shard_rows), block)):
+        first, second = (order.row_ids(3, epoch, np.arange(rows)) for epoch in (0, 1))
+        for batch in (256, 1024):
+            batches = first.reshape(-1, batch)
+            found = np.sort(document[batches], 1)
+            pairs = sum(int((found[:, gap:] == found[:, :-gap]).sum()) for gap in range(1, length))
+            expected = rows * (batch - 1) / 2 * (length - 1) / (rows - 1)
+            assert abs(pairs - expected) < 4 * expected**0.5, (order, batch)
+            assert min(len(np.unique(its // block)) for its in batches) == batch // 16, "whole windows"
+            spread = [len(np.unique(its // shard_rows)) for its in batches]
+            assert np.mean(spread) > (13 if batch == 256 else 35), (order, spread)
+        assert (first == second).sum() < 12, "another order in each epoch"
