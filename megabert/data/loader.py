@@ -147,9 +147,8 @@ class _Updates(torch.utils.data.Dataset):
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
         self.source, self.global_batch, self.rank, self.world = source, global_batch, rank, world
         self.micro_steps = -(-global_batch // (source.micro_batch * world))
-        self.ahead: tuple[int, np.ndarray, np.ndarray] | None = (
-            None  # step and rows of one that is being read
-        )
+        # the update that is being read ahead: its step, row ids and epochs
+        self.ahead: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Global positions of this rank's rows, int64 [n], micro-step by micro-step, and which seats have no row, bool [n]."""

@@ -263,7 +263,7 @@ def open_versions(folder: str, tolerant: bool = False) -> Dataset | Versions:
     parts = [Dataset(folder, tolerant)]
     while (added := added_folder(Path(folder), len(parts))) is not None:
         parts.append(Dataset(added, tolerant))
-    return Versions(parts) if len(parts) > 1 else parts[0]
+    return _versions(parts)
 
 
 def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
@@ -274,12 +274,36 @@ def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False) 
     main = open_versions(folder, tolerant)
     if not mix:
         return main
-    rest = 1 - sum(mix.values())
-    if rest <= 0 or min(mix.values()) <= 0:
+    if sum(mix.values()) >= 1 or min(mix.values()) <= 0:
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; what it leaves is that one's share")
-    return Mixture([main, *(open_versions(path, tolerant) for path in mix)], [rest, *mix.values()])
+    return _mixture([main, *(open_versions(path, tolerant) for path in mix)], mix)
+
+
+def _versions(parts: Sequence[Dataset]) -> Dataset | Versions:
+    return Versions(parts) if len(parts) > 1 else parts[0]
+
+
+def _mixture(members: Sequence[AnyDataset], mix: Mapping[str, float]) -> AnyDataset:
+    return Mixture(members, [1 - sum(mix.values()), *mix.values()]) if mix else members[0]
+
+
+def told(dataset: AnyDataset) -> list[list[list[Any]]]:
+    """Folder and manifest of each part of each dataset of a mixture, as JSON values from which `open_told` opens it."""
+    parts = (member.parts if isinstance(member, Versions) else (member,) for member in _members(dataset))
+    return [[[str(part.folder), part.manifest.told()] for part in of_one] for of_one in parts]
+
+
+def open_told(
+    found: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float], tolerant: bool = False
+) -> AnyDataset:
+    """The dataset or mixture that another process of this machine has opened, by what it `told`; nothing is read."""
+    members = (
+        _versions([Dataset(folder, tolerant, Manifest.of_told(its)) for folder, its in parts])
+        for parts in found
+    )
+    return _mixture(list(members), mix)
 
 
 def described(dataset: AnyDataset) -> dict[str, Any]:

@@ -65,7 +65,9 @@ def _slot_starts(order: ShardOrder, seed: int, epoch: int) -> np.ndarray:
     shards = _shards(order, seed, epoch)
     blocks = np.add.reduceat(order.blocks[shards], np.arange(0, len(shards), order.group))
     parts = np.diff(_parts(blocks, order.active))
-    rows = order.block_rows * sum(np.roll(parts[:, part], part) for part in range(order.active))
+    rows = np.zeros(order.groups, np.int64)
+    for part in range(order.active):
+        rows += order.block_rows * np.roll(parts[:, part], part)
     for group in np.unique(np.flatnonzero(order.missing[shards]) // order.group).tolist():
         edges = _parts(blocks[group], order.active)
         missing = order.block_rows - _group(order, seed, epoch, group)[1]

@@ -128,7 +128,7 @@ def open_run(
     With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
     update to profile on this rank. A collective. Raises ValueError naming what does not fit.
     """
-    dataset = mixture.open_mixture(config.data.path, config.data.mix, config.data.on_damage == "skip")
+    dataset = open_data(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
@@ -196,6 +196,30 @@ def open_run(
         writes=writes,
         profiler=Profiler(run_dir / "profile", world.rank, *profile),
     )
+
+
+def open_data(config: Config, world: World) -> AnyDataset:
+    """The run's dataset, or its mixture. The first rank of each node reads the manifests and looks whether its node has all
+    shards; the others are told by rank 0. A collective. Raises Refused where a rank cannot open it, or opens another one.
+    """
+    data, tolerant = config.data, config.data.on_damage == "skip"
+    dataset: AnyDataset | None = None
+    problem, code = "", errors.OK
+    if world.local_rank == 0:
+        try:
+            dataset = mixture.open_mixture(data.path, data.mix, tolerant)
+        except (ValueError, OSError) as error:
+            problem, code = errors.describe(error), errors.exit_code(error)
+    refuse(world, problem, code)
+    if world.size == 1:
+        assert dataset is not None
+        return dataset
+    told = world.broadcast(mixture.told(dataset) if world.is_main and dataset is not None else None)
+    theirs = mixture.open_told(told, data.mix, tolerant)
+    if dataset is not None and dataset.manifest.fingerprint != theirs.manifest.fingerprint:
+        problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
+    refuse(world, problem, code)
+    return dataset or theirs
 
 
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.row_digest import RowDigest
 from megabert.data.shards import Dataset
+from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.distributed.process_group import World
 from megabert.model.ops import attention_inputs
 from tests.data.test_tokenizer import train as train_tokenizer
@@ -137,6 +140,40 @@ def test_ranks_that_cannot_share_a_global_batch_evenly_have_the_same_rows(
 @pytest.mark.parametrize("start", [1, 7, 13])
 def test_resuming_at_a_step_gives_the_tail_of_the_run(dataset, reference, start, workers):
     assert global_batches(dataset, 15 - start, 2, workers, start=start) == reference[start:]
+
+
+class Ahead(mmap.mmap):
+    """A map that keeps what was asked to be read ahead in it, as (first byte, end)."""
+
+    asked: ClassVar[list[tuple[int, int]]] = []
+
+    def madvise(self, option, start, length):
+        assert option == mmap.MADV_WILLNEED
+        super().madvise(option, start, length)
+        self.asked.append((start, start + length))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_next_update_is_read_while_this_one_is_made(tmp_path, monkeypatch, order):
+    """Whole blocks of it, and no more; its shards are open by then. The last block of all is short."""
+    monkeypatch.setattr(mmap, "mmap", Ahead)
+    Ahead.asked.clear()
+    data = Dataset(make_dataset(tmp_path, 16 * 100 + 5, shard_rows=160, order=order))
+    place = {"global_batch": 96, "micro_batch": 8, "seed": SEED, "rank": 1, "world": 3}
+    loader = Loader(data, vocabulary(), **place)
+    size = shard_bytes(8, 8, 32, 3, "uint16") - len(TAR_END)
+    for _ in range(data.rows // 96):
+        files = set(data._maps)
+        update = next(loader)
+        if loader.step > 1:
+            used = data._places(update.row_ids)[0]
+            assert files.issuperset(used.tolist()), "no file is opened for rows that are wanted at once"
+        section, block, _ = data._places(loader._updates.rows(loader.step)[0])
+        assert set(data._maps).issuperset(section.tolist())
+        wanted = set(zip(section.tolist(), block.tolist(), strict=True))
+        asked = sum(end - start for start, end in Ahead.asked)
+        assert len(wanted) * size * 0.9 < asked < len(wanted) * (size + mmap.PAGESIZE)
+        Ahead.asked.clear()
 
 
 def test_a_dataset_smaller_than_one_global_batch_crosses_epochs_inside_it(tmp_path):

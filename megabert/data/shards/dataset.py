@@ -87,15 +87,18 @@ class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
     Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
-    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected.
+    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected. With a
+    `manifest` that another process has checked, against the shards too, nothing is read or compared.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], tolerant: bool = False) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], tolerant: bool = False, manifest: Manifest | None = None
+    ) -> None:
         self.folder, self.tolerant = Path(folder), tolerant
         self.problems: list[str] = []
-        self.manifest = m = Manifest.load(folder)
+        self.manifest = m = manifest or Manifest.load(folder)
         self.rows = m.rows
-        for shard in m.shards:
+        for shard in m.shards if manifest is None else ():
             path = self.folder / shard.name
             size = size_of(path)
             if size != shard.bytes:

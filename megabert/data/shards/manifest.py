@@ -15,6 +15,7 @@ from megabert.common.canonical_json import compact, digest, sealed
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
+SHARD = "shard-{:06d}.tar"
 ADDED = "added-{:03d}"  # folder of what a version of a dataset adds to it, from 1
 FINGERPRINT = "fingerprint"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
@@ -109,7 +110,7 @@ class Manifest(BaseModel):
         if self.dtype != (want := "uint32" if vocab > 65535 else "uint16"):
             raise ValueError(f"dtype must be {want!r} for {vocab} pieces, is {self.dtype!r}")
         for i, shard in enumerate(self.shards):
-            if shard.name != (name := f"shard-{i:06d}.tar"):
+            if shard.name != (name := SHARD.format(i)):
                 raise ValueError(f"shards[{i}].name must be {name!r}, is {shard.name!r:.60}")
             first, last = self.rows_per_shard, i + 1 == len(self.shards)
             if i and (first % self.block_rows or shard.rows > first or (shard.rows < first and not last)):
@@ -121,6 +122,24 @@ class Manifest(BaseModel):
         if (rows := sum(shard.rows for shard in self.shards)) != self.rows:
             raise ValueError(f"rows is {self.rows}, but the shards hold {rows}")
         return self
+
+    def told(self) -> dict[str, Any]:
+        """This manifest as JSON values, its shards by columns, for a process that need not check it again: `of_told`."""
+        tree = self.model_dump(by_alias=True, exclude={"shards"})
+        rows, sizes = [shard.rows for shard in self.shards], [shard.bytes for shard in self.shards]
+        return tree | {"shards": [rows, sizes, "".join(shard.sha256 for shard in self.shards)]}
+
+    @staticmethod
+    def of_told(told: dict[str, Any]) -> Manifest:
+        """The manifest that another process checked and told."""
+        rows, sizes, digests = told["shards"]
+        shards = tuple(
+            Shard.model_construct(
+                name=SHARD.format(i), rows=rows[i], bytes=sizes[i], sha256=digests[64 * i : 64 * i + 64]
+            )
+            for i in range(len(rows))
+        )
+        return Manifest.model_construct(**told | {"shards": shards})
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
