@@ -76,6 +76,7 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabular
     tokenizer = {"kind": "sentencepiece", "file": "none.model", "sha256": "0" * 64, "vocab_size": VOCAB}
     manifest: dict[str, Any] = {
         "schema": 1,
+        "order": 2,
         "seq_len": seq_len,
         "max_sequences": SLOTS,
         "rows": rows,

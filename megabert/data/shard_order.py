@@ -39,7 +39,7 @@ class ShardOrder:
         for slot in np.unique(slots).tolist():
             here = np.flatnonzero(slots == slot)
             at = positions[here] - starts[slot]
-            edges = np.append(0, np.cumsum(_slot(self, seed, epoch, slot)[1]))[::WINDOW]
+            edges = _slot(self, seed, epoch, slot)[2]
             windows = np.searchsorted(edges, at, side="right") - 1
             for window in np.unique(windows).tolist():
                 inside = windows == window
@@ -92,8 +92,8 @@ def _group(order: ShardOrder, seed: int, epoch: int, group: int) -> tuple[np.nda
 
 
 @lru_cache(maxsize=16)
-def _slot(order: ShardOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """The permuted blocks of a slot: first row and number of rows of each, both int64 [b]."""
+def _slot(order: ShardOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The permuted blocks of a slot: first row and number of rows of each, int64 [b], and where each window begins."""
     first, rows = [], []
     for part in range(order.active):
         its_first, its_rows = _group(order, seed, epoch, (slot - part) % order.groups)
@@ -101,13 +101,14 @@ def _slot(order: ShardOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarr
         first.append(its_first[begin:end])
         rows.append(its_rows[begin:end])
     chosen = permutation(sum(map(len, rows)), SLOT_STREAM, seed, epoch, slot)
-    return np.concatenate(first)[chosen], np.concatenate(rows)[chosen]
+    size = np.concatenate(rows)[chosen]
+    return np.concatenate(first)[chosen], size, (np.cumsum(size) - size)[::WINDOW]
 
 
 @lru_cache(maxsize=64)
 def _window(order: ShardOrder, seed: int, epoch: int, slot: int, window: int) -> np.ndarray:
     """The permuted rows of a window of a slot, int64 [r]."""
     here = slice(window * WINDOW, (window + 1) * WINDOW)
-    first, rows = (blocks[here] for blocks in _slot(order, seed, epoch, slot))
+    first, rows = (blocks[here] for blocks in _slot(order, seed, epoch, slot)[:2])
     within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
     return (np.repeat(first, rows) + within)[permutation(len(within), ROW_STREAM, seed, epoch, slot, window)]

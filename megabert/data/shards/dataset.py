@@ -109,6 +109,7 @@ class Dataset:
         self._order = order_of([m])
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._ahead: set[int] = set()  # blocks that were last asked to be read ahead
         # section -> its map, None where nothing of it is in the file, and the views over that
         self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
 
@@ -216,20 +217,27 @@ class Dataset:
         """Open the shards of rows `row_ids` (int64 [n]) and have the system read the whole blocks that hold them, while this
         process goes on. Raises ValueError and OSError as `examine` does."""
         section, block, _ = self._places(row_ids)
-        for number in np.unique(section).tolist():
-            wanted = np.unique(block[section == number])
-            present = wanted[wanted < len(self._views(number)["crc"])]
-            data = self._maps[number][0]
-            if data is None:
-                continue
-            tail = number == len(self.manifest.shards)
-            start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
-            for blocks in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
-                if len(blocks):
-                    first = start + int(blocks[0]) * self._full.bytes
-                    size = len(blocks) * (self._last if tail else self._full).bytes
-                    over = first % mmap.PAGESIZE
-                    data.madvise(mmap.MADV_WILLNEED, first - over, size + over)
+        blocks = self.manifest.rows_per_shard // self._full.rows + 1  # of a section, at most
+        wanted = set((section * blocks + block).tolist())
+        fresh = np.array(sorted(wanted - self._ahead), np.int64)
+        self._ahead = wanted
+        sections = fresh // blocks
+        for number in sorted(set(sections.tolist())):
+            self._advise(number, fresh[sections == number] % blocks)
+
+    def _advise(self, section: int, blocks: np.ndarray) -> None:
+        """Have the system read these blocks (int64 [b], sorted) of a section, as far as they are in the file."""
+        blocks = blocks[blocks < len(self._views(section)["crc"])]
+        data = self._maps[section][0]
+        if data is None or not len(blocks):
+            return
+        tail = section == len(self.manifest.shards)
+        start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
+        size = (self._last if tail else self._full).bytes
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
+            first = start + int(run[0]) * size
+            over = first % mmap.PAGESIZE
+            data.madvise(mmap.MADV_WILLNEED, first - over, len(run) * size + over)
 
     def _places(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Section, block in it and row in that of each row id (int64 [n]). Raises ValueError for one that is out of range."""
