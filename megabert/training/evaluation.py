@@ -14,7 +14,7 @@ from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
 from megabert.data.objective import evaluated
-from megabert.data.shards import Dataset
+from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import DTYPES
 from megabert.engine.result import loss_table
@@ -26,11 +26,10 @@ EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every r
 def held_out(data: str, config: Config) -> Dataset:
     """The held-out split of a dataset folder, damaged rows left out where `data.on_damage` says so. Raises ValueError
     when it has none."""
-    tolerant = config.data.on_damage == "skip"
-    dataset = Dataset(data, tolerant)
-    if dataset.manifest.held_out is None:
+    part = Manifest.load(data).held_out
+    if part is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(Path(data) / dataset.manifest.held_out["path"], tolerant)
+    return Dataset(Path(data) / part["path"], config.data.on_damage == "skip")
 
 
 def fixed_batches(
@@ -90,12 +89,13 @@ def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> d
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
     cfg = configuration.from_dict(tree)
-    tokenizer = Tokenizer.load(Dataset(data).tokenizer_path)
+    dataset = held_out(data, cfg)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[cfg.precision]
     model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(weights)
-    sums = batch_sums(model.to(device, dtype), fixed_batches(held_out(data, cfg), tokenizer, cfg), device)
+    sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, tokenizer, cfg), device)
     return {"step": state["step"]} | summary(sums)
