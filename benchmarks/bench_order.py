@@ -4,7 +4,7 @@
 
 No shard is needed for the first: ranks are played by the order alone, each with as many shards open as a dataset keeps open.
 With --data the second: every row is a vector of its token counts (folded to 256 numbers, less the mean of all rows, of length
-1), and two rows are as alike as their product. Batches of rows that have nothing to do with each other have a mean of 0; one
+1), and two rows are as alike as their product. Batches of rows that have nothing to do with each other have a mean near 0, one
 of rows of the same documents has more. Rows drawn at random are measured beside the two orders, as what chance gives.
 """
 
