@@ -96,8 +96,16 @@ def find(source: str | Path) -> Path:
     raise ValueError(f"{source}: is no fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
 
 
-def load(source: str | Path, device: torch.device) -> Finetuned:
-    """Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
+def is_finetuned(source: str | Path) -> bool:
+    """Whether `source`, or its `best`, is the folder of a fine-tuned model."""
+    return any((folder / DESCRIPTION).is_file() for folder in (Path(source), Path(source) / "best"))
+
+
+def load(source: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> Finetuned:
+    """A saved model, computing in `dtype` (None: in the type it was trained in).
+
+    Raises ValueError naming the file that is missing, damaged or does not belong to the rest.
+    """
     folder = find(source)
     path = folder / DESCRIPTION
     try:
@@ -120,7 +128,7 @@ def load(source: str | Path, device: torch.device) -> Finetuned:
     tokenizer = Tokenizer.load(tokenizers[0])
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
-    config, dtype = described.config, DTYPES[described.config.precision]
+    config, dtype = described.config, dtype or DTYPES[described.config.precision]
     module = heads.build(config, described.shape, None, device, dtype)
     try:
         heads.load(module, load_file(folder / WEIGHTS))
