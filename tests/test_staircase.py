@@ -57,9 +57,9 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "scipy": ("megabert.finetune.metrics",),
+    "scipy": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "seqeval": ("megabert.finetune.metrics",),
-    "sklearn": ("megabert.finetune.metrics",),
+    "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.training.sinks",),
     "torch.utils.tensorboard": ("megabert.training.sinks",),
     "transformers": ("megabert.finetune.onnx",),  # what is exported loads there; its ONNX is made from it

@@ -8,7 +8,11 @@ from typing import Any
 from megabert.finetune import huggingface, onnx
 from megabert.finetune.save import Described, Finetuned
 
-TASKS = {"tag": "token-classification", "span": "question-answering"}  # the hub's names; of the rest:
+TASKS = {  # the hub's names; of the rest: TEXTS
+    "tag": "token-classification",
+    "span": "question-answering",
+    "choose": "multiple-choice",
+}
 TEXTS = "text-classification"
 CLASSIFY = """```python
 from transformers import pipeline
@@ -41,6 +45,27 @@ tokens = [i for i, segment in enumerate(segments) if segment == 1]
 best = max(((i, j) for i in tokens for j in tokens if i <= j < i + 30), key=lambda s: start[s[0]] + end[s[1]])
 print(context[offsets[best[0]][0] : offsets[best[1]][1]])
 ```"""
+CHOOSE = """```python
+import torch
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForMultipleChoice.from_pretrained("{name}").eval()
+text, choices = "She opens the door.", ["She walks in.", "She swims."]
+made = tokenizer([text] * len(choices), choices, return_tensors="pt", padding=True, truncation=True)
+with torch.no_grad():
+    logits = model(**{{key: value[None] for key, value in made.items()}}).logits[0]
+print(choices[int(logits.argmax())])
+```"""
+SEVERAL = """## Reading the labels
+
+Each label has a probability of its own; a text has those above 0.5."""
+ORDER = """## Reading the label
+
+Output `above X` is the probability that the label is more than X. The label is the first X for which that is not above 0.5, the
+last label where all are."""
+RANK = """## Reading the score
+
+The score is a number without a scale: of two texts{to} the better one has the higher score."""
 WORDS = """## Which piece of a word has its tag
 
 Words were given one by one, as in CoNLL's files, and each was cut into pieces on its own. A word's tag is the tag of its
@@ -64,8 +89,9 @@ def render(found: Finetuned, name: str, written: onnx.Written | None) -> str:
     """The README.md of an exported fine-tuned model; `written` is its ONNX export, where there is one."""
     described, kind = found.described, found.described.task.kind
     task = TASKS.get(kind, TEXTS)
-    example = {"tag": TAG, "span": SPAN}.get(kind, CLASSIFY)
-    text = '{"text": "A text.", "text_pair": "Its second."}' if described.task.pair else '["A text."]'
+    example = {"tag": TAG, "span": SPAN, "choose": CHOOSE}.get(kind, CLASSIFY)
+    two = described.task.pair or (kind == "rank" and described.task.text)
+    text = '{"text": "A text.", "text_pair": "Its second."}' if two else '["A text."]'
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
@@ -107,6 +133,12 @@ def _task(described: Described) -> dict[str, Any]:
 def _rules(described: Described) -> list[str]:
     if described.task.kind == "tag":
         return [WORDS.format(max_length=described.max_length, stride=described.stride)]
+    if described.task.kind == "multilabel":
+        return [SEVERAL]
+    if described.task.kind == "ordinal":
+        return [ORDER]
+    if described.task.kind == "rank":
+        return [RANK.format(to=" (`text_pair`) for one `text`" if described.task.text else "")]
     if described.task.kind == "span":
         ours = f"`--max-length {described.max_length} --stride {described.stride}`"
         text = ANSWERS.format(max_length=described.max_length, stride=described.stride, stride_ours=ours)

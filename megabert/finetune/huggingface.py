@@ -18,16 +18,19 @@ from megabert.finetune.save import Described, Finetuned
 from megabert.pretrained import hf_names, hf_tokenizer
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CLASSES = {
-    "classify": "ForSequenceClassification",
-    "score": "ForSequenceClassification",
+TEXTS = "ForSequenceClassification"
+CLASSES = {  # of the kinds that are not TEXTS
     "tag": "ForTokenClassification",
     "span": "ForQuestionAnswering",
+    "choose": "ForMultipleChoice",
 }
-PROBLEMS = {
+PROBLEMS = {  # by which a pipeline reads logits
     "classify": "single_label_classification",
+    "multilabel": "multi_label_classification",
+    "ordinal": "multi_label_classification",
     "score": "regression",
-}  # by which a pipeline reads logits
+    "rank": "regression",
+}
 HEAD_NAMES = {"span": "qa_outputs"}  # of the added layer; of the other kinds `classifier`
 SCORE = "score"  # the name a pipeline gives a number
 
@@ -37,26 +40,37 @@ def load(source: str | Path) -> Finetuned:
 
     Raises ValueError naming what is damaged, or what Hugging Face's BERT has not.
     """
-    found = save.load(source, torch.device("cpu"), torch.float32)
+    found = save.load(source, torch.device("cpu"), "fp32")
     described = found.described
     missing = ""
     if described.shape.head == "bilstm":
-        missing = "a BiLSTM head (--head bilstm); fine-tune with --head linear"
+        missing = "BiLSTM head (--head bilstm); fine-tune with --head linear"
     elif described.config.data.masking.causal:
-        missing = "a left-to-right encoder (data.masking.strategy=causal) under this head; start from a masked model"
+        missing = (
+            "left-to-right encoder (data.masking.strategy=causal) under this head; start from a masked model"
+        )
     if missing:
-        raise ValueError(f"{found.folder}: Hugging Face's BERT has no {missing.removeprefix('a ')}")
+        raise ValueError(f"{found.folder}: Hugging Face's BERT has no {missing}")
     return found
+
+
+def class_of(kind: str) -> str:
+    """The end of the names of the classes that hold a task of this kind."""
+    return CLASSES.get(kind, TEXTS)
 
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return hf_names.CLASSES[described.config.model.norm] + CLASSES[described.task.kind]
+    return hf_names.CLASSES[described.config.model.norm] + class_of(described.task.kind)
 
 
 def names(described: Described) -> tuple[str, ...]:
-    """What a pipeline calls the outputs; () for a span."""
-    return (SCORE,) if described.task.kind == "score" else described.labels
+    """What a pipeline calls the outputs; () for a span and for choices. Of an ordered set they are decisions between two."""
+    if described.task.kind in ("score", "rank"):
+        return (SCORE,)
+    if described.task.kind == "ordinal":
+        return tuple(f"above {label}" for label in described.labels[:-1])
+    return () if described.task.kind == "choose" else described.labels
 
 
 def config(described: Described) -> dict[str, Any]:

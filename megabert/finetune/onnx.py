@@ -2,7 +2,8 @@
 
 What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those
 which servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, sequence], and `logits`
-fp32 [batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence].
+fp32 [batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence]; of choices the
+inputs are [batch, choices, sequence], the logits [batch, choices].
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import numpy as np
 import torch
 
 from megabert.data.tokenizer import SPECIAL_PIECES
-from megabert.finetune import datasets, encoding, metrics
+from megabert.finetune import datasets, encoding, huggingface, metrics
 from megabert.finetune.batches import collate
 from megabert.finetune.encoding import NO_SPANS, Item
 from megabert.finetune.prediction import reshape
 from megabert.finetune.save import Described, Finetuned
+from megabert.finetune.tasks import COMPARED
 
 FOLDER, WHOLE, QUANTISED = "onnx", "model.onnx", "model_quantized.onnx"  # as the hub's folders name them
 TOLERANCE = 1e-4  # of a logit, between onnxruntime and our model
@@ -104,7 +106,9 @@ def probes(found: Finetuned) -> list[Item]:
             found.tokenizer.sep_id,
         )
         positions = {"tag": np.arange(1, length - 1), "span": np.append(0, np.arange(second, length - 1))}
-        items.append(Item(0, ids, second, positions.get(kind, np.zeros(1, np.int64)), np.zeros(0), NO_SPANS))
+        others = ((ids[::-1].copy(), length),) if kind in COMPARED else ()
+        read = positions.get(kind, np.zeros(1 + len(others), np.int64))
+        items.append(Item(0, ids, second, read, np.zeros(0), NO_SPANS, others))
     return items
 
 
@@ -116,18 +120,21 @@ def logits_of(path: Path, described: Described, items: Sequence[Item]) -> list[n
     found: list[np.ndarray] = []
     for at in range(0, len(items), BATCH):
         part = items[at : at + BATCH]
-        found += at_positions(described, part, session.run(None, padded(part)))
+        found += at_positions(described, part, session.run(None, padded(described, part)))
     return found
 
 
-def padded(items: Sequence[Item]) -> dict[str, np.ndarray]:
-    """int64 [items, longest] inputs of transformers' classes, by name."""
-    shape = len(items), max(len(item.ids) for item in items)
-    inputs = {name: np.zeros(shape, np.int64) for name in INPUTS}
-    for row, item in enumerate(items):
-        inputs["input_ids"][row, : len(item.ids)] = item.ids
-        inputs["attention_mask"][row, : len(item.ids)] = 1
-        inputs["token_type_ids"][row, item.second : len(item.ids)] = 1
+def padded(described: Described, items: Sequence[Item]) -> dict[str, np.ndarray]:
+    """int64 [sequences, longest] inputs of transformers' classes, by name; of choices [items, choices, longest]."""
+    sequences = [sequence for item in items for sequence in item.sequences]
+    shape = len(sequences), max(len(ids) for ids, _ in sequences)
+    inputs: dict[str, np.ndarray] = {name: np.zeros(shape, np.int64) for name in INPUTS}
+    for row, (ids, second) in enumerate(sequences):
+        inputs["input_ids"][row, : len(ids)] = ids
+        inputs["attention_mask"][row, : len(ids)] = 1
+        inputs["token_type_ids"][row, second : len(ids)] = 1
+    if described.task.kind == "choose":
+        return {name: values.reshape(len(items), -1, shape[1]) for name, values in inputs.items()}
     return inputs
 
 
@@ -140,6 +147,10 @@ def at_positions(
         return [np.stack([start[row, i.positions], end[row, i.positions]], -1) for row, i in enumerate(items)]
     if described.task.kind == "tag":
         return [outputs[0][row, item.positions] for row, item in enumerate(items)]
+    if described.task.kind == "rank":
+        return np.split(outputs[0], np.cumsum([len(item.sequences) for item in items])[:-1])
+    if described.task.kind == "choose":
+        return list(outputs[0][..., None])
     return [outputs[0][row : row + 1] for row in range(len(items))]
 
 
@@ -162,8 +173,7 @@ def _quiet() -> Iterator[None]:
 def _export(described: Described, folder: Path, path: Path) -> None:
     import transformers
 
-    auto = {"tag": "TokenClassification", "span": "QuestionAnswering"}
-    kind = getattr(transformers, f"AutoModelFor{auto.get(described.task.kind, 'SequenceClassification')}")
+    kind = getattr(transformers, f"AutoModel{huggingface.class_of(described.task.kind)}")
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -171,10 +181,13 @@ def _export(described: Described, folder: Path, path: Path) -> None:
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
-    sample = {name: torch.ones(2, 8, dtype=torch.int64) for name in INPUTS}
-    sample["attention_mask"][1, 5:] = 0
-    rows = torch.export.Dim("batch")
-    length = torch.export.Dim("sequence", max=described.config.model.max_positions)
+    sizes, names = [2, 8], ["batch", "sequence"]
+    if described.task.kind == "choose":
+        sizes, names = [2, 3, 8], ["batch", "choices", "sequence"]
+    sample = {name: torch.ones(sizes, dtype=torch.int64) for name in INPUTS}
+    sample["attention_mask"][1, ..., 5:] = 0
+    most = {"sequence": described.config.model.max_positions}
+    dims = {axis: torch.export.Dim(name, max=most.get(name)) for axis, name in enumerate(names)}
     torch.onnx.export(
         model,
         (),
@@ -182,7 +195,7 @@ def _export(described: Described, folder: Path, path: Path) -> None:
         kwargs=sample,
         input_names=list(INPUTS),
         output_names=["start_logits", "end_logits"] if described.task.kind == "span" else ["logits"],
-        dynamic_shapes={name: {0: rows, 1: length} for name in INPUTS},
+        dynamic_shapes=dict.fromkeys(INPUTS, dims),
         dynamo=True,
         external_data=False,
         verbose=False,
