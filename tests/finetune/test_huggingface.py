@@ -100,13 +100,16 @@ def loaded(kind: str, folder: Path) -> Any:
     return model.eval()
 
 
-WIDE = pytest.mark.slow  # the same under another vocabulary and pre-LN
+def some(first: list[Any], others: list[Any]) -> list[Any]:
+    """Cases of which the others, that differ little, are for the slow tests."""
+    return [*first, *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "vocabulary, norm", [("uncased", "post"), pytest.param("unigram", "pre", marks=WIDE)]
-)
+SHORT = [(kind, "uncased", "post") for kind in ("classify", "tag", "span")]
+ALL = [(kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"))]
+
+
+@pytest.mark.parametrize("kind, vocabulary, norm", some(SHORT, [case for case in ALL if case not in SHORT]))
 @torch.no_grad()
 def test_logits_are_the_same_on_full_padded_and_windowed_input(
     kind: str, vocabulary: str, norm: str, tmp_path: Path
@@ -126,7 +129,7 @@ def test_logits_are_the_same_on_full_padded_and_windowed_input(
     assert np.ptp(np.concatenate(ours)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["classify", "pair", "score", "multilabel", "ordinal"])
+@pytest.mark.parametrize("kind", some(["multilabel"], [("classify",), ("pair",), ("score",), ("ordinal",)]))
 def test_the_text_classification_pipeline_predicts_the_same(kind: str, tmp_path: Path) -> None:
     found, folder, path = exported(kind, tmp_path)
     examples, items = encoded(found, path, "truncate")
@@ -152,7 +155,7 @@ def test_the_text_classification_pipeline_predicts_the_same(kind: str, tmp_path:
             assert prediction == answer[0]["label"]
 
 
-@pytest.mark.parametrize("vocabulary", ["uncased", "unigram"])
+@pytest.mark.parametrize("vocabulary", some(["uncased"], [("unigram",)]))
 def test_the_tagging_pipeline_gives_our_tags_by_the_rule_of_the_card(vocabulary: str, tmp_path: Path) -> None:
     """The code of the card itself, on words of several pieces with punctuation in them."""
     found, folder, _ = exported("tag", tmp_path, vocabulary=vocabulary)
