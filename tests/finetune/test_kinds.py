@@ -72,6 +72,11 @@ def test_swags_file_is_read_as_its_authors_wrote_it(tmp_path: Path) -> None:
     assert (example.a, example.label) == ("w1 w2.", "2")
     assert example.options == ("She w3, w4", "She w5", "She w6 w7", "She w8")
     assert encoding.labels_of(task, [example]) == ("0", "1", "2", "3")
+    finetune_problem.write_run(tmp_path / "run")
+    tokenizer = pretrained.load(tmp_path / "run").tokenizer
+    (item,) = encoding.encode(task, [example], tokenizer, ("0", "1", "2", "3"), 32)
+    ends = [tokenizer.pieces[ids[-2]].strip() for ids, _ in item.sequences]
+    assert ends == ["w4", "w5", "w7", "w8"] and item.targets.tolist() == [2]
     write(path, SWAG.replace(",2\n", ",4\n"))
     with pytest.raises(ValueError, match=r"train\.csv, line 2: label '4' is none of 0, 1, 2, 3"):
         datasets.read(task, path)
