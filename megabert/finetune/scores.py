@@ -26,6 +26,7 @@ def write(
     path: Path,
 ) -> None:
     """One line an example, in the file's order; the arguments are those of `metrics.decode` and what it gave."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with appearing_file(path) as file:
         for line in lines(task, examples, items, logits, predictions, labels):
             file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())

@@ -301,7 +301,7 @@ def made(kind: str, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("kind", ["classify", "multilabel", "ordinal", "choose", "rank"])
 def test_predictions_and_the_probabilities_behind_them(kind: str, tmp_path: Path) -> None:
     source, path = made(kind, tmp_path)
-    behind = tmp_path / "scores.jsonl"
+    behind = tmp_path / "new" / "scores.jsonl"
     assert prediction.predict_file(source, path, tmp_path / "out.tsv", discover({}), scores=str(behind)) == 3
     head, *lines = (tmp_path / "out.tsv").read_text().splitlines()
     found = [json.loads(line) for line in behind.read_text().splitlines()]
