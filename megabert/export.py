@@ -1,10 +1,13 @@
-"""Export a run, or one of its checkpoints, as a Hugging Face folder that loads without any code of ours.
+"""Export a run, one of its checkpoints, or a fine-tuned model as a Hugging Face folder that loads without any code of ours.
 
 megabert export --model RUN --output HF_DIR
+megabert export --model FINETUNED/seed1/best --output HF_DIR
+megabert export --model FINETUNED/seed1/best --output HF_DIR --onnx --int8 dev.tsv
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import appearing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
+from megabert.finetune import card, huggingface, onnx, save
+from megabert.finetune.save import Finetuned
 from megabert.pretrained import Pretrained, hf_names, hf_tokenizer, model_card
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -54,6 +59,28 @@ def export(
     return found
 
 
+def export_finetuned(
+    source: str | Path,
+    output: str | Path,
+    overwrite: bool = False,
+    as_onnx: bool = False,
+    int8: str = "",
+) -> tuple[Finetuned, onnx.Written | None]:
+    """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
+
+    `int8` is a labelled file: the model is also written in 8 bits, and what that loses on the file is in the card. Raises
+    ValueError naming what cannot be exported; nothing is written then.
+    """
+    found = huggingface.load(source)
+    if as_onnx or int8:
+        onnx.require()
+    with appearing(output, CONFIG, overwrite) as folder:
+        huggingface.write(found, folder)
+        written = onnx.write(found, folder, int8) if as_onnx or int8 else None
+        (folder / "README.md").write_text(card.render(found, Path(output).resolve().name, written))
+    return found, written
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.export"), description=__doc__)
@@ -68,7 +95,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
     add("--average", action="store_true", help="the average of the run's last weights (average.share)")
+    add(
+        "--onnx",
+        action="store_true",
+        help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime",
+    )
+    add(
+        "--int8",
+        default="",
+        metavar="FILE",
+        help="of a fine-tuned model: onnx/model_quantized.onnx too; the card says what it loses on this labelled file",
+    )
     args = parser.parse_args(argv)
+    if save.is_finetuned(args.model):
+        return _finetuned(args)
+    for option, given in (("--onnx", args.onnx), ("--int8", args.int8)):
+        if given:
+            raise ValueError(
+                f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})"
+            )
     found = export(args.model, args.output, args.tokenizer, args.overwrite, args.average)
     model = found.config.model
     causal = found.config.data.masking.causal
@@ -82,6 +127,21 @@ def main(argv: list[str] | None = None) -> int:
         log.info(
             "the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained"
         )
+    return OK
+
+
+def _finetuned(args: argparse.Namespace) -> int:
+    for option, given in (("--tokenizer", args.tokenizer), ("--average", args.average)):
+        if given:
+            raise ValueError(f"{option}: is for runs; {args.model} is a fine-tuned model, which has its own")
+    found, written = export_finetuned(args.model, args.output, args.overwrite, args.onnx, args.int8)
+    described = found.described
+    log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")
+    if written is not None:
+        log.info(f"onnx/{onnx.WHOLE}: logits within {written.difference:.1e} of the model's")
+        for name, whole in written.scores.items():
+            other = written.scores_int8[name]
+            log.info(f"onnx/{onnx.QUANTISED}: {name} {other:.4f}, in fp32 {whole:.4f} ({other - whole:+.4f})")
     return OK
 
 

@@ -53,13 +53,16 @@ OWNERS = {
     "amp_C": ("megabert.engine",),
     "apex": ("megabert.engine", "megabert.model.ops"),
     "deepspeed": ("megabert.engine",),
+    "onnx": ("megabert.finetune.onnx",),
+    "onnxruntime": ("megabert.finetune.onnx",),
+    "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "scipy": ("megabert.finetune.metrics",),
+    "scipy": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "seqeval": ("megabert.finetune.metrics",),
-    "sklearn": ("megabert.finetune.metrics",),
+    "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.training.sinks",),
     "torch.utils.tensorboard": ("megabert.training.sinks",),
-    "transformers": (),  # what is exported loads there, but nothing here needs it
+    "transformers": ("megabert.finetune.onnx",),  # what is exported loads there; its ONNX is made from it
 }
 
 

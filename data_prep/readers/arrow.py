@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import fields, formats
-from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, open_regular
-
-BATCH_ROWS = 256
+from data_prep.readers import formats
+from data_prep.readers.decompress import open_regular
+from megabert.common import arrow_tables, fields
+from megabert.common.arrow_tables import BadTable
 
 Row = tuple[int, str]
 
@@ -24,53 +23,31 @@ Row = tuple[int, str]
 @contextlib.contextmanager
 def _arrow_errors(path: str) -> Iterator[None]:
     """Everything that pyarrow raises for bytes that are not a table, as BadInput."""
-    import pyarrow
-
     try:
-        yield
-    except BadInput:
-        raise
-    except MemoryError:
-        raise BadInput(f"{path}: damaged table (its sizes ask for more memory than there is)") from None
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path}: damaged or truncated table ({reason})") from None
+        with arrow_tables.errors(path):
+            yield
+    except BadTable as error:
+        raise BadInput(str(error)) from None
 
 
 def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
-    """Names from the outermost column to each text column. Raises BadInput as `_column` does."""
-    return [_column(path, schema, name) for name in fields.names(text_field, schema.names)]
+    """Names from the outermost column to each text column.
 
-
-def _column(path: str, schema: Any, field: str) -> list[str]:
-    """Names from the outermost column to the text column.
-
-    Raises BadInput listing the columns, or naming its type when that is no text.
+    Raises BadTable listing the columns, or naming the type of one that is no text.
     """
     import pyarrow.types as types
 
-    names = list(schema.names)
-    parts = fields.path(field, names)
-    if names.count(parts[0]) != 1:
-        listed = ", ".join(names) or "none"
-        raise BadInput(f"{path}: no column {field!r} (it has {listed}); name one with --text-field")
-    type_ = schema.field(parts[0]).type
-    for depth, part in enumerate(parts[1:], 1):
-        inside = [inner.name for inner in type_] if types.is_struct(type_) else []
-        if inside.count(part) != 1:
-            outer = ".".join(parts[:depth])
-            raise BadInput(
-                f"{path}: no column {field!r} ({outer} has {', '.join(inside) or 'none inside'}); "
-                "name one with --text-field"
-            )
-        type_ = type_.field(part).type
-    if types.is_dictionary(type_):
-        type_ = type_.value_type
-    if not (_is_text(type_) or types.is_null(type_)):
-        raise BadInput(f"{path}: column {field!r} is {type_}, not text; name another with --text-field")
-    return parts
+    found = []
+    for name in fields.names(text_field, schema.names):
+        try:
+            parts = arrow_tables.locate(path, schema, name)
+        except BadTable as error:
+            raise BadTable(f"{error}; name one with --text-field") from None
+        type_ = arrow_tables.type_of(schema, parts)
+        if not (_is_text(type_) or types.is_null(type_)):
+            raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
+        found.append(parts)
+    return found
 
 
 def _is_text(type_: Any) -> bool:
@@ -129,18 +106,16 @@ def read_table(
     Raises BadInput where the file is damaged or has no such column.
     """
     with open_regular(path) as file:
-        batches = (
-            _parquet(path, file, start, end, text_field)
-            if format_ == "parquet"
-            else _arrow(path, file, start, end, text_field)
-        )
+        with _arrow_errors(path):
+            columns = _columns(path, arrow_tables.schema_of(format_, file), text_field)
+        batches = arrow_tables.batches_of(format_)(path, file, columns, start, end)
         while True:
             with _arrow_errors(path):
                 batch = next(batches, None)
                 if batch is None:
                     return
-                row, columns = batch
-                values = [_values(column) for column in columns]
+                row, arrays = batch
+                values = [_values(array) for array in arrays]
             for record in zip(*values, strict=True):
                 text = None
                 try:
@@ -154,23 +129,12 @@ def read_table(
                 row += 1
 
 
-def _inside(batch: Any, path: list[str]) -> Any:
-    """The array of a column inside others, of a RecordBatch; null where one of those is."""
-    import pyarrow.compute as compute
-
-    column = batch.column(batch.schema.get_field_index(path[0]))
-    return compute.struct_field(column, path[1:]) if path[1:] else column
-
-
 def _values(column: Any) -> list[bytes | None]:
     """Values of an array as bytes: whether they are UTF-8 is for us to say. Checks the array's offsets first."""
     import pyarrow
     import pyarrow.types as types
 
-    if types.is_dictionary(column.type):
-        column.validate()
-        column.indices.validate(full=True)
-        column = column.dictionary_decode()
+    column = arrow_tables.plain(column)
     if types.is_null(column.type):
         return [None] * len(column)
     binary = column.cast(pyarrow.large_binary()) if types.is_string_view(column.type) else column
@@ -180,56 +144,3 @@ def _values(column: Any) -> list[bytes | None]:
         binary = column.view(pyarrow.large_binary())
     binary.validate(full=True)
     return binary.to_pylist()
-
-
-def _parquet(
-    path: str, file: Any, start: int, end: int | None, text_field: str
-) -> Iterator[tuple[int, list[Any]]]:
-    import pyarrow.parquet as parquet
-
-    table = parquet.ParquetFile(file, memory_map=False, pre_buffer=False)
-    metadata = table.metadata
-    columns = _columns(path, table.schema_arrow, text_field)
-    named = [".".join(parts) for parts in columns]
-    groups = range(start, metadata.num_row_groups if end is None else end)
-    row = sum(metadata.row_group(i).num_rows for i in range(start))
-    for i in groups:
-        group = metadata.row_group(i)
-        for j in range(group.num_columns):
-            chunk = group.column(j)
-            if chunk.path_in_schema not in named:
-                continue
-            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
-            if size > max(BOMB_BYTES, BOMB_RATIO * packed):
-                raise BadInput(f"{path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
-    for batch in table.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=named, use_threads=False):
-        yield row, [_inside(batch, parts) for parts in columns]
-        row += batch.num_rows
-
-
-def _arrow(
-    path: str, file: Any, start: int, end: int | None, text_field: str
-) -> Iterator[tuple[int, list[Any]]]:
-    import pyarrow
-    from pyarrow import ipc
-
-    has_footer = file.read(6) == b"ARROW1"
-    file.seek(0)
-    source = ipc.open_file(file) if has_footer else ipc.open_stream(file)
-    columns = _columns(path, source.schema, text_field)
-    outer = sorted({source.schema.get_field_index(parts[0]) for parts in columns})
-    if start:  # the batches before are passed over without being read
-        file = pyarrow.memory_map(path)
-    file.seek(0)
-    options = ipc.IpcReadOptions(included_fields=outer, use_threads=False)
-    source = ipc.open_file(file, options=options) if has_footer else ipc.open_stream(file, options=options)
-    every = (source.get_batch(i) for i in range(source.num_record_batches)) if has_footer else source
-    row = 0
-    for number, batch in enumerate(islice(every, end)):
-        if number < start:
-            row += batch.num_rows
-            continue
-        for i in range(0, batch.num_rows, BATCH_ROWS):
-            part = batch.slice(i, BATCH_ROWS)
-            yield row, [_inside(part, parts) for parts in columns]
-            row += part.num_rows

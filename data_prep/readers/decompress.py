@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from data_prep.common.errors import BadInput
+from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
 MAGIC = (
     (b"\x1f\x8b", "gz"),
@@ -36,8 +37,6 @@ PLAIN_CHUNK = 1 << 20
 # for 128 KiB, so it is fed little: a bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
-# Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read.
-BOMB_BYTES, BOMB_RATIO = 100 << 20, 200
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 

@@ -14,9 +14,10 @@ from itertools import chain
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, fields, formats, mediawiki, unpacked
+from data_prep.readers import decompress, encodings, formats, mediawiki, unpacked
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
+from megabert.common import arrow_tables, fields
 
 SNIFF = 1 << 18  # bytes that decide the encoding
 SIZE_RULE = 16 << 20  # bytes on disk at which version 1 changed what a document is in a text file
@@ -32,7 +33,7 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Pie
     `whole`: these are all. Raises BadInput where they don't tell the format or the encoding.
     """
     path, format_ = piece.path, options.format
-    if format_ in (AUTO, *TABLES) and (found := formats.table_format(head)):
+    if format_ in (AUTO, *TABLES) and (found := arrow_tables.kind_of(head)):
         if piece.compression:
             raise BadInput(f"{path}: a table inside {piece.compression} data; unpack it first")
         return replace(piece, format=found, encoding=encodings.UTF8)

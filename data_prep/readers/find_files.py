@@ -8,7 +8,6 @@ named after their splits, one split is read.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,9 +15,10 @@ from pathlib import Path
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers.decompress import open_regular
+from megabert.common import arrow_tables
+from megabert.common.arrow_tables import SPLITS, STATE
 
 MAGIC = re.compile(r"[*?\[]")
-STATE, SPLITS = "state.json", "dataset_dict.json"
 BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")  # of the library, and no text
 MAX_JSON = 64 << 20
 TABLE_OF_SPLIT = re.compile(
@@ -141,13 +141,9 @@ def _names(folder: str, file: str) -> list[str]:
     with open_regular(path) as opened:
         data = opened.read(MAX_JSON)
     try:
-        record = json.loads(data.decode())
-        names = record["splits"] if file == SPLITS else [entry["filename"] for entry in record["_data_files"]]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        raise BadInput(f"{path}: not the JSON object of a saved dataset") from None
-    for name in names if isinstance(names, list) else [names]:
-        if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
-            raise BadInput(f"{path}: names {name!r}, which is no name in this folder")
+        names = arrow_tables.names_in(path, data)
+    except arrow_tables.BadTable as error:
+        raise BadInput(str(error)) from None
     return [os.path.join(folder, name) for name in names]
 
 

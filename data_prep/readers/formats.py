@@ -27,7 +27,6 @@ BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 # An end of a sentence in the scripts that mark one, with the quotes and brackets that close behind it.
 SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
-TABLES = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
 
 NULL = "null value"  # the rule by which a record without text is left out
@@ -39,11 +38,6 @@ class Text(Protocol):
     """Text that can be read from any byte on."""
 
     def read(self, begin: int, size: int) -> bytes: ...
-
-
-def table_format(head: bytes) -> str:
-    """parquet or arrow (file or stream) where the first bytes say so, else ""."""
-    return next((name for magic, name in TABLES if head.startswith(magic)), "")
 
 
 def detect(path: str, suffix: str, head: bytes) -> str:

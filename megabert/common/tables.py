@@ -1,7 +1,8 @@
-"""Tables of text, read row by row: TSV as GLUE has it (no quoting), CSV as RFC 4180 has it, JSON lines.
+"""Tables of text, read row by row: TSV as GLUE has it (no quoting), CSV as RFC 4180 has it, JSON lines, Parquet and Arrow.
 
-All are UTF-8, gzip where the name ends in .gz, and may be larger than memory. Which of the three a file is its ending
-says, or its first line where that says nothing. Every mistake is a ValueError that names file and line.
+The first three are UTF-8, gzip where the name ends in .gz; all may be larger than memory. Which of the three a file is its
+ending says, or its first line where that says nothing; Parquet and Arrow (`megabert.common.arrow_tables`) say it by their
+first bytes, a saved dataset is a folder. Every mistake is a ValueError that names file and line, or row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from megabert.common import arrow_tables, fields
 
 ENDINGS = (".tsv", ".csv", ".jsonl")
 
@@ -51,22 +54,26 @@ def rows(
     """(file and line, the values of `columns`) of each row.
 
     A column is a name of the header, or a key of the JSON objects, or several with | between, of which the first that is
-    there is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width
-    than the first come without values. ValueError for one that does not, and for a column that is missing.
+    there is taken; in tables without a header (`headed` false) a number from 0. `a.b` is what is inside another one of JSON
+    or Arrow, `a+b` two that are joined, as pre-training's texts are (`megabert.common.fields`). With `cut_rows` rows of
+    another width than the first come without values. ValueError for one that does not, and for a column that is missing.
     """
+    if arrow_tables.is_table(path):
+        yield from arrow_tables.rows(path, columns)
+        return
     table = _table(path)
     if table is None:
         yield from _json_rows(path, columns)
         return
     _, header = next(table, (0, [])) if headed else (0, [])
-    places: list[int] = []
+    places: list[list[int]] = []
     width = len(header)
     for number, row in table:
         if not places:
             width = width or len(row)
-            places = [_place(path, column, header, width) for column in columns]
+            places = [_places(path, column, header, width) for column in columns]
         if len(row) == width:
-            yield f"{path}, line {number}", [row[i] for i in places]
+            yield f"{path}, line {number}", [fields.joined([row[i] for i in group]) for group in places]
         elif cut_rows:
             yield f"{path}, line {number}", []
         else:
@@ -75,7 +82,9 @@ def rows(
 
 
 def columns(path: Path) -> list[str]:
-    """The names that the first line of a table has as a header, or the keys of its first JSON object."""
+    """The names that the first line of a table has as a header, the keys of its first JSON object, an Arrow table's columns."""
+    if arrow_tables.is_table(path):
+        return arrow_tables.columns(path)
     table = _table(path)
     if table is None:
         first = parse_json(f"{path}, line 1", _start(path))
@@ -95,15 +104,18 @@ def _table(path: Path) -> Iterator[tuple[int, list[str]]] | None:
     return _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
 
 
-def _place(path: Path, column: str, header: Sequence[str], width: int) -> int:
+def _places(path: Path, column: str, header: Sequence[str], width: int) -> list[int]:
+    """Where the columns that `column` joins are; mostly one."""
     if not header:
         if int(column) >= width:
             raise ValueError(f"{path}: no column {column}; its first line has columns 0 to {width - 1}")
-        return int(column)
-    found = [i for name in column.split("|") for i, h in enumerate(header) if h.strip() == name]
-    if not found:
-        raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
-    return found[0]
+        return [int(column)]
+    names = [name.strip() for name in header]
+    for spec in column.split("|"):
+        found = fields.names(spec, names)
+        if all(name in names for name in found):
+            return [names.index(name) for name in found]
+    raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
 
 
 def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -142,13 +154,20 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[A
         row = parse_json(where, line)
         if not isinstance(row, dict):
             raise ValueError(f"{where}: is no JSON object")
-        values = []
-        for column in columns:
-            keys = [key for key in column.split("|") if key in row]
-            if not keys:
-                raise ValueError(f"{where}: no column {column!r}; its columns are {', '.join(row):.300}")
-            values.append(row[keys[0]])
-        yield where, values
+        yield where, [_json_value(where, row, column) for column in columns]
+
+
+def _json_value(where: str, row: dict[str, Any], column: str) -> Any:
+    for spec in column.split("|"):
+        try:
+            values = [fields.find(row, name) for name in fields.names(spec, row)]
+        except KeyError:
+            continue
+        try:
+            return fields.joined(values)
+        except ValueError as error:
+            raise ValueError(f"{where}: column {spec!r} {error}") from None
+    raise ValueError(f"{where}: no column {column!r}; its columns are {', '.join(row):.300}")
 
 
 def parse_json(where: str, text: str) -> Any:

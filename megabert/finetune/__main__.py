@@ -2,6 +2,7 @@
 
 megabert finetune --model RUN --task sst2 --train train.tsv --dev dev.tsv --output DIR
 megabert finetune --model RUN --kind classify --text review --label stars --metric accuracy …
+megabert finetune --model RUN --kind rank --text query --choices better worse --train pairs.parquet …
 megabert finetune … --seeds 3 --grid lr=2e-5,3e-5,5e-5 batch=16,32
 megabert finetune --model DIR/seed1/best --predict FILE --output PREDICTIONS
 torchrun --nproc_per_node 8 -m megabert.finetune …          or: deepspeed --module megabert.finetune …
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megabert import pretrained
+from megabert.common import arrow_tables
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -37,12 +39,15 @@ from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE
 from megabert.distributed.together import together
 from megabert.finetune import datasets, encoding, prediction, search, tasks
+from megabert.finetune.class_weights import weights_of
 from megabert.finetune.heads import HEADS, KINDS
-from megabert.finetune.tasks import Task
+from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
+
+SQUAD = LENGTHS["squad1.1"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -55,6 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its columns where "
         "they are not those of training, GLUE's test files are known")  # fmt: skip
+    add("--scores", default="", metavar="FILE",
+        help="with --predict: write probabilities too, of labels, of each word's tags, of answers, as JSON lines")  # fmt: skip
     add(
         "--null-threshold",
         type=float,
@@ -63,8 +70,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, in place of --task")
-    add("--text", action="append", default=[], metavar="COLUMN", help="text column; twice for a pair")
-    add("--label", default="", metavar="COLUMN", help="label column")
+    add("--text", action="append", default=[], metavar="COLUMN",
+        help="text column; twice for a pair; a.b is inside a, a+b are joined")  # fmt: skip
+    add("--choices", nargs="+", default=[], metavar="COLUMN",
+        help="of choose: columns of the choices; of rank: of the better and the worse text")  # fmt: skip
+    add(
+        "--label",
+        default="",
+        metavar="COLUMN",
+        help="label column; of several labels with commas between, or a list",
+    )
     add(
         "--labels",
         nargs="+",
@@ -72,6 +87,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="LABEL",
         help="in the order of the classes; F1 is of the last",
     )
+    add("--class-weights", nargs="+", default=[], metavar="W",
+        help="of the labels in the loss, in their order, or: balanced")  # fmt: skip
     add("--id", default="", metavar="COLUMN", help="of the predictions file (without: numbered from 0)")
     add(
         "--metric",
@@ -94,8 +111,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dropout", type=float, default=d.dropout, help="of the encoder and of the added layers")
     add("--warmup", type=float, default=d.warmup, help="share of the updates")
     add("--weight-decay", type=float, default=d.weight_decay, help="of AdamW")
-    add("--max-length", type=int, default=d.max_length, help="tokens of a text or window")
-    add("--stride", type=int, default=d.stride, help="tokens from one window to the next")
+    add("--max-length", type=int, metavar="TOKENS",
+        help=f"of a text or window (default: {d.max_length}, for SQuAD {SQUAD[0]}; no more than the model has positions)")  # fmt: skip
+    add("--stride", type=int, metavar="TOKENS",
+        help=f"from one window to the next (default: {d.stride}, for SQuAD {SQUAD[1]})")  # fmt: skip
     add("--long", choices=("truncate", "pool"), default=d.long,
         help="texts that are longer: cut, or windows averaged")  # fmt: skip
     add("--evaluations", type=int, default=d.evaluations, help="an epoch")
@@ -112,9 +131,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """The options that are settings of a run. Raises ValueError naming one that is out of range."""
-    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if hasattr(args, f.name)})
+def settings_of(args: argparse.Namespace, task: Task) -> Settings:
+    """The options that are settings of a run, and the task's lengths. Raises ValueError naming one that is out of range."""
+    given = {f.name: getattr(args, f.name) for f in fields(Settings) if hasattr(args, f.name)}
+    lengths = LENGTHS.get(task.name, (Settings.max_length, Settings.stride))
+    for name, default in zip(("max_length", "stride"), lengths, strict=True):
+        given[name] = default if given[name] is None else given[name]
+    settings = Settings(**given)
     check(settings)
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
@@ -143,9 +166,9 @@ def task_of(args: argparse.Namespace) -> Task:
     if bool(args.task) == bool(args.kind):
         raise ValueError(f"name one --task ({', '.join(tasks.PRESETS)}), or describe one with --kind")
     if args.kind:
-        return tasks.custom(args.kind, args.text, args.label, args.metric, args.id, args.labels)
+        return tasks.custom(args.kind, args.text, args.label, args.metric, args.id, args.labels, args.choices)
     given = {"text": tuple(args.text), "label": args.label, "metrics": tuple(args.metric)}
-    given |= {"id": args.id, "labels": tuple(args.labels)}
+    given |= {"id": args.id, "labels": tuple(args.labels), "choices": tuple(args.choices)}
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
@@ -179,24 +202,39 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
         "model_sha256": pretrained.fingerprint(start.weights),
         "limit": args.limit,
     }
-    if args.labels:
-        found["labels"] = args.labels
+    for name in ("labels", "choices", "class_weights"):
+        if given := getattr(args, name):
+            found[name] = given
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
-            found[f"{name}_sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            found[f"{name}_sha256"] = digest(Path(path))
     return found
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a saved dataset one after the other."""
+    found = hashlib.sha256()
+    for file in arrow_tables.files(path) if path.is_dir() else [path]:
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every combination that has no result yet, then the table."""
     stop, world = ranks.join(), ranks.world
-    task, settings = task_of(args), settings_of(args)
-    grid = search.parse_grid(args.grid)
-    runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
-    for chosen in runs.values():
+    task = task_of(args)
+    settings = settings_of(args, task)
+    grid, seeds = search.parse_grid(args.grid), search.parse_seeds(args.seeds)
+    for chosen in search.combinations(settings, grid, seeds).values():
         check(chosen)
     start = pretrained.load(args.model, args.tokenizer)
+    if args.max_length is None:
+        positions = start.config.model.max_positions
+        settings = replace(settings, max_length=min(settings.max_length, positions))
+    runs = search.combinations(settings, grid, seeds)
     data = read(args, task, start, settings)
+    train = data.splits["train"].examples
+    data = replace(data, class_weights=weights_of(args.class_weights, task, data.labels, train))
     for name, split in data.splits.items():
         log.info(f"{name}: {len(split.examples):,} examples, {len(split.items):,} items")
     common = search.common_settings(settings, grid, facts(args, task, start))
@@ -228,7 +266,12 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 def predict(args: argparse.Namespace, ranks: Session) -> int:
     """Write a fine-tuned model's predictions for a file."""
     ranks.join()
-    chosen: dict[str, Any] = {"text": args.text, "identity": args.id}
+    chosen: dict[str, Any] = {
+        "text": args.text,
+        "identity": args.id,
+        "choices": args.choices,
+        "scores": args.scores,
+    }
     if args.null_threshold is not None:
         chosen["null_threshold"] = args.null_threshold
     count = prediction.predict_file(args.model, args.predict, args.output, ranks.world, **chosen)
@@ -243,8 +286,12 @@ def main(argv: list[str] | None = None) -> int:
     def command(ranks: Session) -> int:
         if args.predict:
             return predict(args, ranks)
-        if args.null_threshold is not None:
-            raise ValueError("--null-threshold: is for --predict")
+        for option, given in (
+            ("--null-threshold", args.null_threshold is not None),
+            ("--scores", args.scores),
+        ):
+            if given:
+                raise ValueError(f"{option}: is for --predict")
         return run_all(args, ranks)
 
     return session.run(command)

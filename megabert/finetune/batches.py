@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megabert.data.packing import Packed, pack
 from megabert.finetune.encoding import Item
+from megabert.finetune.tasks import COMPARED
 
 WIDTH = (
     128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
@@ -40,7 +41,7 @@ class Batch:
     packed: Packed
     read: Tensor  # int64 [P], flat positions
     places: Tensor | None  # int64 [N, W]: which of the P belong to each item; -1 after its last
-    targets: Tensor  # int64 [N] class | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
+    targets: Tensor  # int64 [N] class or right sequence | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
     items: int
 
     def to(self, device: torch.device | str) -> Batch:
@@ -88,13 +89,15 @@ class Update:
 
 def collate(items: Sequence[Item], layout: Layout) -> Batch:
     """One batch of `items`; without any, the batch that adds nothing."""
-    ids = [item.ids for item in items] or [np.zeros(1, np.int32)]
-    seconds = [item.second for item in items] or [1]
+    sequences = [sequence for item in items for sequence in item.sequences] or [(np.zeros(1, np.int32), 1)]
+    ids = [sequence for sequence, _ in sequences]
     longest = max(map(len, ids))
-    packed = pack(ids, seconds, max(longest, min(WIDTH, layout.max_length)), layout.causal)
-    read = [packed.starts[i] + read_at(item, layout) for i, item in enumerate(items)]
+    width = max(longest, min(WIDTH, layout.max_length))
+    packed = pack(ids, [second for _, second in sequences], width, layout.causal)
+    first = np.cumsum([0, *(1 + len(item.others) for item in items)])
+    read = [packed.starts[first[i] : first[i + 1]] + read_at(item, layout) for i, item in enumerate(items)]
     places = None
-    if layout.sequences or layout.kind == "span":
+    if layout.sequences or layout.kind in ("span", *COMPARED):
         places = torch.from_numpy(_places([len(item.positions) for item in items]))
     return Batch(
         packed,
@@ -106,10 +109,12 @@ def collate(items: Sequence[Item], layout: Layout) -> Batch:
 
 
 def read_at(item: Item, layout: Layout) -> np.ndarray:
-    """int64 [p], where an item is read: what is read at [CLS] is read at the last token of a causal model, which alone has
-    seen the whole text."""
+    """int64 [p], where an item is read, or each of its sequences: what is read at [CLS] is read at the last token of a causal
+    model, which alone has seen the whole text."""
     if not layout.causal:
         return item.positions
+    if item.others:
+        return np.array([len(ids) - 1 for ids, _ in item.sequences])
     return np.where(item.positions == 0, len(item.ids) - 1, item.positions)
 
 
@@ -123,7 +128,7 @@ def _places(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _targets(items: Sequence[Item], kind: str) -> Tensor:
-    dtype = np.float32 if kind == "score" else np.int64
+    dtype = np.float32 if kind in ("score", "multilabel") else np.int64
     found = [np.asarray(item.targets, dtype) for item in items if len(item.targets)]
     targets = torch.from_numpy(np.concatenate(found or [np.zeros(0, dtype)]))
     return targets.view(-1, 2) if kind == "span" else targets

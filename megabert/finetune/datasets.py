@@ -1,7 +1,8 @@
 """Data sets of tasks: the examples of a file, each with the line it comes from.
 
 Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between
-sentences; spans are SQuAD's JSON. A file that is not what its task says is refused with file and line.
+sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON, or rows of a table with its fields. A file
+that is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
@@ -10,54 +11,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megabert.common import tables
+from megabert.common import arrow_tables, tables
 from megabert.common.logs import log
-from megabert.finetune.tasks import PRESETS, Task
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text or a pair, and its label: a string, a number for a score, None where unlabelled."""
-
-    id: str
-    where: str  # file and line, for messages
-    a: str
-    b: str | None
-    label: str | float | None
-
-
-@dataclass(frozen=True)
-class Words:
-    """A sentence's words and the tag of each, or None where unlabelled."""
-
-    id: str
-    where: str
-    words: tuple[str, ...]
-    tags: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class Question:
-    """`answers` are (text, first character in the context) pairs; (): the question has none; None: unlabelled."""
-
-    id: str
-    where: str
-    question: str
-    context: str
-    answers: tuple[tuple[str, int], ...] | None
-
-    @property
-    def impossible(self) -> bool:
-        return self.answers == ()
-
-
-Example = Text | Words | Question
-
+from megabert.finetune.examples import Choices, Example, Question, Text, Words
+from megabert.finetune.tasks import COMPARED, PRESETS, Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
 SHOWN = 20  # ids of rows that were left out
@@ -72,7 +34,7 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     that is not where its context says, a file that is empty or not UTF-8.
     """
     path = Path(path)
-    if not any(line.strip() for _, line in tables.lines(path)):
+    if not arrow_tables.is_table(path) and not any(line.strip() for _, line in tables.lines(path)):
         raise ValueError(f"{path}: is empty")
     examples: list[Any] = list(READERS.get(task.kind, _texts)(task, path, labelled))
     if not examples:
@@ -85,13 +47,25 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     return examples
 
 
-def for_prediction(task: Task, path: str | Path, text: Sequence[str] = (), identity: str = "") -> Task:
+def for_prediction(
+    task: Task,
+    path: str | Path,
+    text: Sequence[str] = (),
+    identity: str = "",
+    choices: Sequence[str] = (),
+) -> Task:
     """The task with the columns of a file that is to be predicted: those that are named, or those of GLUE's test files.
 
-    These begin with a column index or id, and CoLA's have a header that its other files lack.
+    These begin with a column index or id, and CoLA's have a header that its other files lack. `choices` may be any number of
+    texts that are to be ranked.
     """
-    if task.kind in ("tag", "span"):
-        return replace(task, text=tuple(text) or task.text, id=identity or task.id)
+    if task.kind in ("tag", "span", *COMPARED):
+        return replace(
+            task,
+            text=tuple(text) or task.text,
+            choices=tuple(choices) or task.choices,
+            id=identity or task.id,
+        )
     label = task.label
     header = tables.columns(Path(path)) if task.name in PRESETS else []
     if not text and task.text[0].isdecimal() and "sentence" in header:
@@ -107,31 +81,51 @@ def for_prediction(task: Task, path: str | Path, text: Sequence[str] = (), ident
 # ---- tables
 
 
-def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text]:
-    wanted = [*task.text, *([task.label] * labelled), *([task.id] * bool(task.id))]
+def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text | Choices]:
+    if task.kind == "rank" and labelled and len(task.choices) != 2:
+        raise ValueError(
+            f"task {task.name}: learns from two texts a line, the better one first; {len(task.choices)} are named"
+        )
+    wanted = task.columns(labelled)
+    texts = len(task.text) + len(task.choices)
+    may_be_empty = [task.label] * (task.kind == "multilabel")
     left_out: list[str] = []
     for number, (where, row) in enumerate(
-        tables.rows(path, wanted, not task.text[0].isdecimal(), task.cut_rows)
+        tables.rows(path, wanted, not wanted[0].isdecimal(), task.cut_rows)
     ):
-        text = row[: len(task.text)]
         if task.cut_rows and not (row and all(isinstance(t, str) and t.strip() for t in row)):
             left_out.append(str(row[-1]) if row and task.id else str(number))
             continue
         for name, value in zip(wanted, row, strict=True):
-            if value is None or (isinstance(value, str) and not value.strip()):
+            if name not in may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
                 raise ValueError(f"{where}: column {name!r} is empty; fill it or remove the line")
-        for name, value in zip(task.text, text, strict=True):
+        for name, value in zip(wanted[:texts], row[:texts], strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value):.40}")
-        label = _label(task, where, row[len(task.text)]) if labelled else None
         identity = _plain(where, task.id, row[-1]) if task.id else str(number)
-        yield Text(identity, where, text[0], text[1] if task.pair else None, label)
+        label = _label(task, where, row[texts]) if labelled and task.label else None
+        if task.kind in COMPARED:
+            yield _choices(
+                task, identity, where, row[:texts], "" if task.kind == "rank" and labelled else label
+            )
+        else:
+            yield Text(identity, where, row[0], row[1] if task.pair else None, label)
     if left_out:
         shown = ", ".join(left_out[:SHOWN]) + ", …" * (len(left_out) > SHOWN)
         log.warning(f"{path}: {len(left_out):,} rows are cut at a tab or a line end and left out: {shown}")
 
 
-def _label(task: Task, where: str, value: Any) -> str | float:
+def _choices(task: Task, identity: str, where: str, texts: Sequence[str], label: Any) -> Choices:
+    """A second text is the beginning of every choice."""
+    given, options = texts[: len(task.text)], texts[len(task.text) :]
+    if task.pair:
+        options = [f"{given[1]} {option}" for option in options]
+    return Choices(identity, where, given[0] if given else None, tuple(options), label)
+
+
+def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
+    if task.kind == "multilabel":
+        return _several(task, where, value)
     if task.kind == "score":
         try:
             number = math.nan if isinstance(value, bool) else float(value)
@@ -144,7 +138,26 @@ def _label(task: Task, where: str, value: Any) -> str | float:
         return number
     label = _plain(where, task.label, value)
     _known(task, where, label)
+    if task.kind == "choose" and label not in choice_labels(task):
+        raise ValueError(f"{where}: label {label!r:.60} is none of {', '.join(choice_labels(task))}")
     return label
+
+
+def _several(task: Task, where: str, value: Any) -> tuple[str, ...]:
+    """A list of labels, or a text of them with commas between; none is a label too."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    elif not isinstance(value, list):
+        value = [] if value is None else [value]
+    found = tuple(_plain(where, task.label, part) for part in value)
+    for label in found:
+        _known(task, where, label)
+    return found
+
+
+def choice_labels(task: Task) -> tuple[str, ...]:
+    """What the choices are called in the label column: as the task says, or by their numbers from 0."""
+    return task.labels or tuple(str(number) for number in range(len(task.choices)))
 
 
 def _known(task: Task, where: str, label: str) -> None:
@@ -163,11 +176,42 @@ def _plain(where: str, column: str, value: Any) -> str:
     )
 
 
-# ---- CoNLL columns
+# ---- words and tags
+
+
+def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
+    """Rows with a list of words and a list of tags."""
+    wanted = [task.text[0], *([task.label] * labelled)]
+    for number, (where, row) in enumerate(tables.rows(path, wanted)):
+        for name, values in zip(wanted, row, strict=True):
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"{where}: column {name!r} holds no list but {values!r:.40}")
+        words = tuple(_plain(where, task.text[0], word) for word in row[0])
+        if not all(word.strip() for word in words):
+            raise ValueError(f"{where}: a word in column {task.text[0]!r} is empty")
+        tags = (
+            tuple(_tag(task, where, _plain(where, task.label, tag)) for tag in row[1]) if labelled else None
+        )
+        if tags is not None and len(tags) != len(words):
+            raise ValueError(f"{where}: has {len(words)} words and {len(tags)} tags")
+        yield Words(str(number), where, words, tags)
+
+
+def _tag(task: Task, where: str, tag: str) -> str:
+    if ENTITY_METRICS & set(task.metrics) and not ENTITY_TAG.fullmatch(tag):
+        raise ValueError(
+            f"{where}: tag {tag!r:.40} is neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
+        )
+    _known(task, where, tag)
+    return tag
 
 
 def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
-    entities = bool(ENTITY_METRICS & set(task.metrics))
+    if not task.text[0].removeprefix("-").isdecimal():
+        yield from _word_rows(task, path, labelled)
+        return
+    if arrow_tables.is_table(path):
+        raise ValueError(f"{path}: is a table; name its columns of words and tags with --text and --label")
     words: list[str] = []
     tags: list[str] = []
     start = number = width = 0
@@ -189,13 +233,7 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
         if labelled:
             if width < 2:
                 raise ValueError(f"{where}: has one column, {fields[0]!r:.40}; a word and its tag are wanted")
-            tag = _field(where, "tag", task.label, fields)
-            if entities and not ENTITY_TAG.fullmatch(tag):
-                raise ValueError(
-                    f"{where}: tag {tag!r:.40} is neither O nor B-, I-, E- or S- and a name; metric accuracy takes any"
-                )
-            _known(task, where, tag)
-            tags.append(tag)
+            tags.append(_tag(task, where, _field(where, "tag", task.label, fields)))
         start = start if words else line_number
         words.append(_field(where, "word", task.text[0], fields))
 
@@ -213,6 +251,9 @@ def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
 
 
 def _questions(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
+    if arrow_tables.is_table(path):
+        yield from _question_rows(task, path, labelled)
+        return
     tree = tables.parse_json(str(path), "\n".join(line for _, line in tables.lines(path)))
     for a, article in enumerate(_get(str(path), tree, "data", list)):
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
@@ -222,6 +263,24 @@ def _questions(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
                 raise ValueError(f"{where}: its context is empty")
             for qa in _get(where, paragraph, "qas", list):
                 yield _question(task, where, context, qa, labelled)
+
+
+def _question_rows(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
+    """SQuAD's fields as columns, as `datasets` has it; no answer in the list is none."""
+    wanted = ["id", "question", "context", *["answers.text", "answers.answer_start"] * labelled]
+    for where, row in tables.rows(path, wanted):
+        qa: dict[str, Any] = {"id": row[0], "question": row[1]}
+        if not (isinstance(row[2], str) and row[2].strip()):
+            raise ValueError(f"{where}: its context is empty")
+        if labelled:
+            texts, starts = row[3] or [], row[4] or []
+            if len(texts) != len(starts):
+                raise ValueError(f"{where}: has {len(texts)} answers and {len(starts)} places of answers")
+            qa["answers"] = [
+                {"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)
+            ]
+            qa["is_impossible"] = not texts
+        yield _question(task, where, row[2], qa, labelled)
 
 
 def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> Question:

@@ -15,8 +15,9 @@ import numpy as np
 
 from megabert.common.scripts import stand_together
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import Example, Question, Text, Words
-from megabert.finetune.tasks import Task
+from megabert.finetune.datasets import choice_labels
+from megabert.finetune.examples import Choices, Example, Question, Text, Words
+from megabert.finetune.tasks import COMPARED, LABELLED, Task
 
 MAX_QUESTION = 64  # tokens; Devlin et al. 2019's own code
 MIN_LENGTH = 8  # tokens of a window: three special ones and some of each part
@@ -29,15 +30,26 @@ class Item:
     example: int
     ids: np.ndarray  # int32 [n]
     second: int  # where segment 1 begins; n without a pair
-    # int64 [p], token positions the head reads: [0] for a text, the first piece of each word (a word is in one window
+    # int64 [p], token positions the head reads: [0] for a text, 0 for each of several sequences, the first piece of each word (a word is in one window
     # only), [CLS] and all the context's tokens for a span
     positions: np.ndarray
-    # int64 [1] class | float32 [1] score | int64 [p] tags | int64 [2] start and end as indices into `positions`, both
+    # int64 [1] class or right sequence | float32 [labels] 1 where it has the label | float32 [1] score | int64 [p] tags | int64 [2] start and end as indices into `positions`, both
     # included, 0 0 where the window holds no answer; empty where unlabelled
     targets: np.ndarray
     char_spans: (
         np.ndarray
     )  # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2]
+    # (ids, where segment 1 begins) of the further sequences that the first is compared with, each read at its [CLS]
+    others: tuple[tuple[np.ndarray, int], ...] = ()
+
+    @property
+    def sequences(self) -> list[tuple[np.ndarray, int]]:
+        """(ids, where segment 1 begins) of all its sequences."""
+        return [(self.ids, self.second), *self.others]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) for ids, _ in self.sequences)
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
@@ -47,23 +59,41 @@ CHUNK = 512  # contexts encoded at once: what the libraries return for a token t
 
 
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
-    """The labels of a classify or tag task in the order of their classes; () for the other kinds.
+    """The labels of a task in the order of their classes, those of a choice in the order of its columns; () for the kinds
+    without.
 
-    Raises ValueError where the examples have one label alone, or the task's F1 is of two classes and there are more.
+    Raises ValueError where the examples have one label alone, the order of an ordinal task's is not told, or the task's F1
+    is of two classes and there are more.
     """
-    if task.kind not in ("classify", "tag"):
+    if task.kind == "choose":
+        return choice_labels(task)
+    if task.kind not in LABELLED:
         return ()
     labels = task.labels
     if not labels:
-        found = (
-            {e.label for e in examples} if task.kind == "classify" else {t for e in examples for t in e.tags}
-        )
+        found: set[str] = set()
+        for e in examples:
+            found.update(
+                e.tags if task.kind == "tag" else e.label if task.kind == "multilabel" else [e.label]
+            )
         labels = tuple(sorted(found))
     if len(labels) < 2:
-        raise ValueError(f"task {task.name}: {labels[0]!r} is the only label; two at least are needed")
+        shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
+        raise ValueError(f"task {task.name}: {shown}; two at least are needed")
+    if task.kind == "ordinal" and not task.labels:
+        labels = _by_number(task, labels)
     if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
         raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
     return labels
+
+
+def _by_number(task: Task, labels: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(labels, key=float))
+    except ValueError:
+        raise ValueError(
+            f"task {task.name}: the labels {', '.join(labels):.80} are no numbers; name them in their order with --labels"
+        ) from None
 
 
 def encode(
@@ -90,6 +120,8 @@ def encode(
         return list(_spans(given, tokenizer, max_length, stride))
     if task.kind == "tag":
         return list(_tags(given, tokenizer, classes, max_length, stride))
+    if task.kind in COMPARED:
+        return list(_compared(given, tokenizer, classes, max_length))
     return list(_texts(task, given, tokenizer, classes, max_length, stride if long == "pool" else 0))
 
 
@@ -136,7 +168,10 @@ def _texts(
     firsts = _ids(tokenizer, [e.a for e in examples])
     seconds = _ids(tokenizer, [e.b or "" for e in examples]) if task.pair else None
     for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
-        if isinstance(example.label, str):
+        if isinstance(example.label, tuple):
+            targets = np.zeros(len(classes), np.float32)
+            targets[[_class(example.where, label, classes) for label in example.label]] = 1
+        elif isinstance(example.label, str):
             targets = np.array([_class(example.where, example.label, classes)], np.int64)
         else:
             targets = np.array([] if example.label is None else [example.label], np.float32)
@@ -164,6 +199,24 @@ def _cut(
     else:
         for start in _windows(len(b), keep_b, stride):
             yield _row(tokenizer, a[:keep_a], b[start : start + keep_b])
+
+
+def _compared(
+    examples: Sequence[Choices], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
+) -> Iterator[Item]:
+    """One item an example, of as many sequences as it has options; of a ranked pair the first is right."""
+    firsts = _ids(tokenizer, [e.a or "" for e in examples])
+    options = iter(_ids(tokenizer, [option for e in examples for option in e.options]))
+    for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
+        sequences: list[tuple[np.ndarray, int]] = []
+        for _ in example.options:
+            option = next(options)
+            first, second_text = (option, None) if example.a is None else (a, option)
+            sequences += _cut(tokenizer, first, second_text, max_length, 0)
+        right = {None: [], "": [0]}.get(example.label)
+        targets = np.array([classes[str(example.label)]] if right is None else right, np.int64)
+        (ids, second), *others = sequences
+        yield Item(i, ids, second, np.zeros(len(sequences), np.int64), targets, NO_SPANS, tuple(others))
 
 
 # ---- words

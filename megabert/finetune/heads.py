@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config
+from megabert.finetune.tasks import COMPARED, Kind
 from megabert.model.bert import BertForPreTraining
 from megabert.model.layers import Linear
 
-KINDS = ("classify", "score", "tag", "span")
+TOKEN_KINDS = ("tag", "span")  # read at their tokens; the others at [CLS]
+KINDS: tuple[str, ...] = get_args(Kind)
 HEADS = ("linear", "bilstm")
 PRETRAINING_HEADS = ("mlm", "nsp", "pooler")
 FEATURE_LAYERS = 4  # the last layers, concatenated: the best of Devlin et al. 2019, table 7
@@ -31,13 +33,15 @@ LSTM_LAYERS = 2  # section 5.3
 
 @dataclass(frozen=True)
 class Shape:
-    """What is added to an encoder. `outputs`: classes, tags, 1 for a score, 2 for a span."""
+    """What is added to an encoder. `outputs`: classes, tags, 1 for a score or a sequence that is compared, 2 for a span, of an
+    ordered set one less than labels. `class_weights`: of the labels in the loss, (): all alike."""
 
     kind: str
     outputs: int
     head: str = "linear"
     width: int = 768  # of the BiLSTM, both directions together
     frozen: bool = False
+    class_weights: tuple[float, ...] = ()
 
     def check(self, layers: int) -> None:
         """Raises ValueError naming the option that does not go with the others, or with a model of so many layers."""
@@ -125,13 +129,14 @@ class Finetuner(nn.Module):
         self.head: TextHead | TokenHead | BiLstmHead
         if shape.head == "bilstm":
             self.head = BiLstmHead(size, shape.outputs, cfg.init_std, cfg.dropout, shape.width)
-        elif shape.kind in ("classify", "score"):
+        elif shape.kind not in TOKEN_KINDS:
             self.head = TextHead(size, shape.outputs, cfg.init_std, cfg.dropout)
             if pooler is not None:
                 self.head.pooler.load_state_dict(pooler.state_dict())
         else:
             dropout = cfg.dropout if shape.kind == "tag" else 0.0  # the published span head has none
             self.head = TokenHead(size, shape.outputs, cfg.init_std, dropout)
+        self._class_weights: Tensor | None = None  # fp32 [labels], where the loss is
         # a tuple hides it from parameters() and train()
         self.fixed: tuple[BertForPreTraining, ...] = (encoder,) if shape.frozen else ()
         if shape.frozen:
@@ -158,17 +163,43 @@ class Finetuner(nn.Module):
     def forward(
         self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Loss sum and how many answers are right (of scores: 0), over items or, for tags, over words."""
+        """Loss sum and how many answers are right (of scores: 0), over items, for tags over words, for several labels over each
+        label of each item.
+
+        An ordinal label of K is K - 1 decisions "is it more than this one" (Niu et al. 2016), whose losses are summed; of
+        compared sequences the right one has to win a softmax, which for two is RankNet's loss (Burges et al. 2005).
+        """
         logits = self.logits(read, places, **inputs)
-        if self.shape.kind == "score":
+        kind, weight = self.shape.kind, self.label_weights(logits.device)
+        if kind == "score":
             loss = F.mse_loss(logits[:, 0], targets.float(), reduction="sum")
             return loss, loss.new_zeros(())
-        if self.shape.kind == "span":
+        if kind == "span":
             assert places is not None
             spans = span_scores(logits, places)  # (N, W, 2)
             loss = F.cross_entropy(spans, targets, reduction="sum") / 2
             return loss, (spans.argmax(1) == targets).all(1).sum() if len(spans) else loss.new_zeros(())
-        return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(-1) == targets).sum()
+        if kind == "multilabel":
+            wanted = targets.view_as(logits)  # (N, K)
+            loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum", pos_weight=weight)
+            return loss, ((logits > 0) == (wanted > 0)).sum()
+        if kind == "ordinal":
+            more = (
+                targets[:, None] > torch.arange(logits.shape[1], device=logits.device)
+            ).float()  # (N, K - 1)
+            losses = F.binary_cross_entropy_with_logits(logits, more, reduction="none").sum(1)
+            loss = (losses if weight is None else losses * weight[targets]).sum()
+            return loss, ((logits > 0) == (more > 0)).all(1).sum()
+        if kind in COMPARED:
+            assert places is not None
+            logits = span_scores(logits, places)[..., 0]  # (N, W)
+        return F.cross_entropy(logits, targets, weight, reduction="sum"), (logits.argmax(-1) == targets).sum()
+
+    def label_weights(self, device: torch.device) -> Tensor | None:
+        """fp32 [labels], of each label in the loss, put on `device` once; None: all alike."""
+        if self.shape.class_weights and self._class_weights is None:
+            self._class_weights = torch.tensor(self.shape.class_weights, device=device)
+        return self._class_weights
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         """Over how many answers the loss of `batch` is summed."""
@@ -176,9 +207,9 @@ class Finetuner(nn.Module):
 
 
 def span_scores(logits: Tensor, places: Tensor) -> Tensor:
-    """[P, 2] -> [N, W, 2], -inf after an item's last position."""
+    """[P, K] -> [N, W, K], -inf after an item's last position."""
     if not len(places):
-        return logits.view(0, 1, 2)
+        return logits.view(0, 1, logits.shape[-1])
     return logits[places.clamp(min=0)].masked_fill((places < 0)[..., None], -torch.inf)
 
 

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from megabert.common.atomic_io import write_whole
-from megabert.finetune.datasets import Example, Question
+from megabert.finetune import label_metrics
 from megabert.finetune.encoding import Item
+from megabert.finetune.examples import Example, Question
+from megabert.finetune.label_metrics import Figures
 from megabert.finetune.tasks import Task
 
 MAX_ANSWER = 30  # tokens; this and the next are those of Devlin et al. 2019's own code
@@ -41,21 +43,14 @@ def decode(
 ) -> list[Any]:
     """One prediction an example, None for one without an item. `logits[i]` are of item i:
 
-    classify [k] -> label; score [1] -> float; tag [p, k] -> list of tags; span [p, 2] (start, end) -> {"text": answer or "",
+    classify, choose [k] -> label; multilabel [k] -> list of labels; ordinal [k - 1] -> label; score [1] -> float; rank [k] ->
+    list of floats; tag [p, k] -> list of tags; span [p, 2] (start, end) -> {"text": answer or "",
     "no_answer_probability": 0..1, "n_best": [{"text", "start", "probability"}, ...]}, "" where the task allows no answer
     and its probability is above `null_threshold`. The windows of one text are averaged. Raises ValueError for logits that are
     not finite.
     """
-    windows: list[list[int]] = [[] for _ in examples]
-    for i, (item, values) in enumerate(zip(items, logits, strict=True)):
-        if not np.isfinite(values).all():
-            raise ValueError(
-                f"{examples[item.example].where}: the model's output is not finite: its training diverged; "
-                "lower the learning rate"
-            )
-        windows[item.example].append(i)
     predictions: list[Any] = []
-    for example, of in zip(examples, windows, strict=True):
+    for example, of in zip(examples, windows_of(examples, items, logits), strict=True):
         if not of:
             predictions.append(None)
         elif task.kind == "span":
@@ -65,9 +60,41 @@ def decode(
         elif task.kind == "tag":
             predictions.append([labels[k] for i in of for k in logits[i].argmax(-1)])
         else:
-            mean = np.stack([logits[i] for i in of]).mean(0, dtype=np.float64)
-            predictions.append(labels[int(mean.argmax())] if task.kind == "classify" else float(mean[0]))
+            predictions.append(_decided(task, mean_of([logits[i] for i in of]), labels))
     return predictions
+
+
+def windows_of(
+    examples: Sequence[Example], items: Sequence[Item], logits: Sequence[np.ndarray]
+) -> list[list[int]]:
+    """The items of each example in their order. Raises ValueError for logits that are not finite."""
+    windows: list[list[int]] = [[] for _ in examples]
+    for i, (item, values) in enumerate(zip(items, logits, strict=True)):
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{examples[item.example].where}: the model's output is not finite: its training diverged; "
+                "lower the learning rate"
+            )
+        windows[item.example].append(i)
+    return windows
+
+
+def mean_of(windows: Sequence[np.ndarray]) -> np.ndarray:
+    """fp64 [k], what the windows of one text [k] say together."""
+    return np.stack(windows).mean(0, dtype=np.float64)
+
+
+def _decided(task: Task, logits: np.ndarray, labels: Sequence[str]) -> Any:
+    """What [k] logits of a text mean. An ordinal label is the last one that all decisions before it lead to."""
+    if task.kind == "score":
+        return float(logits[0])
+    if task.kind == "rank":
+        return [float(value) for value in logits]
+    if task.kind == "multilabel":
+        return [label for label, value in zip(labels, logits, strict=True) if value > 0]
+    if task.kind == "ordinal":
+        return labels[int((np.minimum.accumulate(logits) > 0).sum())]
+    return labels[int(logits.argmax())]
 
 
 def _answer(
@@ -120,8 +147,18 @@ def score(
     """
     assert len(examples) == len(predictions) > 0
     given: Any = examples
-    if task.kind == "classify":
+    if task.kind in ("classify", "choose"):
         figures = _classified([_truth(e.label, e) for e in given], predictions, labels or task.labels)
+    elif task.kind == "multilabel":
+        figures = label_metrics.several(
+            [_truth(e.label, e) for e in given], predictions, labels or task.labels
+        )
+    elif task.kind == "ordinal":
+        figures = label_metrics.ordered(
+            [_truth(e.label, e) for e in given], predictions, labels or task.labels
+        )
+    elif task.kind == "rank":
+        figures = label_metrics.ranked([_truth(e.label, e) for e in given], predictions)
     elif task.kind == "score":
         figures = _correlated([_truth(e.label, e) for e in given], predictions, given)
     elif task.kind == "tag":
@@ -135,9 +172,6 @@ def score(
         for category in (UserWarning, RuntimeWarning):
             warnings.simplefilter("ignore", category)
         return {name: float(figures[name]()) for name in wanted}
-
-
-Figures = dict[str, Callable[[], float]]
 
 
 def _truth(value: Any, example: Example) -> Any:
@@ -285,7 +319,8 @@ def _best_threshold(
 def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], path: str | Path) -> None:
     """The predictions file, whole or not at all; what is missing is left out, or an empty field where a line must be.
 
-    classify, score: TSV with GLUE's columns `index`, `prediction`; tag: word, true tag if known, predicted tag, as conlleval
+    of texts: TSV with GLUE's columns `index`, `prediction` (several labels with commas between; of several texts that were ranked
+    a score each, under the names of their columns); tag: word, true tag if known, predicted tag, as conlleval
     reads it; span: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
     path = Path(path)
@@ -302,8 +337,17 @@ def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], p
             lines += [" ".join(row) for row in zip(*columns, strict=True)] + [""]
         _put(path, "\n".join(lines))
     else:
-        rows = [f"{e.id}\t{'' if p is None else p}" for e, p in given]
-        _put(path, "\n".join(["index\tprediction", *rows]) + "\n")
+        names = task.choices if task.kind == "rank" and len(task.choices) > 1 else ["prediction"]
+        rows = ["\t".join([e.id, *_cells(task, p, len(names))]) for e, p in given]
+        _put(path, "\n".join(["\t".join(["index", *names]), *rows]) + "\n")
+
+
+def _cells(task: Task, prediction: Any, columns: int) -> list[str]:
+    if prediction is None:
+        return [""] * columns
+    if task.kind == "multilabel":
+        return [",".join(prediction)]
+    return [str(value) for value in prediction] if task.kind == "rank" else [str(prediction)]
 
 
 def _json(tree: dict[str, Any]) -> str:

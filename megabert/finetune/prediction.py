@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megabert.data.packing import groups as groups_of
 from megabert.distributed.process_group import World
 from megabert.finetune import datasets, encoding, metrics, save
+from megabert.finetune import scores as behind
 from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
 from megabert.finetune.encoding import Item
-from megabert.finetune.heads import Finetuner
+from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 
 
 @torch.no_grad()
@@ -33,7 +34,7 @@ def logits_of(
     """
     training = module.training
     module.eval()
-    groups = groups_of([len(item.ids) for item in items], tokens)
+    groups = groups_of([item.tokens for item in items], tokens)
     sizes = [[sum(len(items[i].positions) for i in group) for group in groups[r :: world.size]]
              for r in range(world.size)]  # fmt: skip
     outputs = module.shape.outputs
@@ -67,10 +68,13 @@ def predict_file(
     null_threshold: float = 0.5,
     text: Sequence[str] = (),
     identity: str = "",
+    choices: Sequence[str] = (),
+    scores: str = "",
 ) -> int:
     """Write a fine-tuned model's predictions for a file, whose labels are not read; how many there are.
 
-    `text` and `identity` name the file's columns where they are not those the model was trained with.
+    `text`, `choices` and `identity` name the file's columns where they are not those the model was trained with. `scores` is
+    a file for what stands behind them (`megabert.finetune.scores`).
     A question that may have no answer gets none where its probability is above `null_threshold`. Raises ValueError naming
     what cannot be used; nothing is written then.
     """
@@ -78,24 +82,24 @@ def predict_file(
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
     found = save.load(source, world.device)
     described = found.described
-    task = datasets.for_prediction(described.task, path, text, identity)
+    task = datasets.for_prediction(described.task, path, text, identity, choices)
     examples = datasets.read(task, path, labelled=False)
     items = encoding.encode(
         *(task, examples, found.tokenizer, described.labels, described.max_length),
         stride=described.stride,
         long=described.long,
     )
-    logits = logits_of(found.module, items, described.layout, world)
-    predictions: list[Any] = metrics.decode(
-        *(task, examples, items, [reshape(x, task.kind) for x in logits]),
-        described.labels,
-        null_threshold,
-    )
+    logits = [reshape(x, task.kind) for x in logits_of(found.module, items, described.layout, world)]
+    labels = described.labels
+    predictions: list[Any] = metrics.decode(task, examples, items, logits, labels, null_threshold)
     if world.is_main:
         metrics.write(task, examples, predictions, output)
+        if scores:
+            behind.write(task, examples, items, logits, predictions, labels, Path(scores))
     return len(predictions)
 
 
 def reshape(logits: np.ndarray, kind: str) -> np.ndarray:
-    """[1, K] of a text -> [K], as `scores.decode` takes them; [p, K] of tags and spans stay."""
-    return logits[0] if kind in ("classify", "score") else logits
+    """[1, K] of a text -> [K], [K, 1] of compared sequences -> [K], as `metrics.decode` takes them; [p, K] of tags and spans
+    stay."""
+    return logits if kind in TOKEN_KINDS else logits.reshape(-1)

@@ -96,18 +96,23 @@ def find(source: str | Path) -> Path:
     raise ValueError(f"{source}: is no fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
 
 
-def load(source: str | Path, device: torch.device) -> Finetuned:
-    """Raises ValueError naming the file that is missing, damaged or does not belong to the rest."""
+def is_finetuned(source: str | Path) -> bool:
+    """Whether `source`, or its `best`, is the folder of a fine-tuned model."""
+    return any((folder / DESCRIPTION).is_file() for folder in (Path(source), Path(source) / "best"))
+
+
+def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
+    """The model in `precision`, or that of its training. Raises ValueError naming the file that is missing, damaged or does
+    not belong to the rest."""
     folder = find(source)
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["task"].items()}
-        task = Task(**fields)
+        task = Task(**_fields(tree["task"]))
         described = Described(
             task,
             tuple(tree["labels"]),
-            Shape(**tree["shape"]),
+            Shape(**_fields(tree["shape"])),
             *(tree["max_length"], tree["stride"], tree["long"]),
             configuration.from_dict(tree["config"]),
         )
@@ -120,7 +125,7 @@ def load(source: str | Path, device: torch.device) -> Finetuned:
     tokenizer = Tokenizer.load(tokenizers[0])
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
-    config, dtype = described.config, DTYPES[described.config.precision]
+    config, dtype = described.config, DTYPES[precision or described.config.precision]
     module = heads.build(config, described.shape, None, device, dtype)
     try:
         heads.load(module, load_file(folder / WEIGHTS))
@@ -128,3 +133,8 @@ def load(source: str | Path, device: torch.device) -> Finetuned:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None
     return Finetuned(folder, described, tokenizer, module.to(device, dtype).eval(), results)
+
+
+def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass from JSON, which has lists for tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}

@@ -37,8 +37,8 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import DTYPES, Engine, UpdateResult
 from megabert.finetune import heads, metrics, save
 from megabert.finetune.batches import Update, steps_per_epoch, updates
-from megabert.finetune.datasets import Example
 from megabert.finetune.encoding import Item
+from megabert.finetune.examples import Example
 from megabert.finetune.heads import Shape
 from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.save import Described
@@ -48,7 +48,8 @@ from megabert.training.metrics import Window
 from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
-SUFFIXES = {"classify": "tsv", "score": "tsv", "tag": "conll", "span": "json"}  # of predictions
+SUFFIXES = {"tag": "conll", "span": "json"}  # of predictions; of texts
+TSV = "tsv"
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Data:
-    """A task with its encoded files. `splits` has "train", "dev" and perhaps "test"."""
+    """A task with its encoded files. `splits` has "train", "dev" and perhaps "test"; `class_weights` as
+    `class_weights.weights_of` gives them."""
 
     task: Task
     labels: tuple[str, ...]
     splits: dict[str, Split]
+    class_weights: tuple[float, ...] = ()
 
 
 def configure(
@@ -127,7 +130,8 @@ def configure(
 
 def outputs_of(task: Task, labels: Sequence[str]) -> int:
     """How wide the added layer is."""
-    return {"score": 1, "span": 2}.get(task.kind, len(labels))
+    widths = {"score": 1, "span": 2, "choose": 1, "rank": 1, "ordinal": len(labels) - 1}
+    return widths.get(task.kind, len(labels))
 
 
 def describe(
@@ -137,7 +141,12 @@ def describe(
     items = len(data.splits["train"].items)
     config = configure(start.config, settings, items, world_size, log_interval)
     shape = Shape(
-        *(data.task.kind, outputs_of(data.task, data.labels), settings.head, settings.width, settings.freeze)
+        data.task.kind,
+        outputs_of(data.task, data.labels),
+        settings.head,
+        settings.width,
+        settings.freeze,
+        data.class_weights,
     )
     shape.check(config.model.layers)
     lengths = (settings.max_length, settings.stride, settings.long)
@@ -246,7 +255,7 @@ class FineTuning:
         for split in sorted(self.data.splits.keys() - {"train"}):
             found[split], predictions = self.judge(best.module, split, trainer.watchdog.progress)
             if self.world.is_main:
-                path = self.folder / f"predictions-{split}.{SUFFIXES[self.data.task.kind]}"
+                path = self.folder / f"predictions-{split}.{SUFFIXES.get(self.data.task.kind, TSV)}"
                 metrics.write(self.data.task, self.data.splits[split].examples, predictions, path)
         result = {
             "name": self.name,

@@ -24,11 +24,13 @@ CAUSAL = {
     "post": "BertLMHeadModel",
     "pre": "MegatronBertForCausalLM",
 }  # left to right; weights as ForMaskedLM's
-_TOP = {
+_EMBEDDINGS = {
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
-    "embeddings.word.bias": "cls.predictions.bias",
     "embeddings.position": "bert.embeddings.position_embeddings.weight",
     "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
+}
+_MLM = {
+    "embeddings.word.bias": "cls.predictions.bias",
     "mlm.weight": "cls.predictions.transform.dense.weight",
     "mlm.bias": "cls.predictions.transform.dense.bias",
     "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
@@ -83,7 +85,11 @@ def _norms(cfg: ModelConfig) -> dict[str, str]:
 
 
 def _names(cfg: ModelConfig) -> dict[str, str]:
-    names = _TOP | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
+    return _encoder_names(cfg) | _MLM | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
+
+
+def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
+    names = dict(_EMBEDDINGS)
     for i in range(cfg.layers):
         names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
     for ours, theirs in _norms(cfg).items():
@@ -101,9 +107,26 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
 
     Raises ValueError naming a tensor that is missing or left over.
     """
+    result = _renamed(state, cfg, _names(cfg))
+    if cfg.tied:
+        result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
+    bias = result["cls.predictions.bias"]
+    result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
+    return result
+
+
+def encoder_to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """The state dict of an encoder without heads as the `bert.` part of Hugging Face's (Megatron)Bert classes.
+
+    Raises ValueError naming a tensor that is missing or left over.
+    """
+    return _renamed(state, cfg, _encoder_names(cfg))
+
+
+def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, str]) -> dict[str, Tensor]:
     left = dict(state)
     result: dict[str, Tensor] = {}
-    for ours, theirs in _names(cfg).items():
+    for ours, theirs in names.items():
         tensor = _take(left, ours)
         result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
     for layer in range(cfg.layers):
@@ -112,10 +135,6 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
             for part, piece in zip(parts, _take(left, ours).chunk(3), strict=True):
                 result[part] = piece.clone()
     _refuse_left(left)
-    if cfg.tied:
-        result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
-    bias = result["cls.predictions.bias"]
-    result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
     return result
 
 

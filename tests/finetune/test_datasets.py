@@ -264,7 +264,7 @@ def test_bad_csv_and_bad_gzip_are_one_line(tmp_path) -> None:
             read(PLAIN, write(tmp_path, "t.tsv.gz", data))
     with pytest.raises(ValueError, match="none: no such file"):
         read(PLAIN, tmp_path / "none")
-    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+    with pytest.raises(ValueError, match="is a folder, and no saved dataset"):
         read(PLAIN, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,8 +13,8 @@ from megabert.finetune.tasks import PRESETS, Task, custom, preset
 GLUE = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
 
 
-def test_the_presets_are_glues_nine_squad_and_conll() -> None:
-    assert set(PRESETS) == GLUE | {"squad1.1", "squad2.0", "conll2003"}
+def test_the_presets_are_glues_nine_squad_conll_and_swag() -> None:
+    assert set(PRESETS) == GLUE | {"squad1.1", "squad2.0", "conll2003", "swag"}
     pairs = {name for name in GLUE if PRESETS[name].pair}
     assert pairs == GLUE - {"cola", "sst2"}
     # first metrics as Wang et al. 2019 list them in their table 1
@@ -43,7 +44,10 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "cluster"}, "'cluster' is none of classify, score, tag, span"),
+        (
+            {"kind": "cluster"},
+            "'cluster' is none of classify, multilabel, ordinal, score, tag, span, choose, rank",
+        ),
         ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
         ({"text": ()}, "one or two text columns and a label column"),
         ({"text": ("a", "b", "c")}, "one or two text columns"),
@@ -53,10 +57,23 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
         ({"text": ("0",), "label": "1", "id": "key"}, "all columns by name or all by number"),
         ({"labels": ("x", "y", "x")}, "not distinct"),
         ({"kind": "score", "metrics": (), "labels": ("1", "2")}, "has no labels"),
-        ({"kind": "tag", "metrics": ()}, "must be a number"),
+        ({"kind": "tag", "metrics": (), "label": "1"}, "column 'a' must be a number"),
         ({"kind": "tag", "metrics": (), "text": ("0",), "label": "1", "id": "2"}, "have no id"),
         ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
         ({"kind": "span", "metrics": ()}, "no columns to name"),
+        ({"choices": ("b", "c")}, "choices are for choose and rank"),
+        (
+            {"kind": "choose", "metrics": ()},
+            "one or two text columns, two or more choices and a label column",
+        ),
+        ({"kind": "choose", "metrics": (), "choices": ("b",)}, "two or more choices"),
+        ({"kind": "choose", "metrics": (), "choices": ("b", "1")}, "all columns by name or all by number"),
+        (
+            {"kind": "choose", "metrics": (), "choices": ("b", "c"), "labels": ("x",)},
+            "1 labels for 2 choices",
+        ),
+        ({"kind": "rank", "metrics": (), "choices": ("b", "c")}, "at most one text column, and no label"),
+        ({"kind": "rank", "metrics": (), "label": ""}, "the better and the worse text as choices"),
         ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),
     ],
 )
@@ -72,6 +89,6 @@ def test_an_unknown_preset_lists_the_known() -> None:
 
 
 def test_every_kind_has_metrics() -> None:
-    assert set(tasks.METRICS) == {"classify", "score", "tag", "span"}
+    assert set(tasks.METRICS) == set(get_args(tasks.Kind))
     for kind, metrics in tasks.METRICS.items():
-        assert len(metrics) >= 2 and len(set(metrics)) == len(metrics), kind
+        assert metrics and len(set(metrics)) == len(metrics), kind

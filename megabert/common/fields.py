@@ -37,3 +37,13 @@ def join(texts: Sequence[str | None]) -> str | None:
     """Texts of the fields of one record; None where it has none at all."""
     found = [text for text in texts if text is not None]
     return JOINT.join(found) if found else None
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The value of one field as it is; of several their texts together, None where there is none. Raises ValueError for
+    several that are no texts."""
+    if len(values) == 1:
+        return values[0]
+    if not all(value is None or isinstance(value, str) for value in values):
+        raise ValueError("joins columns that are no texts")
+    return join(values)
