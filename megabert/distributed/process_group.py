@@ -310,7 +310,8 @@ def _check_own(host: str) -> None:
             probe.bind(address)
             return
     raise ValueError(
-        f"MASTER_ADDR={host} is no address of {socket.gethostname()}, where rank 0 runs; unset it, or set one that is"
+        f"the ranks are to meet at {host}, which is no address of {socket.gethostname()}, where rank 0 runs: unset MASTER_ADDR, "
+        "or set one that is"
     )
 
 

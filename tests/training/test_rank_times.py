@@ -12,8 +12,9 @@ import pytest
 from megabert.distributed.process_group import World
 from megabert.training.rank_times import Stragglers, median
 from tests.helpers import tiny
+from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
-from tests.training.test_trainer import Killed, trainer
+from tests.training.test_trainer import trainer
 
 RANKS = 8
 
@@ -70,8 +71,8 @@ def trains_with_a_slow_rank(world: World, folder: str, late: str) -> None:
     cfg = tiny.config(
         precision="bf16", zero__stage=1, log__interval=20, log__tensorboard=False, checkpoint__asynchronous=False
     )  # fmt: skip
-    ours = trainer(cfg, world, Path(folder), dies=STEPS)
-    ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
+    ours = trainer(cfg, world, Path(folder), updates=STEPS)
+    ours.workload.saved_at = -1  # type: ignore[attr-defined]
     ours.stop_after = None
     if world.rank == 1 and late == "forward":
         ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
