@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -16,7 +17,7 @@ from torch._C import _distributed_c10d
 
 def entered() -> dict[str, int]:
     """How many collectives this process has begun in each of its process groups, finished or not."""
-    world = dist.distributed_c10d._world
+    world: Any = dist.distributed_c10d._world
     return {world.pg_names[group]: group._get_sequence_number_for_group() for group in list(world.pg_map)}
 
 

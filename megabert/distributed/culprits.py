@@ -49,7 +49,7 @@ def _absent(ranks: Sequence[Standing]) -> dict[int, str]:
     last = ~(reach & ~both).any(axis=1)  # whoever they wait for waits for them
     waiters = waits.sum(axis=0)
     found = {}
-    for i in np.flatnonzero(last & (waiters > 0)):
+    for i in np.flatnonzero(last & (waiters > 0)).tolist():
         circle = both[i]
         if (
             waiters[i] == waiters[circle].max()
@@ -79,7 +79,7 @@ def _waits(ranks: Sequence[Standing]) -> tuple[np.ndarray, dict[int, tuple[str, 
         ahead, behind = members & (counts > least), members & (counts == least)
         if ahead.any():
             waits |= ahead[:, None] & behind[None, :]
-            for i in np.flatnonzero(behind):
+            for i in np.flatnonzero(behind).tolist():
                 missing.setdefault(ranks[i].rank, (group, int(least) + 1))
     return waits, missing
 

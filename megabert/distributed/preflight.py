@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def all_reduce_seconds(world: World) -> list[tuple[int, float]]:
         if found and found[-1][1] * size / found[-1][0] > LONGEST and size > 2**16:
             break
         data = torch.ones(size // 4, device=world.device)
-        best = _best(world, lambda data=data: dist.all_reduce(data))
+        best = _best(world, partial(dist.all_reduce, data))
         found.append((size, max(world.gather(best))))
     return found
 
