@@ -3,7 +3,6 @@ nobody else. gloo stands for NCCL; ranks are forked after the imports, so that e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -82,9 +81,8 @@ def is_stopped(world: World, device: dist.ProcessGroup) -> None:
 
 def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int) -> None:
     """In the child: it ends here, with its output in the folder."""
-    with contextlib.suppress(OSError), open(folder / f"rank{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    # not the test's own streams, which its runner has taken
+    sys.stdout = sys.stderr = open(folder / f"rank{rank}.txt", "w")  # noqa: SIM115
     try:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
