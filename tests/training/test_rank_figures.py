@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megabert.distributed.process_group import World
-from megabert.training.rank_times import Stragglers, median
+from megabert.training.rank_figures import Stragglers, median
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
