@@ -63,7 +63,7 @@ def test_of_two_ranks_the_faster_one_is_the_measure() -> None:
     assert slow.rank == 1
 
 
-SLEEP, STEPS = 0.02, 60  # seconds a micro-batch, updates
+SLEEP, STEPS = 0.15, 60  # seconds a micro-batch, updates
 
 
 def trains_with_a_slow_rank(world: World, folder: str, late: str) -> None:
