@@ -16,6 +16,7 @@ DATA_512=${DATA_512:-$DATA/seq512}            # shards of phase 2
 PREP=${PREP:---held-out 0.005}                # further options of prep.slurm: --dedup …, --filters …, --tokenizer …
 RUNS=${RUNS:-$PROJECT/runs}                   # run folders: checkpoints, metrics, TensorBoard; every node sees it
 MAX_RESTARTS=${MAX_RESTARTS:-3}               # restarts in a row without progress before a job gives up
+NETWORK=${NETWORK:-}                          # the cluster's own network for the ranks' sockets, e.g. 10.78.0.0/24; empty: NCCL's and gloo's choice
 # module load cuda/13.0                       # whatever your site needs
 # export NCCL_SOCKET_IFNAME=ib0               # the cluster's own network: ranks trust whoever reaches their ports
 # export GLOO_SOCKET_IFNAME=ib0               # the same for the control messages

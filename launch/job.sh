@@ -13,6 +13,7 @@ check VOCAB "$NUMBER" "a number"
 check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
 check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
 check CONTAINER_RUNTIME 'apptainer|pyxis' "apptainer or pyxis"
+check NETWORK '|[0-9a-fA-F:.]+/[0-9]{1,3}' "a network such as 10.78.0.0/24"
 check_rendezvous
 for name in PROJECT RUNS DATA DATA_128 DATA_512; do
   check "$name" '/[^[:cntrl:]]*' "an absolute path"

@@ -1,6 +1,8 @@
 """What is installed, which backend each operation will use and why, what is missing and how to get it.
 
 megabert doctor [--json]        exit 0 when training can run here, 1 when it cannot
+LAUNCHER … megabert/doctor.py --cluster [--folder RUNS]        the same of a whole cluster, in a minute: started by srun,
+    mpirun, torchrun or deepspeed as training would be; devices, versions, clocks, network, files, and who is slowest
 
 Nothing is assumed from a package's name: each is imported, in a process of its own, so that one that crashes or hangs
 is a line of the report. Only what `needed` covers decides the exit code; the rest costs speed or a feature.
@@ -8,6 +10,7 @@ is a line of the report. Only what `needed` covers decides the exit code; the re
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -15,8 +18,10 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from megabert.common import environment
 from megabert.common.arguments import Parser, called_as
@@ -34,6 +39,7 @@ USEFUL = {
     "transformers": "compare with and export to Hugging Face",
     "matplotlib": "plots of the benchmarks",
 }
+PREFLIGHT_SECONDS = 60.0  # for a part of --cluster, after which the rank that hangs is named
 PROBE_SECONDS = 120  # the first import of torch on a cold disk has been seen to take most of a minute
 
 
@@ -274,6 +280,39 @@ def measured(device: str) -> list[Finding]:
     return found
 
 
+def cluster(folder: Path, as_json: bool) -> int:
+    """The preflight of the ranks that were launched together; rank 0 prints it. The exit code, the same on every rank."""
+    from megabert.distributed import preflight
+    from megabert.training import session
+    from megabert.training.metrics import matmul_tflops
+
+    def command(ranks: session.Session) -> int:
+        ranks.join()
+        with tempfile.TemporaryDirectory() as stacks:
+            watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
+            watchdog.progress()
+            dtype = torch_dtype(ranks.world.device.type)
+            survey = preflight.survey(
+                ranks.world, folder, lambda: matmul_tflops(ranks.world.device, dtype), watchdog.progress
+            )
+        found = [
+            Finding("cluster", line.name, cast(State, line.state), line.value, line.fix)
+            for line in preflight.report(survey)
+        ]
+        if ranks.world.is_main:
+            show(found, as_json)
+        return 1 if any(line.state == "missing" for line in found) else OK
+
+    return session.run(command)
+
+
+def torch_dtype(device: str) -> Any:
+    """What products are measured in: bf16 on a GPU. Needs torch."""
+    import torch
+
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def examine() -> list[Finding]:
     """Every line of the report."""
     found = machine() + packages() + devices() + tools()
@@ -287,12 +326,33 @@ def examine() -> list[Finding]:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.doctor"), description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
+    parser.add_argument(
+        "--cluster", action="store_true", help="examine all ranks that a launcher has started"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("."), help="with --cluster: whose file system is measured"
+    )
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by launchers
     args = parser.parse_args(argv)
+    if args.cluster:
+        return cluster(args.folder, args.json)
     found = examine()
-    missing = [line for line in found if line.state == "missing"]
-    if args.json:
+    show(found, args.json)
+    missing = [line.name for line in found if line.state == "missing"]
+    if not args.json:
+        print(
+            f"\ntraining cannot run here; missing: {', '.join(missing)}"
+            if missing
+            else "\ntraining can run here"
+        )
+    return 1 if missing else OK
+
+
+def show(found: list[Finding], as_json: bool) -> None:
+    """Print the findings, by section or as one JSON list."""
+    if as_json:
         print(json.dumps([asdict(line) for line in found], indent=1))
-        return 1 if missing else OK
+        return
     section = ""
     for line in found:
         if line.section != section:
@@ -301,11 +361,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"  {SHOWN[line.state]} {line.name:24} {line.value}")
         if line.fix:
             print(f"     {'':24} -> {line.fix}")
-    if missing:
-        print(f"\ntraining cannot run here; missing: {', '.join(line.name for line in missing)}")
-        return 1
-    print("\ntraining can run here")
-    return OK
 
 
 if __name__ == "__main__":

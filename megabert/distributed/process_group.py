@@ -7,6 +7,7 @@ never wait for a GPU; gradients go over NCCL on CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -271,6 +272,8 @@ def _start(world: World) -> tuple[str, int]:
         if world.master is not None and not world.job:
             address, store = world.master, None
         elif world.is_main:
+            if world.master is not None:
+                _check_own(world.master[0])
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
             if world.master is None:
                 address = _tell_through_mpi(store.port)
@@ -297,6 +300,19 @@ def _start(world: World) -> tuple[str, int]:
         if notice is not None:
             notice.close()
     return address
+
+
+def _check_own(host: str) -> None:
+    """Raises ValueError where `host`, at which the ranks are to meet, is none of this machine's addresses: the others would
+    look for rank 0 there in vain."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            return
+    raise ValueError(
+        f"the ranks are to meet at {host}, which is no address of {socket.gethostname()}, where rank 0 runs: unset MASTER_ADDR, "
+        "or set one that is"
+    )
 
 
 class Notice:

@@ -6,12 +6,12 @@ that holds it is stopped; `_judge` never blocks. They run while the main thread 
 
     a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
     this rank makes no progress for `timeout` seconds     the failed ranks are those that give no sign of life, or else
-                                                          those that do not wait in a collective as the others do
+                                                          those that keep the others (`find_culprits`)
     the store is gone, or does not answer at the time-out     so is rank 0, which holds it
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
-`hang-RANK.txt`, kills failed ranks on its own host that give no sign, exits with code 4. Time is counted in the judge's
-own ticks, so that a job that was suspended as a whole does not wake up overdue.
+`hang-RANK.txt` and torch's flight record to `hang-trace-RANK`, kills failed ranks on its own host that give no sign, exits
+with code 4. Time is counted in the judge's own ticks, so that a job that was suspended as a whole does not wake up overdue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megabert.common.errors import FAILED, leave_exit_code
-from megabert.distributed import heartbeat
+from megabert.distributed import collectives, heartbeat
+from megabert.distributed.culprits import Standing, find_culprits
 from megabert.distributed.process_group import World
 
 START_SECONDS = (
@@ -44,6 +46,8 @@ LOST_SECONDS = 12.0  # without a sign from another host: lost at once
 GONE_TICKS = 2  # a process must be gone at so many looks: it may just have left in good order
 STORE_SECONDS = 3.0  # the store must be unreachable for so long, for the same reason
 READERS_SECONDS = 2.5  # the rank that holds the store outlives a verdict by this, for the others to read it
+RECORD_SECONDS = 2.0  # for torch's flight recorder, which asks a device that may not answer
+SHOWN = 8  # failed ranks that are named
 EXPLAIN_SECONDS = 8.0  # how long a failed collective waits for its reason
 
 
@@ -59,12 +63,24 @@ class Peer:
     step: int = 0
     doing: str = "starting"
     waiting: bool = False
+    entered: dict[str, int] = field(default_factory=dict)
+    unfinished: dict[str, str] = field(default_factory=dict)
     left: bool = False
     silent: float = 0.0
     gone: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def take(self, sign: dict[str, Any]) -> None:
+        """What a sign of life says."""
+        self.beat, self.step, self.doing = sign["beat"], sign["step"], sign["doing"]
+        self.waiting, self.left = sign["waiting"], sign["left"]
+        self.entered, self.unfinished = sign["entered"], sign["unfinished"]
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.rank, self.step, self.waiting, self.entered, self.unfinished)
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,8 @@ class Watchdog:
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}
+        self._unfinished: dict[str, str] = {}
+        self._recorder: threading.Thread | None = None
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
 
@@ -111,7 +129,7 @@ class Watchdog:
         self._send_heartbeat()
         world.barrier()  # from here on every rank's first sign can be read
         for function in (self._exchange, self._judge):
-            threading.Thread(target=function, name=f"watchdog{function.__name__}", daemon=True).start()
+            _thread(function)
         self.started = True
 
     def progress(self, step: int | None = None) -> None:
@@ -150,16 +168,21 @@ class Watchdog:
         self._left.set()
 
     def _send_heartbeat(self) -> None:
-        doing, waiting = heartbeat.main_thread()
         self._beat += 1
-        own = {
+        self._store.set(self._key(self.world.rank), json.dumps(self._sign()))
+
+    def _sign(self) -> dict[str, Any]:
+        """What this rank says of itself."""
+        doing, waiting = heartbeat.main_thread()
+        return {
             "beat": self._beat,
             "step": self._step,
             "doing": doing,
             "waiting": waiting,
+            "entered": collectives.entered(),
+            "unfinished": self._unfinished,
             "left": self._leaving.is_set() and self._good,
         }
-        self._store.set(self._key(self.world.rank), json.dumps(own))
 
     def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]
@@ -184,10 +207,15 @@ class Watchdog:
             return float("inf")
         return self.timeout if self._finished else max(self.timeout, START_SECONDS)
 
+    @property
+    def _suspicious(self) -> bool:
+        """Whether something seems wrong."""
+        return self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK
+
     def _watched(self) -> list[Peer]:
         """The next rank; all of them when something seems wrong, so that their silence is known at the time-out."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
-        if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
+        if self._suspicious:
             return others
         return [peer for peer in others if peer.rank == (self.world.rank + 1) % self.world.size]
 
@@ -204,6 +232,8 @@ class Watchdog:
             finished, answers = self._finished, self._answers
             for peer in self._watched():
                 self._look_at(peer, passed)
+            if self._suspicious and (self._recorder is None or not self._recorder.is_alive()):
+                self._recorder = _thread(self._record)
             if self._proposal is None:
                 self._proposal = self._find()
             else:
@@ -212,12 +242,14 @@ class Watchdog:
             if verdict is not None and not self._leaving.is_set():
                 self._end(verdict)
 
+    def _record(self) -> None:
+        self._unfinished = collectives.unfinished()
+
     def _look_at(self, peer: Peer, passed: float) -> None:
         last = self._heartbeats.get(peer.rank)
         if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
-            peer.beat, peer.step, peer.doing = last["beat"], last["step"], last["doing"]
-            peer.waiting, peer.left = last["waiting"], last["left"]
+            peer.take(last)
         elif self._mute < 2 * TICK:  # with a mute store nobody can be heard
             peer.silent += passed
         near = peer.namespace == self._peers[self.world.rank].namespace
@@ -232,30 +264,34 @@ class Watchdog:
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
         lost = [p for p in watched if p.namespace != near and p.silent >= patience]
         if dead or lost:
-            return self._verdict_on(dead + lost, "died" if dead else "is lost: it gives no sign of life")
+            return self._verdict_on(
+                _all(dead + lost, "died" if dead else "is lost: it gives no sign of life")
+            )
         if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
-            return self._verdict_on(self._peers[:1], "is lost, and the process group's store with it")
+            return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
         if not overdue:
             return None
         if self._mute >= SILENT_SECONDS:
-            return self._verdict_on(
-                self._peers[:1], "is stopped or lost: its store does not answer", hang=True
-            )
+            what = "is stopped or lost: its store does not answer"
+            return self._verdict_on(_all(self._peers[:1], what), hang=True)
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
-            return self._verdict_on(silent, "is stopped or lost: it gives no sign of life", hang=True)
-        doing, waiting = heartbeat.main_thread()
+            return self._verdict_on(_all(silent, "is stopped or lost: it gives no sign of life"), hang=True)
         own = self._peers[self.world.rank]
-        own.step, own.doing, own.waiting = self._step, doing, waiting
+        own.take(self._sign())
         everybody = sorted([own, *watched], key=lambda peer: peer.rank)
-        busy = [p for p in everybody if not p.waiting]
-        text = f"hangs: nothing finished in {self._limit:.0f} s"
-        if not busy:
-            return self._verdict_on(everybody, f"{text}, and every rank waits for the others", hang=True)
-        return self._verdict_on(busy, text, hang=True, force=False)
+        found = find_culprits([peer.standing for peer in everybody])
+        text = f"hangs: nothing finished in {self._limit:.0f} s, "
+        return self._verdict_on(
+            {rank: text + reason for rank, reason in found.items()}, hang=True, force=False
+        )
 
-    def _verdict_on(self, failed: list[Peer], what: str, hang: bool = False, force: bool = True) -> Verdict:
-        shown = "; ".join(f"{peer} {what}; at step {peer.step}, {peer.doing}" for peer in failed[:8])
-        ranks = {peer.rank for peer in failed}
+    def _verdict_on(self, failed: Mapping[int, str], hang: bool = False, force: bool = True) -> Verdict:
+        """On `failed` ranks, each with what is wrong with it; `force`: those on this host are killed."""
+        peers = [self._peers[rank] for rank in failed]
+        shown = "; ".join(f"{p} {failed[p.rank]}; at step {p.step}, {p.doing}" for p in peers[:SHOWN])
+        if len(peers) > SHOWN:
+            shown += f"; and {len(peers) - SHOWN} more"
+        ranks = set(failed)
         alive = [peer.rank for peer in self._peers if peer.rank not in ranks]
         own = self.world.rank
         kill = sorted(ranks - {own}) if force and alive else []
@@ -272,6 +308,8 @@ class Watchdog:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
+                trace = self.run_dir / f"hang-trace-{rank}"
+                _at_most(RECORD_SECONDS, collectives.write_trace, trace)
             for peer in self._peers:
                 if (
                     peer.rank in verdict.kill
@@ -283,3 +321,20 @@ class Watchdog:
                 time.sleep(READERS_SECONDS)
         finally:  # whatever could not be written: this process must not be the one that hangs
             os._exit(leave_exit_code(FAILED))
+
+
+def _all(peers: list[Peer], what: str) -> dict[int, str]:
+    return {peer.rank: what for peer in peers}
+
+
+def _thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(
+        target=function, args=arguments, name=f"watchdog {function.__name__}", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _at_most(seconds: float, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function that may never return, and waits for it so long."""
+    _thread(function, *arguments).join(seconds)

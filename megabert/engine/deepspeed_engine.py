@@ -28,6 +28,7 @@ from megabert.engine.averaging import Average
 from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.in_step import in_step
+from megabert.engine.own_time import OwnTime
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
 from megabert.engine.snapshot import Snapshot
@@ -122,6 +123,7 @@ class Engine:
                 accumulation=self.accumulation,
                 device=world.device,
             )
+        self.own_time = OwnTime(world.device)
         self._average = Average(self.layout, config.average.decay) if config.average.share else None
         self._scale_loss = stage_0 and config.precision == "fp16"
         if config.precision == "fp16":
@@ -171,11 +173,14 @@ class Engine:
             last = number == self.accumulation
             # Sums over the ranks overlap the last backward pass, and are no part of a recording.
             recorded = None if last and self.world.size > 1 else self._recorded
+            self.own_time.begin()
             if recorded:
                 sums += recorded(number == 1, batch.inputs() | seed, scale)
             else:
                 output = engine(**batch.to(self.world.device).inputs(), **seed)
                 sums += doubles(output).detach()
+            if last or not self._summed:  # DeepSpeed's backward passes wait for other ranks
+                self.own_time.end()
             if last:
                 if self.world.size > 1:
                     dist.all_reduce(sums)
@@ -189,7 +194,10 @@ class Engine:
                     loss = loss * math.nan  # DeepSpeed skips it as a bad one
                 if self._summed and last:
                     self._summed.last()
+                    self.own_time.begin()
                 engine.backward(loss * loss_scale if self._scale_loss else loss)
+            if last:
+                self.own_time.end()
             if self._guarded and last:
                 if self._summed:
                     self._summed.finish()

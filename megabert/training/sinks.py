@@ -7,8 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megabert.common.atomic_io import write_whole
 from megabert.config import Config
+
+CURVES = 64  # of as many ranks each has its own
 
 
 def as_json(values: dict[str, Any]) -> str:
@@ -52,6 +56,16 @@ class TensorBoard:
         for name, value in values.items():
             if "/" in name and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, values["step"])
+            elif isinstance(value, list) and name.startswith("perf/rank_"):
+                self._ranks(name, value, values["step"])
+
+    def _ranks(self, name: str, values: list[float], step: int) -> None:
+        """A curve a rank, or of many ranks their histogram."""
+        if len(values) > CURVES:
+            self._writer.add_histogram(name, np.array(values), step)
+            return
+        for rank, value in enumerate(values):
+            self._writer.add_scalar(f"{name}/{rank:02}", value, step)
 
     def hparams(self, results: dict[str, float]) -> None:
         flat = _flatten(self._config.model_dump())

@@ -24,8 +24,9 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.lr_schedule import finished, learning_rate, share_used
 from megabert.training.exchange import Exchange, Report
-from megabert.training.metrics import figures, measured, peak_memory_gib
+from megabert.training.metrics import figures, measured
 from megabert.training.profiling import Profiler
+from megabert.training.rank_figures import RankFigures
 from megabert.training.rate_record import RateRecord
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
@@ -71,6 +72,7 @@ class Trainer:
         self.sums: list[int] | None = None  # of `log_counts` over the ranks, after the newest update
         self.saved_step = -1  # of the newest checkpoint; -1 where there is none
         self.rows = RowDigest(world)
+        self.ranks = RankFigures(world, engine)
         if saved is not None:
             self.resume(saved)
         self.rates = None
@@ -144,7 +146,7 @@ class Trainer:
         """Train on the next update of the data: it, its learning rate, and what came of it. A collective."""
         self.profiler.update(self.state.step + 1)
         lr = self.rate()
-        update = next(self.updates)
+        update = self.ranks.take(self.updates)
         if update.objective != self.state.objective:
             self.change_objective(update.objective)
         result = self.engine.train_update(update, lr, self.spike_policy.veto)
@@ -206,8 +208,7 @@ class Trainer:
 
     def log_counts(self) -> list[int]:
         """This rank's numbers that a log line sums over the ranks."""
-        memory = self.world.slots(round(peak_memory_gib(self.world.device) * 2**30))
-        return [*self.rows.own, *memory, *self.workload.meter.counts]
+        return [*self.rows.own, *self.ranks.counts, *self.workload.meter.counts]
 
     def account(self, update: Any, result: UpdateResult) -> None:
         """An update is done."""
@@ -231,14 +232,10 @@ class Trainer:
     def log(self, lr: float) -> None:
         """An object for the sinks and a line for the terminal. A collective where none of this update had the sums."""
         sums = self.world.sum_ints(self.log_counts()) if self.sums is None else self.sums
-        seen, memory, counts = (
-            self.rows.of_sums(sums[:3]),
-            sums[3:][: self.world.size],
-            sums[3 + self.world.size :],
-        )
+        seen, end = self.rows.of_sums(sums[:3]), 3 + 3 * self.world.size
         state = self.state
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
-        values |= {"train/lr": lr} | self.workload.meter.drain(counts)
+        values |= {"train/lr": lr} | self.workload.meter.drain(sums[end:])
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
         values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
         values |= {"data/damaged_rows": seen["damaged_rows"]}
@@ -246,7 +243,7 @@ class Trainer:
             values["data/tokens"] = state.tokens
         if self.config.objective.causal_share:
             values["train/objective"] = state.objective
-        values["perf/peak_memory_gib"] = round(max(memory) / 2**30, 4)
+        values |= self.ranks.drain(sums[3:end])
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.eta_seconds))

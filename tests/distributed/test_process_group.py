@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed
 
-from megabert.common.errors import FAILED, exit_code
+from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.distributed import process_group
 from megabert.distributed.process_group import (
     World,
@@ -152,6 +152,17 @@ def test_ranks_under_srun_pass_by_the_ports_that_others_hold(monkeypatch):
         assert found.result() == ("127.0.0.1", 12_345)
         for notice in notices:
             notice.close()
+
+
+def test_rank_0_says_at_once_that_it_is_not_where_the_ranks_are_to_meet() -> None:
+    """203.0.113.0/24 is nobody's (RFC 5737). The others would look for it there for 20 minutes."""
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "MASTER_ADDR": "203.0.113.1"}
+    with pytest.raises(
+        ValueError, match=r"203\.0\.113\.1, which is no address of .*unset MASTER_ADDR"
+    ) as found:
+        init(discover(environment))
+    assert exit_code(found.value) == USER_ERROR and not torch.distributed.is_initialized()
 
 
 MEET = """

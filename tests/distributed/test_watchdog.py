@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabert.distributed import heartbeat
+from megabert.distributed import collectives, heartbeat
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, Peer, Watchdog
 
@@ -28,6 +28,7 @@ def watchdog(tmp_path: Path, ranks: int = 3, timeout: float = 30.0) -> Watchdog:
 
 def sign(dog: Watchdog, rank: int, beat: int, **changes: object) -> None:
     life = {"beat": beat, "step": 5, "doing": "a.py:1 in f", "waiting": True, "left": False}
+    life |= {"entered": {"0": 12}, "unfinished": {}}
     dog._heartbeats[rank] = life | changes
 
 
@@ -91,6 +92,7 @@ def test_at_the_time_out_the_silent_rank_is_named_and_not_the_waiting_one(tmp_pa
 def test_at_the_time_out_the_rank_that_does_not_wait_is_named(tmp_path, monkeypatch):
     dog = watchdog(tmp_path, timeout=8)
     monkeypatch.setattr(heartbeat, "main_thread", lambda: ("b.py:2 in g", True))
+    monkeypatch.setattr(collectives, "entered", lambda: {"0": 12})
     for beat in range(3):
         sign(dog, 1, beat, waiting=False, doing="loop.py:7 in spin")
         sign(dog, 2, beat)
@@ -104,6 +106,24 @@ def test_at_the_time_out_the_rank_that_does_not_wait_is_named(tmp_path, monkeypa
     look(dog, 1)
     verdict = dog._find()
     assert verdict is not None and "every rank waits for the others" in verdict.text
+
+
+def test_at_the_time_out_the_rank_that_entered_less_is_named_wherever_the_others_wait(tmp_path, monkeypatch):
+    """As under NCCL: the others wait for the device, which their stacks do not show."""
+    dog = watchdog(tmp_path, timeout=8)
+    monkeypatch.setattr(heartbeat, "main_thread", lambda: ("b.py:2 in g", False))
+    monkeypatch.setattr(collectives, "entered", lambda: {"0": 12})
+    for beat in range(3):
+        sign(dog, 1, beat, entered={"0": 11}, waiting=True, doing="reader.py:7 in read")
+        sign(dog, 2, beat, waiting=False)
+        dog._idle = 8.0
+        look(dog, 1)
+    verdict = dog._find()
+    assert verdict is not None and verdict.hang and verdict.kill == []
+    assert verdict.text == (
+        "rank 1 (host host1, pid 101) hangs: nothing finished in 8 s, has not entered collective 12 of group 0 that 2 of "
+        "3 ranks are in; at step 5, reader.py:7 in read"
+    )
 
 
 @pytest.mark.parametrize(("done", "limit"), [(False, START_SECONDS), (True, 8.0)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_a_missing_environment_is_one_clear_line(tmp_path) -> None:
         ("MASTER_ADDR", "$(touch owned)"),
         ("MASTER_PORT", "70000"),
         ("NCCL_SOCKET_IFNAME", "ib0 && touch owned"),
+        ("NETWORK", "10.78.0.0/24; touch owned"),
         ("SLURM_NTASKS", "many"),
     ],
 )
@@ -127,6 +129,20 @@ def test_a_container_is_given_every_folder_and_quoted_as_it_is(runtime, dataset,
         (option,) = (word for word in given if word.startswith("--container-mounts="))
         mounts = [pair.split(":")[0] for pair in option.partition("=")[2].split(",")]
     assert mounts[:4] == folders
+
+
+@pytest.mark.skipif(not shutil.which("ip"), reason="no `ip` (iproute2) here")
+def test_each_node_finds_its_own_interface_in_the_ranks_network() -> None:
+    """127.0.0.0/8 is every machine's."""
+    show = ["sh", "-c", "echo $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"]
+    script = [str(ROOT / "launch/network.sh"), "127.0.0.0/8", *show]
+    bare = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
+    for own, said in (({}, "=lo lo"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "=lo ib0")):
+        done = subprocess.run(script, env=bare | own, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+    script[1] = "203.0.113.0/24"  # nobody's (RFC 5737)
+    done = subprocess.run(script, env=bare, capture_output=True, text=True)
+    assert done.returncode == 2 and "has no address in NETWORK=203.0.113.0/24" in done.stderr
 
 
 @pytest.mark.dist

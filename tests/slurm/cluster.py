@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine, in one folder: slurmctld and two slurmd, started and stopped here.
+"""A real SLURM on this machine, in one folder: slurmctld and a slurmd a node, started and stopped here.
 
 No service of the machine, no munge and no system file is used: authentication is `auth/none`, and every port was free when
 the cluster started. Partition `urgent` preempts `main` by requeue. The nodes claim the sizes that the scripts ask for.
@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.slurm.network import Network, address
+
 NODES = ("n1", "n2")
 CONF = """
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={host}({address})
+SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
@@ -46,31 +48,38 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+SlurmdTimeout={patience}
 MinJobAge=3600
 OverTimeLimit=0
 GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:8
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
-PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
 class Cluster:
-    """Two nodes, `n1` and `n2`; a context manager that leaves no process behind."""
+    """Two nodes, `n1` and `n2`, or those of a `network`; a context manager that leaves no process behind."""
 
-    def __init__(self, folder: Path, grace: int = 25) -> None:
+    def __init__(self, folder: Path, grace: int = 25, network: Network | None = None) -> None:
         """`grace`: seconds between a preemption's SIGTERM and the end of the job."""
-        self.folder = folder
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        self.folder, self.network = folder, network
+        self.names = network.nodes if network else NODES
+        for name in ("state", *(f"spool-{node}" for node in self.names)):
             (folder / name).mkdir(parents=True)
         with contextlib.ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+            probes = [stack.enter_context(socket.socket()) for _ in (*self.names, "ctl")]
             for probe in probes:
                 probe.bind(("127.0.0.1", 0))
             ports = [probe.getsockname()[1] for probe in probes]
-        values = {"folder": folder, "ports": ports, "grace": grace}
-        values |= {"host": socket.gethostname().split(".")[0], "user": getpass.getuser()}
+        host = socket.gethostname().split(".")[0]
+        values = {"folder": folder, "port": ports[0], "grace": grace, "host": host, "user": getpass.getuser()}
+        values |= {"address": address("ctl") if network else "127.0.0.1", "patience": 30 if network else 300}
+        values["nodes"] = "\n".join(
+            f"NodeName={node} NodeHostname={node if network else host} "
+            f"NodeAddr={address(node) if network else '127.0.0.1'} Port={port} CPUs=64 Gres=gpu:8"
+            for node, port in zip(self.names, ports[1:], strict=True)
+        )
         (folder / "slurm.conf").write_text(CONF.format(**values))
         for number in range(8):  # stand for devices
             (folder / f"gpu{number}").touch()
@@ -83,11 +92,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._start("slurmctld", "-D", "-i")
-            for node in NODES:
+            for node in self.names:
                 self.start_node(node)
-            self._until(
-                lambda: self._nodes() == ["idle", "idle"], 30, "idle nodes", lambda: str(self._nodes())
-            )
+            self.all_idle(30)
         except BaseException:
             self.__exit__()
             raise
@@ -106,6 +113,11 @@ class Cluster:
             time.sleep(0.1)
         assert not left, f"processes {left} do not end"
 
+    def all_idle(self, timeout: float) -> None:
+        """Waits until every node is there and has nothing to do."""
+        idle = ["idle"] * len(self.names)
+        self._until(lambda: self._nodes() == idle, timeout, "idle nodes", lambda: str(self._nodes()))
+
     def start_node(self, node: str) -> None:
         self._start("slurmd", "-D", "-N", node)
 
@@ -122,14 +134,16 @@ class Cluster:
 
     def run(self, *command: str, **env: str) -> str:
         """Standard output of a client command."""
-        done = subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*self._on("ctl"), *command], env=self.env | env, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *arguments: str, cwd: Path, **env: str) -> int:
         """`sbatch arguments…` in folder `cwd`; gives the job's number."""
         done = subprocess.run(
-            ["sbatch", "--parsable", *arguments],
+            [*self._on("ctl"), "sbatch", "--parsable", *arguments],
             env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -163,16 +177,23 @@ class Cluster:
         self._until(lambda: not self.run("squeue", "-h").strip(), 60, "an empty queue")
 
     def _start(self, *command: str) -> None:
-        name = command[0] if command[0] == "slurmctld" else f"slurmd-{command[-1]}"
+        node = "ctl" if command[0] == "slurmctld" else command[-1]
+        name = command[0] if node == "ctl" else f"slurmd-{node}"
         with open(self.folder / f"{name}.out", "ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [f"/usr/sbin/{command[0]}", *command[1:]], env=self.env, stdout=output, stderr=output
-            )
+                [*self._on(node), f"/usr/sbin/{command[0]}", *command[1:]],
+                env=self.env, stdout=output, stderr=output,
+            )  # fmt: skip
+
+    def _on(self, node: str) -> list[str]:
+        """What stands before a command that runs on a node, or on the machine where commands are given (`ctl`)."""
+        return self.network.inside(node) if self.network else []
 
     def _nodes(self) -> list[str]:
         shown = subprocess.run(
-            ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], env=self.env, capture_output=True, text=True
-        )
+            [*self._on("ctl"), "sinfo", "-h", "-N", "-p", "main", "-o", "%T"],
+            env=self.env, capture_output=True, text=True,
+        )  # fmt: skip
         return shown.stdout.split()  # empty until slurmctld answers
 
     def _processes(self, also: str = "") -> Iterator[int]:

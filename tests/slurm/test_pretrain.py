@@ -79,13 +79,13 @@ class Job:
         assert self.cluster.ended(self.number, timeout) == "COMPLETED", self.log
 
 
-def uninterrupted(folder: Path, dataset: Path, steps: int, total: int) -> dict[int, float]:
+def uninterrupted(folder: Path, dataset: Path, steps: int, total: int, ranks: int = 2) -> dict[int, float]:
     """Losses of the same run by another launcher, never stopped."""
     run = folder / "straight"
     done = command(
         *("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", run),
         *(*SMALL, f"schedule.total_steps={total}", "schedule.warmup_steps=1", "--stop-after", steps),
-        ranks=2, timeout=600, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="",
+        ranks=ranks, timeout=600, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -62,10 +62,15 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     sink = TensorBoard(tmp_path, load("tiny"), 0)
     for step in (1, 2, 3):
         sink.write({"step": step, "train/loss": 10.0 - step, "note": 1})
+    sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/stragglers": [1]})
+    sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 9.0), (2, 8.0), (3, 7.0)]
-    assert events.Tags()["scalars"] == ["train/loss"]
+    each = [f"perf/rank_compute_seconds/{rank:02}" for rank in range(2)]
+    assert events.Tags()["scalars"] == ["train/loss", *each]
+    assert [events.Scalars(name)[0].value for name in each] == [0.5, 0.75]
+    assert events.Histograms("perf/rank_compute_seconds")[0].histogram_value.num == 65
     assert "config/text_summary" in events.Tags()["tensors"]
 
 

@@ -1,0 +1,145 @@
+"""Eight real ranks under collectives that return at once and are waited for later, as NCCL's: who hangs is named, and
+nobody else. gloo stands for NCCL; ranks are forked after the imports, so that eight of them are cheap."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from tests.integration.conftest import free_port
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+RANKS, TIMEOUT = 8, 9.0  # seconds, of which the ranks have seven to hear of each other
+BAD_STEP = 3
+Fault = Callable[[World, dist.ProcessGroup], object]
+
+
+def synchronize(works: list[dist.Work]) -> None:
+    """The device's queue is worked off; as in CUDA's own, nothing here is torch's code of collectives."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.01)
+
+
+def all_reduce(group: dist.ProcessGroup, size: int = 1000) -> dist.Work:
+    return dist.all_reduce(torch.ones(size), group=group, async_op=True)
+
+
+def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: Fault, culprit: int) -> None:
+    """Two sums on the device an update, waited for every second one, and flags between the hosts, an update late."""
+    works, flags = [], world.start_max_ints([0])
+    for step in range(1, 200):
+        if step == BAD_STEP and world.rank == culprit:
+            fault(world, device)
+        works += [all_reduce(device), all_reduce(device)]
+        if step % 2 == 0:
+            synchronize(works)
+            works = []
+        flags.result()
+        flags = world.start_max_ints([step])
+        watchdog.progress(step)
+
+
+def loops(world: World, device: dist.ProcessGroup) -> None:
+    while True:
+        pass
+
+
+def waits_for_a_file(world: World, device: dist.ProcessGroup) -> None:
+    time.sleep(1000)
+
+
+def loops_with_one_sum_begun(world: World, device: dist.ProcessGroup) -> None:
+    all_reduce(device)
+    loops(world, device)
+
+
+def gathers_alone(world: World, device: dist.ProcessGroup) -> None:
+    """What only one rank decided to do."""
+    world.gather(["something seen by one rank"])
+
+
+def leaves_sums_out(world: World, device: dist.ProcessGroup) -> None:
+    global all_reduce
+    all_reduce = lambda group, size=1000: world.start_max_ints([0]).work  # noqa: E731
+
+
+def is_stopped(world: World, device: dist.ProcessGroup) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int) -> None:
+    """In the child: it ends here, with its output in the folder."""
+    # not the test's own streams, which its runner has taken
+    sys.stdout = sys.stderr = open(folder / f"rank{rank}.txt", "w")  # noqa: SIM115
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        world = process_group.init(process_group.discover())
+        device = dist.new_group(backend="gloo")
+        watchdog = Watchdog(world, folder, TIMEOUT)
+        watchdog.start()
+        try:
+            updates(world, device, watchdog, fault, culprit)
+        except RuntimeError:  # a rank has acted on the verdict before this one
+            watchdog.explain()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "reason"),
+    [
+        (loops, 5, "has not entered"),
+        (loops, 0, "has not entered"),
+        (waits_for_a_file, 7, "has not entered"),
+        (loops_with_one_sum_begun, 3, "has not entered"),
+        (gathers_alone, 2, "it is itself in gloo:all_gather"),
+        (leaves_sums_out, 6, "has not entered"),
+        (is_stopped, 4, "is stopped or lost"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_culprit_of_eight_is_named_and_nobody_else(fault, culprit, reason, tmp_path) -> None:
+    port, children = free_port(), []
+    torch.set_num_threads(1)
+    try:
+        for rank in range(RANKS):
+            if not (child := os.fork()):
+                rank_process(rank, port, tmp_path, fault, culprit)
+            children.append(child)
+        deadline, codes = time.monotonic() + 60, {}
+        while len(codes) < RANKS and time.monotonic() < deadline:
+            for rank, child in enumerate(children):
+                if rank not in codes and os.waitpid(child, os.WNOHANG)[0]:
+                    codes[rank] = True
+            time.sleep(0.1)
+    finally:
+        for rank, child in enumerate(children):
+            if rank not in codes:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(RANKS)]
+    assert len(codes) == RANKS, "\n".join(said)
+    (line,) = [line for text in said for line in text.splitlines() if line.startswith("error:")]
+    print(line)
+    assert f"error: rank {culprit} (host " in line and line.count("(host ") == 1, line
+    assert reason in line and ("another order" in line) == (fault is leaves_sums_out)
+    if fault in (loops, waits_for_a_file):
+        assert f"in {fault.__name__}" in line
+        assert f"in {fault.__name__}" in (tmp_path / f"hang-{culprit}.txt").read_text()
+    assert (tmp_path / f"hang-trace-{(culprit + 1) % RANKS}").stat().st_size > 1000
