@@ -304,6 +304,8 @@ class LogConfig(Section):
         10, gt=0, description="updates between log lines; nothing is read from the device in between"
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
+    wandb: str = Field("", description="project of Weights & Biases that figures also go to; empty: none")
+    mlflow: str = Field("", description="experiment of MLflow that figures also go to; empty: none")
 
 
 class Config(Section):

@@ -37,6 +37,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import DTYPES, Engine, UpdateResult
 from megabert.finetune import heads, metrics, save
 from megabert.finetune.batches import Update, steps_per_epoch, updates
+from megabert.finetune.curves import curves
 from megabert.finetune.encoding import Item
 from megabert.finetune.examples import Example
 from megabert.finetune.heads import Shape
@@ -45,6 +46,7 @@ from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
 from megabert.pretrained import Pretrained
 from megabert.training.metrics import Window
+from megabert.training.sinks import Shown
 from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -216,7 +218,7 @@ class FineTuning:
             self.frozen = heads.frozen_weights(self.module, weights)
         self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(world, data.task, self.engine.terms)
-        self.best = Best()
+        self.best, self.shown = Best(), Shown()
         per_epoch = steps_per_epoch(len(self.items), settings.batch)
         parts = range(1, settings.epochs * settings.evaluations + 1)
         self.evaluate_at = {max(1, round(per_epoch * part / settings.evaluations)) for part in parts}
@@ -253,7 +255,7 @@ class FineTuning:
         best = save.load(self.folder / "best", self.world.device)
         found: dict[str, dict[str, float]] = {}
         for split in sorted(self.data.splits.keys() - {"train"}):
-            found[split], predictions = self.judge(best.module, split, trainer.watchdog.progress)
+            found[split], predictions, _ = self.judge(best.module, split, trainer.watchdog.progress)
             if self.world.is_main:
                 path = self.folder / f"predictions-{split}.{SUFFIXES.get(self.data.task.kind, TSV)}"
                 metrics.write(self.data.task, self.data.splits[split].examples, predictions, path)
@@ -274,15 +276,15 @@ class FineTuning:
 
     def judge(
         self, module: heads.Finetuner, split: str, progress: Callable[[], None]
-    ) -> tuple[dict[str, float], list[Any]]:
-        """A split's scores and predictions, on every rank. A collective."""
+    ) -> tuple[dict[str, float], list[Any], list[np.ndarray]]:
+        """A split's scores, predictions and logits of its items, on every rank. A collective."""
         task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
         logits = logits_of(module, part.items, self.described.layout, self.world, progress=progress)
         if not all(np.isfinite(values).all() for values in logits):
             raise BadTraining(f"{self.folder}: the model's output is not finite; lower --lr")
         shaped = [reshape(values, task.kind) for values in logits]
         predictions = list(metrics.decode(task, part.examples, part.items, shaped, labels))
-        return metrics.score(task, part.examples, predictions, labels), predictions
+        return metrics.score(task, part.examples, predictions, labels), predictions, shaped
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
@@ -311,7 +313,9 @@ class FineTuning:
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
         main = self.data.task.metrics[0]
-        found, _ = self.judge(self.module, "dev", progress)
+        found, _, logits = self.judge(self.module, "dev", progress)
+        part = self.data.splits["dev"]
+        self.shown = Shown(curves=curves(self.data.task, part.examples, part.items, logits, self.data.labels))
         value, best = found[main], self.best.scores.get(main, -math.inf)
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in found.items())

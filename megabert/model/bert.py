@@ -155,13 +155,17 @@ class BertForPreTraining(nn.Module):
     def forward(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
         lengths: Tensor, cls_positions: Tensor, nsp_labels: Tensor, mlm_positions: Tensor, mlm_labels: Tensor,
-        seed: Tensor | None = None,
-    ) -> Output:  # fmt: skip
-        """Loss sums and correct counts of a packed batch (shapes as in `encode`).
+        seed: Tensor | None = None, logits_at: Tensor | None = None,
+    ) -> Output | Tensor:  # fmt: skip
+        """Loss sums and correct counts of a packed batch (shapes as in `encode`); with `logits_at`, int flat positions [N],
+        only the logits there over the real vocabulary [N, V].
 
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
         flat positions into B * T and labels, -100 where there is nothing to predict.
         """
+        if logits_at is not None:
+            inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
+            return self.mlm_logits(self.encode(*inputs, logits_at, seed))
         slots = mlm_positions.shape[1]
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
         hidden = self.encode(input_ids, segment_ids, position_ids, key_start, key_end, lengths, keep, seed)

@@ -66,7 +66,10 @@ class Student(BertForPreTraining):
     def forward(self, *args: Any, seed: Tensor | None = None, **batch: Any) -> Any:
         """Sums of the four losses, then what was right of each; shapes of `batch` as BertForPreTraining's."""
         if not self.training:
-            mlm, nsp, *correct = super().forward(*args, **(batch | {"seed": seed}))
+            output = super().forward(*args, **(batch | {"seed": seed}))
+            if isinstance(output, Tensor):
+                return output
+            mlm, nsp, *correct = output
             none = torch.zeros_like(mlm)
             return mlm, nsp, none, none, *correct, none, none
         assert not args

@@ -33,9 +33,10 @@ def held_out(data: str, config: Config) -> Dataset:
 
 
 def fixed_batches(
-    dataset: Dataset, tokenizer: Tokenizer, config: Config, rank: int = 0, world: int = 1
+    dataset: Dataset, tokenizer: Tokenizer, config: Config, rank: int = 0, world: int = 1, rows: int = 0
 ) -> Iterable[Batch]:
-    """This rank's share of the first `eval.rows` held-out rows, each once, under the fixed mask."""
+    """This rank's share of the first `eval.rows` held-out rows, or of the first `rows` of those, each once, under the fixed
+    mask."""
     return eval_batches(
         dataset,
         tokenizer,
@@ -44,7 +45,7 @@ def fixed_batches(
         masking=evaluated(config),
         rank=rank,
         world=world,
-        max_rows=config.eval.rows,
+        max_rows=min(rows or config.eval.rows, config.eval.rows),
     )
 
 

@@ -23,6 +23,7 @@ from megabert.data.batch import Batch
 from megabert.data.frequencies import token_counts
 from megabert.data.loader import Loader
 from megabert.data.mixture import AnyDataset
+from megabert.data.objective import evaluated
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -32,11 +33,13 @@ from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
-from megabert.training import distillation, evaluation, measured_choice
+from megabert.training import distillation, evaluation, measured_choice, samples, sinks
 from megabert.training.exchange import refuse
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
-from megabert.training.provenance import describe
+from megabert.training.provenance import describe, record_start
+from megabert.training.samples import HeldOutSamples
+from megabert.training.sinks import Shown
 from megabert.training.trainer import Trainer
 
 
@@ -52,6 +55,8 @@ class Pretraining:
         self.dataset, self.tokenizer = dataset, tokenizer
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
         self.meter = Meter(world, config.model, engine.terms, peak)
+        self.shown = Shown()
+        self._samples: HeldOutSamples | None = None  # read at the first evaluation
 
     def updates(self, first: int, share_used: Callable[[int], float]) -> Loader:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
@@ -87,7 +92,18 @@ class Pretraining:
         found = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")
+        self.shown = Shown(self.look(self.held_out))
         return found
+
+    def look(self, held_out: Dataset) -> list[dict[str, Any]]:
+        """What the model says under a few held-out masks: rank 0 looks, and where weights are split all ranks with it."""
+        if not self.world.is_main and self.config.zero.stage < 3:
+            return []
+        if self._samples is None:
+            batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=samples.ROWS)
+            causal = evaluated(self.config).causal
+            self._samples = HeldOutSamples(batches, self.tokenizer, causal)
+        return self._samples.look(self.engine.module, self.world.device)
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         return progress_line(values, self.config.schedule.total_steps, eta_seconds)
@@ -128,6 +144,7 @@ def open_run(
     With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
     update to profile on this rank. A collective. Raises ValueError naming what does not fit.
     """
+    sinks.check(config)
     dataset = open_data(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
@@ -177,6 +194,7 @@ def open_run(
         # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
         for name, data in tokenizer.files().items():
             write_whole(run_dir / name, data)
+        record_start(run_dir, provenance, world, saved["step"] if saved else 0)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
     log.info(
         engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device"

@@ -263,9 +263,9 @@ class Trainer:
         """The workload's figures, for the sinks. A collective."""
         if found := self.workload.evaluate(self.state.step, self.watchdog.progress):
             self.last_eval = found
-            self.sinks.write(
-                {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)} | found
-            )
+            place = {"step": self.state.step, "time/train_seconds": round(self.state.seconds, 3)}
+            self.sinks.write(place | found)
+            self.sinks.show(self.state.step, self.workload.shown)
 
     # -- trouble -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megabert.engine import UpdateResult
+from megabert.training.sinks import Shown
 
 
 class Update(Protocol):
@@ -64,6 +65,10 @@ class Workload(Protocol):
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Figures of the model after `step` updates, logged and given; {} where there is nothing to evaluate on. `progress` is
         called now and then, for the watchdog."""
+
+    @property
+    def shown(self) -> Shown:
+        """What the newest evaluation looked at besides its figures."""
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         """One line for the terminal from the values of a log line."""

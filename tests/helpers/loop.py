@@ -12,6 +12,7 @@ from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
 from megabert.training.metrics import Meter
+from megabert.training.sinks import Shown
 from tests.helpers import tiny
 
 
@@ -50,7 +51,7 @@ class Killed(Exception):
 class Workload:
     """`count` tiny updates, made beforehand, behind which the process ends; saved at one step, never evaluated."""
 
-    satisfied = False
+    satisfied, shown = False, Shown()
 
     def __init__(self, cfg: Config, world: World, engine: Engine, count: int, saved_at: int) -> None:
         self.made = [Update(step, tiny.update(step, cfg, world).batches) for step in range(count)]

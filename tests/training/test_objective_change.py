@@ -103,6 +103,13 @@ def test_a_run_stopped_before_at_and_after_the_change_is_the_run_that_was_not(
     rates = [line["train/lr"] for line in straight[0].values()]
     assert max(rates) == 3e-3 and rates[-1] < 1.7e-3 and rates[3:7] == [3e-3] * 4
     same(trained(world, tmp_path / "broken", *budget, "data.workers=2", stops=stops), straight)
+    whole, broken = (folder / "samples.jsonl" for folder in (tmp_path / "straight", tmp_path / "broken"))
+    assert (
+        whole.read_bytes() == broken.read_bytes() and whole.read_text().count('"step"') == 2
+    )  # start and end
+    starts = [json.loads(line) for line in (tmp_path / "broken" / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, *(stop for stop in stops if stop is not None)]
+    assert {start["ranks"] for start in starts} == {1}
     if budget:
         tokens = [line["data/tokens"] for line in straight[0].values()]
         assert tokens[-2] < TOKENS <= tokens[-1]

@@ -1,0 +1,140 @@
+"""Held-out samples say what the model's own logits say, at the places that evaluation hides, and change nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert.config import Config
+from megabert.data.batch import Batch
+from megabert.data.tokenizer import Tokenizer
+from megabert.distributed.preemption import Stop
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.model import BertForPreTraining
+from megabert.training import evaluation, samples
+from megabert.training.pretraining import open_run
+from megabert.training.samples import HeldOutSamples
+from megabert.training.sinks import as_markdown
+from tests.helpers import runs
+from tests.helpers.ranks import run_ranks
+
+DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+CPU = torch.device("cpu")
+TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.max_positions=64", "batch.micro_size=2"]
+
+
+def made(*overrides: str, causal: bool = False) -> tuple[Config, Tokenizer, BertForPreTraining, list[Batch]]:
+    """A random model, and the batches of its samples."""
+    held_out = evaluation.held_out(str(DATA), Config())
+    tokenizer = Tokenizer.load(DATA / "tokenizer.model")
+    more = ["data.masking.strategy=causal", "model.nsp=false"] if causal else []
+    cfg = configuration.load("tiny", [*TINY, f"model.vocab_size={tokenizer.vocab_size}", *overrides, *more])
+    model = runs.model(cfg.model)
+    batches = evaluation.fixed_batches(held_out, tokenizer, cfg, rows=samples.ROWS)
+    return cfg, tokenizer, model, list(batches)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_said_is_what_the_logits_of_every_position_say(causal: bool) -> None:
+    _, tokenizer, model, batches = made(causal=causal)
+    model.train()
+    before = torch.get_rng_state()
+    found = HeldOutSamples(batches, tokenizer, causal).look(model, CPU)
+    assert model.training and torch.equal(torch.get_rng_state(), before)
+    assert [sample["row"] for sample in found] == [0, 1, 2]  # of two micro-batches of two rows
+    model.eval()
+    for sample in found:
+        batch = batches[sample["row"] // 2]
+        row = sample["row"] % 2
+        names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
+        with torch.no_grad():
+            hidden = model.encode(*(batch.inputs()[name][row : row + 1] for name in names))
+            shares = model.mlm_logits(hidden[0]).softmax(-1)
+        lengths = batch.lengths[row].tolist()
+        first = sum(lengths[: lengths.index(max(lengths))])
+        assert len(sample["tokens"]) == min(max(lengths), samples.WINDOW)
+        hidden_at = {int(p) - row * batch.input_ids.shape[1]: int(i) for p, i in labels(batch, row)}
+        for mask in sample["masks"]:
+            at = first + mask["at"] - causal
+            assert sample["tokens"][mask["at"]] == tokenizer.pieces[hidden_at[at]]
+            assert mask["shown"] == ("" if causal else tokenizer.pieces[batch.input_ids[row, at]])
+            best = shares[at].topk(samples.TOP)
+            assert [word for word, _ in mask["said"]] == [tokenizer.pieces[i] for i in best.indices]
+            assert [p for _, p in mask["said"]] == pytest.approx(best.values.tolist(), abs=6e-5)
+        window = [at for at in sorted(hidden_at) if first <= at < first + len(sample["tokens"]) - causal]
+        assert len(sample["masks"]) == len(window) // (samples.EVERY if causal else 1)
+
+
+def labels(batch: Batch, row: int) -> list[tuple[int, int]]:
+    pairs = zip(batch.mlm_positions[row].tolist(), batch.mlm_labels[row].tolist(), strict=True)
+    return [(p, i) for p, i in pairs if i != samples.IGNORE]
+
+
+def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None:
+    told: list[Any] = []
+    for micro in (1, 2, 4):
+        _, tokenizer, model, batches = made(f"batch.micro_size={micro}")
+        told.append(HeldOutSamples(batches, tokenizer, False).look(model, CPU))
+        assert all(len(batch.row_ids) == micro for batch in batches)
+    places = [[(s["row"], s["tokens"], [m["at"] for m in s["masks"]]) for s in found] for found in told]
+    assert places[0] == places[1] == places[2]
+    cfg, tokenizer, _, few = made("eval.rows=2")
+    assert {int(r) for batch in few for r in batch.row_ids} == {0, 1} and cfg.eval.rows == 2
+    nothing = [replace(batch, mlm_labels=torch.full_like(batch.mlm_labels, -100)) for batch in few]
+    assert HeldOutSamples(nothing, tokenizer, False).look(runs.model(cfg.model), CPU) == []
+
+
+def trained(world: World, folder: Path, stage: int) -> None:
+    more = [
+        f"zero.stage={stage}",
+        f"data.path={DATA}",
+        "batch.global_size=8",
+        "schedule.total_steps=2",
+        "schedule.warmup_steps=1",
+    ]
+    more += [
+        "eval.interval=1",
+        "eval.rows=8",
+        "peak_tflops=1.0",
+        "log.tensorboard=false",
+        "data.workers=0",
+        "precision=fp32",
+    ]
+    cfg = configuration.load("tiny", [*TINY, *more])
+    trainer = open_run(folder, cfg, world, Stop(), Watchdog(world, folder, 0.0))
+    assert trainer.train()
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_that_share_the_weights_look_together(tmp_path: Path) -> None:
+    lines = []
+    for ranks, stage in ((1, 1), (2, 3)):
+        folder = tmp_path / str(stage)
+        run_ranks(ranks, trained, folder, stage)
+        lines.append([json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()])
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 2]
+    for one, two in zip(*lines, strict=True):
+        for a, b in zip(one["samples"], two["samples"], strict=True):
+            assert a["tokens"] == b["tokens"] and len(a["masks"]) == len(b["masks"]) > 0
+            for said, other in zip(a["masks"], b["masks"], strict=True):
+                shares = [[p for _, p in mask["said"]] for mask in (said, other)]
+                assert shares[0] == pytest.approx(shares[1], abs=2e-4)
+
+
+def test_a_text_of_tensorboard_numbers_the_masks_and_shows_markup_as_it_is() -> None:
+    masks = [{"at": 1, "shown": "[MASK]", "said": [[" <b>*", 0.5], ["x", 0.25]]}]
+    shown = as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
+    assert shown.splitlines() == [
+        r"\[CLS\] **[1]**\#'\n'".replace("'\\n'", "'\\\\n'"),
+        "",
+        r"1. ** cat**:  \<b\>\* 50%, x 25%",
+    ]
