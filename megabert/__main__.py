@@ -34,6 +34,9 @@ COMMANDS = {
     "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
     "features": Command("megabert.features.__main__", "a model's vectors of texts"),
+    "report": Command(
+        "megabert.training.report.__main__", "one HTML file about a run, or several over each other"
+    ),
     "fill": Command("megabert.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.export", "a run as a Hugging Face folder"),
     "convert": Command("megabert.convert", "a Hugging Face folder as a run to continue from"),

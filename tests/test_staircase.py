@@ -47,12 +47,14 @@ WITHOUT_TORCH = (
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
     *("megabert.finetune.tasks", "megabert.training.spike_policy", "megabert.engine.lr_schedule"),
+    *("megabert.training.sinks", "megabert.training.report"),
 )
 # package -> the only files or folders that may import it, where it is used and not at the top
 OWNERS = {
     "amp_C": ("megabert.engine",),
     "apex": ("megabert.engine", "megabert.model.ops"),
     "deepspeed": ("megabert.engine",),
+    "mlflow": ("megabert.training.sinks",),
     "onnx": ("megabert.finetune.onnx",),
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
@@ -62,6 +64,7 @@ OWNERS = {
     "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.training.sinks",),
     "torch.utils.tensorboard": ("megabert.training.sinks",),
+    "wandb": ("megabert.training.sinks",),
     "transformers": ("megabert.finetune.onnx",),  # what is exported loads there; its ONNX is made from it
 }
 
