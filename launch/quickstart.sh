@@ -77,6 +77,9 @@ PYTHON
 echo
 python examples/what_it_learned.py "$OUT/run" "$OUT/data"
 
+section "the run on one page"
+python -m megabert report "$OUT/run"
+
 echo
 echo "everything is in $OUT; see it with"
 printf '  %q --logdir %q\n' "$(command -v tensorboard)" "$OUT/run/tensorboard"
