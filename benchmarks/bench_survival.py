@@ -32,7 +32,7 @@ FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
 CASES = (  # the last number is each one's share of the kills
     (Case("1 rank, saving in the background", 1, 200, 5), 20),
     (Case("1 rank, fp32, saving at once", 1, 200, 5, (FP32, SYNCHRONOUS)), 20),
-    (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32), writers=1), 25),
+    (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32)), 25),
     (Case("2 ranks, ZeRO-1, loader workers", 2, 200, 5, ("zero.stage=1", "data.workers=1")), 35),
     (Case("2 ranks, ZeRO-1, LAMB", 2, 200, 5, ("zero.stage=1", "optimizer.name=lamb")), 20),
     (Case("2 ranks, ZeRO-2, saving at once", 2, 200, 5, ("zero.stage=2", SYNCHRONOUS)), 20),

@@ -11,13 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from megabert import pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import appearing
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
+from megabert.common.tensor_file import write_tensors
 from megabert.finetune import card, huggingface, onnx, save
 from megabert.finetune.save import Finetuned
 from megabert.pretrained import Pretrained, hf_names, hf_tokenizer, model_card
@@ -54,8 +53,7 @@ def export(
             (folder / file).write_bytes(data)
         copies = COPIES if model.tied else ()
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
-        save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod(0o644)  # the library makes it readable by its owner alone
+        write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
     return found
 
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsy
     for args, said in cases:
         assert export.main([*args, "--output", str(tmp_path / "hf")]) == 2
         assert said in one_line(capsys)
-    weights = run / "checkpoints" / "step-00000000" / "weights.safetensors"
+    weights = run / "checkpoints" / "step-00000000" / "weights-00000-of-00001.safetensors"
     with weights.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")

@@ -18,6 +18,7 @@ from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.process_group import World
 from megabert.engine.snapshot import Snapshot
+from megabert.engine.zero_layout import Piece
 from tests.helpers import runs
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
@@ -30,7 +31,9 @@ class Engine:
         self.weights = weights
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.weights, [], {"optimizer_steps": 0})
+        pieces = [Piece(name, 0, {"weight": w.reshape(-1)}) for name, w in self.weights.items()]
+        shapes = {name: tuple(w.shape) for name, w in self.weights.items()}
+        return Snapshot(shapes, pieces, [], {"optimizer_steps": 0})
 
 
 def train_on(run: Path, step: int) -> None:

@@ -23,7 +23,7 @@ ROWS_A_SECOND = (
     150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
 )
 KEPT = 24  # points at most; of more, the last ones
-WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
+WEIGHTS = "weights.safetensors"  # of the peer
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def weights_of(point: Point) -> dict[str, Tensor]:
     if (point.weights / "manifest.json").is_file():
         from megabert import checkpoint
 
-        return checkpoint.load_weights(point.weights, average=(point.weights / AVERAGE).is_file())[0]
+        return checkpoint.load_weights(point.weights, average=any(point.weights.glob("average*")))[0]
     from safetensors.torch import load_file
 
     return load_file(point.weights / WEIGHTS)

@@ -108,7 +108,7 @@ def kill_again_and_again(
         aim = PLAN[(number + len(case.name)) % len(PLAN)]
         if aim == "any" and rng.random() < 0.2:
             aim = "start"
-        slow = (rng.randrange(case.slow_ranks), rng.uniform(*SLOW)) if aim == "slow" else (0, 0.0)
+        slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" else (0, 0.0)
         newest = max(steps_of(run), default=0)
         life = Life(case, data, run, None if number in by_command else server, slow)
         outcome.sessions |= {rank.pid for rank in life.ranks}

@@ -79,11 +79,6 @@ class Case:
     steps: int
     interval: int
     overrides: tuple[str, ...] = ()
-    writers: int = 0  # ranks that write a checkpoint's files; 0: all
-
-    @property
-    def slow_ranks(self) -> int:
-        return self.writers or self.world
 
     def argv(self, data: Path, run: Path) -> list[str]:
         steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")

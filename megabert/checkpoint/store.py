@@ -7,39 +7,46 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megabert.checkpoint.index import build
 from megabert.checkpoint.manifest import (
     AVERAGE,
     MANIFEST,
+    MOMENTS,
+    SECOND_SCHEMA,
     WEIGHTS,
     Damaged,
     Outdated,
+    file_name,
+    has_moments,
     read_manifest,
     seal,
     verify_files,
 )
 from megabert.checkpoint.tensors import (
-    Moments,
-    check_moments,
-    check_pieces,
-    has_moments,
-    moments_file,
-    read_weights,
+    Stored,
+    check_files,
+    check_old_pieces,
     write_moments,
     write_weights,
 )
 from megabert.common.atomic_io import sync, write_whole
-from megabert.common.canonical_json import canonical
+from megabert.common.canonical_json import canonical, compact
 from megabert.common.errors import Failed
 from megabert.common.logs import log
 from megabert.common.retry import tried_again
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
+from megabert.engine import zero_layout
+from megabert.engine.zero_layout import WEIGHT, Piece
 
 if TYPE_CHECKING:
     from megabert.engine.deepspeed_engine import Engine
@@ -49,30 +56,54 @@ STEP = re.compile(r"step-(\d{8,})")
 SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed
 POINTER = "pointer.json"
 REPLACED = ".replaced-"  # prefix of a checkpoint whose step is being saved again
+NICENESS = 10  # of threads that write, for training to have the cores first
+KINDS = {WEIGHTS: WEIGHT, AVERAGE: zero_layout.AVERAGE}
 
 
-class _Save(threading.Thread):
-    """One rank's part of a save in flight. `files` or `failure` is there when the thread has ended."""
+class _Background(threading.Thread):
+    """A function at work beside the training; `result` or `failure` is there when the thread has ended."""
 
-    def __init__(
-        self, folder: Path, state: dict[str, Any], snapshot: Snapshot, write: Callable[..., Any]
-    ) -> None:
-        # No daemon: the interpreter's end would unwind one through safetensors' Rust, which aborts the process.
-        super().__init__(name=f"save-{folder.name}")
-        self.folder, self.state, self.snapshot = folder, state, snapshot
-        self.files: dict[str, dict[str, Any]] = {}
+    def __init__(self, name: str, function: Callable[[], Any]) -> None:
+        # No daemon: the interpreter's end would leave a file half written that could have been whole.
+        super().__init__(name=name)
+        self.result: Any = None
         self.failure: Exception | None = None
-        self._write = write
+        self._function: Callable[[], Any] | None = function
+        self.start()
 
     def run(self) -> None:
+        assert self._function is not None
+        os.nice(NICENESS)  # on Linux of this thread alone
         try:
-            self.files = self._write(self.folder, self.snapshot)
-        except Exception as error:  # raised by `finish`, where all ranks hear of it
+            self.result = self._function()
+        except Exception as error:  # raised by `heard`, where all ranks hear of it
             self.failure = error
+        self._function = None  # and with it the copies in host memory
+
+    @property
+    def problem(self) -> str:
+        return "" if self.failure is None else str(self.failure) or type(self.failure).__name__
+
+
+@dataclass
+class _Save:
+    """A save in flight. Every rank writes; when all have written, rank 0 commits."""
+
+    folder: Path
+    state: dict[str, Any]
+    counters: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    writing: _Background
+    written: bool = False  # by every rank, as all of them know
+    committing: _Background | None = None  # on rank 0
+
+
+# What a rank reports of the save in flight; of all ranks' reports the greatest counts.
+COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. All methods but `pending` and `ready` are collectives."""
+    """The checkpoints of one run folder. All methods but `pending`, `ready` and `status` are called by all ranks alike."""
 
     def __init__(self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None) -> None:
         """`settings` None opens the folder for reading only. Otherwise what dead saves left is removed, so the run's lock
@@ -89,18 +120,19 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"). A collective.
+        """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"). A collective where one is in flight.
 
-        When `settings.asynchronous`, this returns once the state is copied to host memory (`Engine.snapshot` says what
-        that takes) and a thread writes it; `finish` commits. Otherwise it commits at once. A save in flight is
-        finished first. Raises as `finish` does.
+        When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot` says
+        what that takes), and threads write and commit it: the ranks exchange their `status` now and then and tell what it
+        came to to `heard`, or wait in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as
+        `heard` does.
         """
         assert self.settings is not None, "opened for reading only"
         self.finish()
         snapshot = engine.snapshot()
         folder = self.folder / f"{SAVING}{int(state['step']):08d}"
-        self._in_flight = _Save(folder, dict(state), snapshot, self._write)
-        self._in_flight.start()
+        writing = _Background(f"save-{folder.name}", partial(self._write, folder, snapshot))
+        self._in_flight = _Save(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
         if not self.settings.asynchronous:
             self.finish()
 
@@ -112,47 +144,65 @@ class Checkpoints:
     @property
     def ready(self) -> bool:
         """This rank's part of the save in flight is on the disk, or has failed."""
-        return self._in_flight is not None and not self._in_flight.is_alive()
+        return self._in_flight is not None and not self._in_flight.writing.is_alive()
 
-    def finish(self) -> Path | None:
-        """Wait for the save in flight and commit it; its folder. None when there is none. A collective.
+    @property
+    def status(self) -> int:
+        """This rank's report of the save in flight, for `heard`; 0 where there is none."""
+        save = self._in_flight
+        if save is None:
+            return COMMITTED
+        if not save.written:
+            return _report(save.writing, WRITING, NOT_WRITTEN, WRITTEN)
+        if save.committing is None:  # another rank does it
+            return COMMITTED
+        return _report(save.committing, COMMITTING, NOT_COMMITTED, COMMITTED)
+
+    def heard(self, status: int) -> Path | None:
+        """Go on with the save in flight by what all ranks reported at one moment: the greatest `status`, which may have been
+        exchanged some time ago, but after `save`. The checkpoint's folder once it is committed. The same on every rank; a
+        collective only where something failed.
 
         When any rank could not write, the earlier checkpoints are untouched, and with `settings.on_error` "stop" every
-        rank raises ValueError naming that rank and its reason; with "continue" rank 0 warns and None is returned.
+        rank raises Failed naming that rank and its reason; with "continue" rank 0 warns, and the save is given up.
         """
-        if self._in_flight is None:
+        save = self._in_flight
+        if save is None:
             return None
-        save, self._in_flight = self._in_flight, None
-        save.join()
-        problem = "" if save.failure is None else str(save.failure) or type(save.failure).__name__
-        reports = self.world.gather([problem, save.files])
-        problems = [report[0] for report in reports]
-        step = int(save.state["step"])
-        if self.world.is_main and not any(problems):
-            files = {name: entry for report in reports for name, entry in report[1].items()}
-            state = save.state | {"world_size": self.world.size}
-            try:
-                self.commit(save.folder, step, seal(files, state, save.snapshot.counters))
-            except OSError as error:
-                problems = [str(error)]
-        if self.world.is_main and any(problems):
-            shutil.rmtree(save.folder, ignore_errors=True)
-        problems = self.world.broadcast(problems)
-        if save.failure is not None and not isinstance(save.failure, OSError):
-            raise save.failure
-        for rank, found in enumerate(problems):
-            if found:
-                self._report_failure(step, f"rank {rank}: {found}" if self.world.size > 1 else found)
-                return None
-        return self.folder / f"step-{step:08d}"
+        if not save.written:
+            if status == WRITTEN:
+                save.written = True
+                if self.world.is_main:
+                    save.committing = _Background(f"commit-{save.folder.name}", partial(self._commit, save))
+            elif status == NOT_WRITTEN:
+                self._give_up(save)
+        elif status == COMMITTED:
+            self._in_flight = None
+            return self.folder / f"step-{int(save.state['step']):08d}"
+        elif status == NOT_COMMITTED:
+            self._give_up(save)
+        return None
+
+    def finish(self) -> Path | None:
+        """Wait for the save in flight and commit it; its folder. None when there is none, or it failed. A collective. Raises
+        as `heard` does."""
+        path = None
+        while (save := self._in_flight) is not None:
+            at_work = save.committing if save.written else save.writing
+            if at_work is not None:
+                at_work.join()
+            path = self.heard(self.world.max_ints([self.status])[0])
+        return path
 
     def commit(self, temporary: Path, step: int, manifest: bytes) -> None:
-        """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old. Rank 0 only."""
+        """Make the finished folder `temporary` the checkpoint of `step`, then remove what is too old: in the background when
+        `settings.asynchronous`. Rank 0 only."""
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
-        final = self.folder / f"step-{step:08d}"
+        final, doomed = self.folder / f"step-{step:08d}", []
         if final.exists():  # damaged, or saved again after going back: the name is free only for a moment
-            os.rename(final, self.folder / f"{REPLACED}{final.name}")
+            doomed.append(self.folder / f"{REPLACED}{final.name}")
+            os.rename(final, doomed[0])
         os.rename(temporary, final)
         sync(self.folder)
         sync(self.run_dir)  # whose entry for `checkpoints` is new at the first one
@@ -161,23 +211,66 @@ class Checkpoints:
         abandoned = [other for other in steps if other > step]  # newer ones that could not be used
         older = [other for other in steps if other <= step][self.settings.keep :]
         for dead in abandoned + [other for other in older if not every or other % every]:
-            doomed = self.folder / f"{SAVING}old-{dead:08d}"
-            os.rename(self.folder / f"step-{dead:08d}", doomed)
-            shutil.rmtree(doomed)
-        shutil.rmtree(self.folder / f"{REPLACED}{final.name}", ignore_errors=True)
+            doomed.append(self.folder / f"{SAVING}old-{dead:08d}-{time.time_ns()}")
+            os.rename(self.folder / f"step-{dead:08d}", doomed[-1])
+        if self.settings.asynchronous:
+            _Background(f"remove-before-{step}", partial(_remove, doomed))
+        else:
+            _remove(doomed)
 
-    def _write(self, folder: Path, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-        """Write this rank's files; their entries in the manifest. In the save's own thread: no collective."""
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files and, for the commit, a note of what they are. In the save's own thread: no collective."""
+        rank, ranks = self.world.rank, self.world.size
         folder.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
         files = {}
+        for group, pieces, write in (
+            (WEIGHTS, snapshot.weights, write_weights),
+            (AVERAGE, snapshot.average, write_weights),
+            (MOMENTS, snapshot.moments, write_moments),
+        ):
+            if pieces:
+                name = file_name(group, rank, ranks)
+                files[name] = write(folder / name, pieces)
+        held = [(piece.name, piece.offset, piece.length) for piece in snapshot.weights]
+        for others in filter(None, (snapshot.average, snapshot.moments)):
+            assert held == [(piece.name, piece.offset, piece.length) for piece in others]
+        single = sorted({piece.name for piece in snapshot.moments if len(piece.values) == 1})
+        (folder / _note(rank)).write_bytes(compact([files, held, single]))
+
+    def _commit(self, save: _Save) -> None:
+        """Seal what all ranks noted, and make the folder a checkpoint. In a thread of rank 0."""
+        notes = [save.folder / _note(rank) for rank in range(self.world.size)]
+        files: dict[str, Any] = {}
+        held, single = [], set[str]()
+        for note in notes:
+            its_files, its_pieces, its_single = json.loads(tried_again(note.read_bytes))
+            files |= its_files
+            held.append(its_pieces)
+            single.update(its_single)
+        layout = {
+            "ranks": self.world.size,
+            "files": files,
+            "parameters": build(save.shapes, held),
+            "first_moment_only": sorted(single),
+        }
+        manifest = seal(layout, save.state | {"world_size": self.world.size}, save.counters)
+        for note in notes:
+            os.unlink(note)
+        self.commit(save.folder, int(save.state["step"]), manifest)
+
+    def _give_up(self, save: _Save) -> None:
+        """Remove what a failed save wrote, and raise or warn as the settings say. A collective."""
+        self._in_flight = None
+        failed = save.committing or save.writing
+        problems = self.world.gather(failed.problem)
         if self.world.is_main:
-            files[WEIGHTS] = write_weights(folder, snapshot.weights)
-            if snapshot.average:
-                files[AVERAGE] = write_weights(folder, snapshot.average, AVERAGE)
-        if snapshot.pieces:
-            name = moments_file(self.world.rank, self.world.size)
-            files[name] = write_moments(folder / name, snapshot.pieces)
-        return files
+            shutil.rmtree(save.folder, ignore_errors=True)
+        self.world.barrier()
+        if failed.failure is not None and not isinstance(failed.failure, OSError):
+            raise failed.failure
+        rank, found = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+        reason = f"rank {rank}: {found}" if self.world.size > 1 else found
+        self._report_failure(int(save.state["step"]), reason)
 
     def _report_failure(self, step: int, reason: str) -> None:
         assert self.settings is not None
@@ -222,12 +315,12 @@ class Checkpoints:
         """Continue `engine` from a checkpoint that `latest` gave; gives its state. A collective.
 
         Any number of ranks and any ZeRO stage may have written it; with the same ones training goes on bit for bit.
-        The weights are mapped, not copied, and of the moments a rank reads its own slices only.
+        Files are mapped; of the moments a rank reads its own slices only.
         """
         assert not self.pending, "finish the save in flight first"
         manifest = read_manifest(path)
-        average = read_weights(path, AVERAGE) if AVERAGE in manifest["files"] else {}
-        engine.restore(read_weights(path), Moments(path, manifest).read, manifest["engine"], average)
+        stored, counters = Stored(path, manifest), manifest["engine"]
+        engine.restore(stored.read, stored.shapes, counters, int(counters.get("averaged", 0)))
         self.world.barrier()
         return manifest["state"]
 
@@ -255,7 +348,7 @@ class Checkpoints:
         return None
 
     def _problem(self, path: Path, only: str) -> str:
-        """Why a checkpoint (or its file `only`) is not whole, "" when it is; each rank hashes its share of the files.
+        """Why a checkpoint (or what `only` names of it) is not whole, "" when it is; each rank hashes its share of the files.
 
         Raises Outdated, on every rank, for one that was written in an earlier layout.
         """
@@ -265,11 +358,9 @@ class Checkpoints:
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
             tried_again(lambda: verify_files(path, share))
-            for name, entry in share:
-                if name not in (WEIGHTS, AVERAGE):
-                    check_moments(path, name, entry)
-            if self.world.is_main and not only:
-                check_pieces(path, manifest)
+            check_files(path, manifest, [name for name, _ in share])
+            if self.world.is_main and not only and manifest["schema"] == SECOND_SCHEMA:
+                check_old_pieces(path, manifest)
         except Outdated as error:
             outdated = str(error)
         except (Damaged, OSError) as error:
@@ -298,27 +389,28 @@ def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, T
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
     With `average` their average over the run's last updates, and in the state "averaged", how many these were. Every rank
-    reads for itself, this one file alone; an earlier layout's too. Raises ValueError naming `source` when it holds no whole
+    reads for itself, and these files alone; an earlier layout's too. Raises ValueError naming `source` when it holds no whole
     checkpoint, or no average.
     """
-    path, name = Path(source), AVERAGE if average else WEIGHTS
+    path, only = Path(source), AVERAGE if average else WEIGHTS
+    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
+    checkpoints = Checkpoints(path, alone)
     if _is_checkpoint(path):
-        manifest = read_manifest(path, name)
-        verify_files(path, manifest["files"].items())
+        if problem := checkpoints._problem(path, only):
+            raise Damaged(problem)
     else:
-        alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-        newest = Checkpoints(path, alone)._newest(None, name)
+        newest = checkpoints._newest(None, only)
         if newest is None:
             raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
         path = newest
-        manifest = read_manifest(path, name)
-    if name not in manifest["files"]:
+    manifest = read_manifest(path, only)
+    if not manifest["files"]:
         raise ValueError(
             f"{source}: {path.name} holds no average of weights; train with average.share above 0, up to the share of the "
             "budget in which it is taken"
         )
     averaged = {"averaged": manifest["engine"]["averaged"]} if average else {}
-    return read_weights(path, name), manifest["state"] | averaged
+    return Stored(path, manifest).whole(KINDS[only]), manifest["state"] | averaged
 
 
 def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:
@@ -340,7 +432,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
             )
         path = newest
     manifest = read_manifest(path)
-    if not has_moments(manifest):
+    if not has_moments(manifest["engine"]):
         raise ValueError(
             f"init_from={source} holds no moments; set init_moments=false to start from its weights alone"
         )
@@ -350,8 +442,9 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
             f"init_from={source} holds the moments of optimizer.name={name} and this run's is {ours}; set init_moments=false "
             "to start from its weights alone"
         )
-    engine.load_weights(read_weights(path))
-    engine.take_moments(Moments(path, manifest).read)
+    stored = Stored(path, manifest)
+    engine.load_weights(stored.whole(WEIGHT))
+    engine.take_moments(stored.read)
     world.barrier()
     return manifest["state"]
 
@@ -367,13 +460,43 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
     It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
     """
     alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-    checkpoints = Checkpoints(run_dir, alone, CheckpointConfig())
+    checkpoints = Checkpoints(run_dir, alone, CheckpointConfig(asynchronous=False))
     folder = checkpoints.folder / f"{SAVING}{0:08d}"
     folder.mkdir(parents=True)
-    files = {WEIGHTS: write_weights(folder, weights)}
-    manifest = seal(files, dict(state) | {"step": 0, "world_size": 1}, {"optimizer_steps": 0})
-    checkpoints.commit(folder, 0, manifest)
+    name = file_name(WEIGHTS, 0, 1)
+    pieces = [Piece(n, 0, {WEIGHT: weight.reshape(-1)}) for n, weight in weights.items()]
+    shapes = {n: tuple(weight.shape) for n, weight in weights.items()}
+    layout = {
+        "ranks": 1,
+        "files": {name: write_weights(folder / name, pieces)},
+        "parameters": build(shapes, [[(piece.name, 0, piece.length) for piece in pieces]]),
+        "first_moment_only": [],
+    }
+    state = dict(state) | {"step": 0, "world_size": 1}
+    checkpoints.commit(folder, 0, seal(layout, state, {"optimizer_steps": 0}))
     return checkpoints.folder / f"step-{0:08d}"
+
+
+def _report(thread: _Background, at_work: int, failed: int, done: int) -> int:
+    if thread.is_alive():
+        return at_work
+    return done if thread.failure is None else failed
+
+
+def _note(rank: int) -> str:
+    """Name of the file in which a rank notes, for the commit, what it wrote."""
+    return f"note-{rank:05d}.json"
+
+
+def _remove(doomed: list[Path]) -> None:
+    """Remove folders that were renamed; one that cannot be removed is left to the next start."""
+    for path in doomed:
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # a run that is finished removes its whole folder
+        except OSError as error:
+            log.warning(f"{path}: could not be removed ({error})")
 
 
 def _pointer(folder: Path) -> int | None:

@@ -1,83 +1,176 @@
-"""Tensors of a checkpoint: its safetensors files, where each stretch of a moment lies in them, and that none is missing.
+"""Tensors of a checkpoint: each rank's files, and any stretch of a parameter read from the files that hold it.
 
-The manifest lists the pieces of each moments file, so that a rank opens the files it needs and no other, and reads its
-own slices of them only.
+A tensor in a file is a flat stretch of a parameter, `<kind>:<parameter>:<first element>` with kind `weight`, `exp_avg`,
+`exp_avg_sq` or `average`. A rank opens the files it needs and no other, and reads its own slices of them only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megabert.checkpoint.manifest import WEIGHTS, Damaged, entry_of
-from megabert.common.errors import Failed
+from megabert.checkpoint import manifest as manifests
+from megabert.checkpoint.index import Index
+from megabert.checkpoint.manifest import SCHEMA, Damaged, file_name, group_of, has_moments
+from megabert.common.tensor_file import write_tensors
 from megabert.engine.optimizers import MOMENTS
-from megabert.engine.zero_layout import Piece
+from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece
+
+GROUPS = {WEIGHT: manifests.WEIGHTS, AVERAGE: manifests.AVERAGE} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
+Span = tuple[int, int, str, str]  # first element, number of elements, file, tensor in it
 
 
-def moments_file(rank: int, size: int) -> str:
-    return f"moments-{rank:05d}-of-{size:05d}.safetensors"
-
-
-def write_weights(folder: Path, weights: Mapping[str, Tensor], name: str = WEIGHTS) -> dict[str, Any]:
-    """Write whole weights, or their average, durably; gives the file's entry in the manifest. Raises OSError when the disk
-    does not take it."""
-    return _write(folder / name, dict(weights))
+def write_weights(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Write one rank's weights, or their average, durably; gives the file's entry in the manifest. Raises OSError when the
+    disk does not take it."""
+    return _write(path, pieces)
 
 
 def write_moments(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write one rank's moments durably; gives the file's entry. Raises OSError when the disk does not take it."""
-    tensors: dict[str, Tensor] = {}
-    listed: dict[str, list[list[int]]] = {}
-    single: set[str] = set()
-    for piece in pieces:
-        listed.setdefault(piece.name, []).append([piece.offset, piece.length])
-        tensors |= {_key(kind, piece.name, piece.offset): tensor for kind, tensor in piece.moments.items()}
-        single |= {piece.name} if len(piece.moments) == 1 else set()
-    entry = _write(path, tensors) | {"pieces": listed}
-    return entry | {"first_moment_only": sorted(single)} if single else entry
+    """Write one rank's moments, as `write_weights` does."""
+    return _write(path, pieces)
 
 
-def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
-    """The weights of a checkpoint folder, or their average, whose file was verified: a read-only map of it as long as nobody
-    writes."""
+class Stored:
+    """The tensors of a checkpoint of any layout, whose files were verified."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._path, self._manifest = path, manifest
+        self._new = manifest["schema"] == SCHEMA
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def shapes(self) -> Mapping[str, list[int]]:
+        """Of every parameter."""
+        if self._new:
+            return self._index.shapes
+        return {name: shape for name, (_, shape) in tensors_of(self._path, OLD_FILES[WEIGHT]).items()}
+
+    def read(self, kind: str, name: str, offset: int, into: Tensor) -> None:
+        """Fill the flat tensor `into` with elements [offset, offset + numel) of a parameter's `kind`."""
+        stop, filled = offset + into.numel(), 0
+        for start, length, file, key in self._spans(kind, name):
+            first, last = max(offset, start), min(stop, start + length)
+            if first >= last:
+                continue
+            part = self._file(file).get_tensor(key).view(-1)  # mapped: only what is used of it is read
+            into[first - offset : last - offset].copy_(part[first - start : last - start])
+            filled += last - first
+        assert filled == into.numel(), (kind, name, offset, stop, filled)  # the pieces were checked
+
+    def whole(self, kind: str) -> dict[str, Tensor]:
+        """Every parameter's `kind`, fp32: read-only maps, as long as nobody writes, of those that lie in one piece."""
+        found = {}
+        for name, shape in self.shapes.items():
+            spans = list(self._spans(kind, name))
+            if len(spans) == 1:
+                found[name] = self._file(spans[0][2]).get_tensor(spans[0][3]).view(shape)
+            else:
+                found[name] = torch.empty(shape, dtype=torch.float32)
+                self.read(kind, name, 0, found[name].view(-1))
+        return found
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self._manifest["parameters"])
+
+    def _spans(self, kind: str, name: str) -> Iterator[Span]:
+        if self._new:
+            for offset, length, rank in self._index.spans(name):
+                file = file_name(GROUPS[kind], rank, self._manifest["ranks"])
+                yield offset, length, file, _key(kind, name, offset)
+        elif kind in OLD_FILES:
+            yield 0, math.prod(self.shapes[name]), OLD_FILES[kind], name
+        else:
+            for offset, length, file in _old_spans(self._manifest).get(name, []):
+                yield offset, length, file, _key(kind, name, offset)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = _open(self._path, name)
+        return self._open[name]
+
+
+def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises Damaged unless each of the files holds in fp32 what the manifest says."""
+    if manifest["schema"] != SCHEMA:
+        _check_old_files(path, manifest, names)
+        return
+    index, ranks = Index(manifest["parameters"]), manifest["ranks"]
+    ranks_of = {file_name(group, r, ranks): r for group in set(GROUPS.values()) for r in index.held}
+    single = set(manifest["first_moment_only"])
+    for file in names:
+        kinds = [kind for kind, group in GROUPS.items() if group == group_of(file)]
+        listed = {
+            _key(kind, name, offset): ("F32", [length])
+            for name, offset, length in index.held[ranks_of[file]]
+            for kind in kinds
+            if not (kind == MOMENTS[1] and name in single)
+        }
+        if tensors_of(path, file) != listed:
+            raise Damaged(f"{path.name}/{file} holds other pieces than the manifest lists")
+
+
+def tensors_of(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of every tensor in a safetensors file, from its header."""
+    with _open(path, name) as file:
+        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        return {key: (part.get_dtype(), list(part.get_shape())) for key, part in parts.items()}
+
+
+def _key(kind: str, name: str, offset: int) -> str:
+    assert kind in GROUPS
+    return f"{kind}:{name}:{offset}"
+
+
+def _open(path: Path, name: str) -> Any:
     try:
-        return load_file(path / name)
+        return safe_open(path / name, "pt")
     except SafetensorError as error:
         raise Damaged(f"{path.name}/{name}: {error}") from error
 
 
-def check_moments(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Raises Damaged unless a moments file of `path` holds the pieces that its entry in the manifest lists, in fp32."""
-    single = set(entry.get("first_moment_only", ()))
-    listed = {
-        _key(kind, parameter, offset): ("F32", [length])
-        for parameter, pieces in entry.get("pieces", {}).items()
-        for offset, length in pieces
-        for kind in (MOMENTS[:1] if parameter in single else MOMENTS)
-    }
-    if _tensors_of(path, name) != listed:
-        raise Damaged(f"{path.name}/{name} holds other pieces than the manifest lists")
+def _write(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        tensors |= {_key(kind, piece.name, piece.offset): values for kind, values in piece.values.items()}
+    return write_tensors(path, tensors, {"format": "pt"})
 
 
-def has_moments(manifest: Mapping[str, Any]) -> bool:
-    """Whether there were moments: after an update, or taken over from another run."""
-    return bool(manifest["engine"]["optimizer_steps"] or manifest["engine"].get("primed"))
+# -- the layout before: rank 0's whole weights in one file, and each moments file's pieces beside it in the manifest -----
+
+OLD_FILES = {kind: f"{GROUPS[kind]}.safetensors" for kind in (WEIGHT, AVERAGE)}
 
 
-def check_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
+def _check_old_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if group_of(name) == manifests.MOMENTS:
+            entry = manifest["files"][name]
+            single = set(entry.get("first_moment_only", ()))
+            listed = {
+                _key(kind, parameter, offset): ("F32", [length])
+                for parameter, pieces in entry.get("pieces", {}).items()
+                for offset, length in pieces
+                for kind in (MOMENTS[:1] if parameter in single else MOMENTS)
+            }
+            if tensors_of(path, name) != listed:
+                raise Damaged(f"{path.name}/{name} holds other pieces than the manifest lists")
+
+
+def check_old_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raises Damaged unless the moments' pieces cover every weight exactly once (none where there are no moments yet)."""
-    updated = has_moments(manifest)
-    spans, sizes = _spans(manifest), {}
-    for name, (kind, shape) in _tensors_of(path, WEIGHTS).items():
+    updated = has_moments(manifest["engine"])
+    spans, sizes = _old_spans(manifest), {}
+    for name, (kind, shape) in tensors_of(path, OLD_FILES[WEIGHT]).items():
         if kind != "F32":
-            raise Damaged(f"{path.name}/{WEIGHTS}: {name} is {kind}, not F32")
+            raise Damaged(f"{path.name}/{OLD_FILES[WEIGHT]}: {name} is {kind}, not F32")
         sizes[name] = math.prod(shape)
     for name in sizes.keys() | spans.keys():
         covered = 0
@@ -93,60 +186,10 @@ def check_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
-class Moments:
-    """The moments of a checkpoint whose files and pieces were checked, read by stretches of a parameter."""
-
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self._path, self._spans = path, _spans(manifest)
-        self._open: dict[str, Any] = {}
-
-    def read(self, kind: str, name: str, offset: int, into: Tensor) -> None:
-        """Fill the flat tensor `into` with elements [offset, offset + numel) of a parameter's `kind`."""
-        stop, filled = offset + into.numel(), 0
-        for start, length, source in self._spans.get(name, []):
-            first, last = max(offset, start), min(stop, start + length)
-            if first >= last:
-                continue
-            if source not in self._open:
-                self._open[source] = _open(self._path, source)
-            part = self._open[source].get_slice(_key(kind, name, start))
-            into[first - offset : last - offset].copy_(part[first - start : last - start])
-            filled += last - first
-        assert filled == into.numel(), (kind, name, offset, stop, filled)  # the pieces were checked
-
-
-def _key(kind: str, name: str, offset: int) -> str:
-    assert kind in MOMENTS
-    return f"{kind}:{name}:{offset}"
-
-
-def _spans(manifest: Mapping[str, Any]) -> dict[str, list[tuple[int, int, str]]]:
-    """(offset, length, file) of every piece of each parameter."""
+def _old_spans(manifest: Mapping[str, Any]) -> dict[str, list[tuple[int, int, str]]]:
+    """(offset, length, file) of every piece of each parameter's moments."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     for source, entry in manifest["files"].items():
         for name, pieces in entry.get("pieces", {}).items():
             found.setdefault(name, []).extend((offset, length, source) for offset, length in pieces)
     return found
-
-
-def _open(path: Path, name: str) -> Any:
-    try:
-        return safe_open(path / name, "pt")
-    except SafetensorError as error:
-        raise Damaged(f"{path.name}/{name}: {error}") from error
-
-
-def _tensors_of(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of every tensor in a safetensors file, from its header."""
-    with _open(path, name) as file:
-        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        return {key: (part.get_dtype(), list(part.get_shape())) for key, part in parts.items()}
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # the library makes it readable by its owner alone
-    except SafetensorError as error:
-        raise Failed(f"{path}: {error}") from error
-    return entry_of(path)

@@ -25,4 +25,13 @@ def digest(tree: Mapping[str, Any], field: str, text: Any = canonical) -> str:
 
 def sealed(tree: Mapping[str, Any], field: str, text: Any = canonical) -> bytes:
     """The canonical text of `tree` with its digest in `field`."""
-    return canonical(dict(tree) | {field: digest(tree, field, text)})
+    rest = {name: value for name, value in tree.items() if name != field}
+    if text is not canonical or not rest:
+        return canonical(rest | {field: digest(rest, field, text)})
+    body = canonical(rest)  # a large one is put into words once: the digest becomes a line of it
+    line = f'\n {json.dumps(field)}: "{hashlib.sha256(body).hexdigest()}"'.encode()
+    later = [name for name in rest if name > field]
+    if not later:
+        return body[: -len("\n}\n")] + b"," + line + b"\n}\n"
+    place = body.index(f"\n {json.dumps(min(later))}: ".encode())
+    return body[:place] + line + b"," + body[place:]

@@ -249,7 +249,7 @@ class CheckpointConfig(Section):
     )
     asynchronous: bool = Field(
         True,
-        description="write in the background, from copies in host memory: 12 bytes a parameter over all ranks",
+        description="write and commit in the background, from copies in host memory: 12 bytes a parameter over all ranks",
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="after a save that failed: end the run, or warn and go on from the one before"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from megabert.distributed.process_group import World
-from megabert.engine.zero_layout import ZeroLayout
+from megabert.engine.zero_layout import AVERAGE, Read, ZeroLayout
 
 
 class Average:
@@ -18,7 +15,7 @@ class Average:
         """`decay`: what an update leaves of the average before it (0: the mean of all updates)."""
         self.updates = 0  # that are in it
         self._layout, self._decay = layout, decay
-        self._values: list[Tensor] = []  # one a master
+        self.values: list[Tensor] = []  # one a master
 
     @torch.no_grad()
     def add(self) -> None:
@@ -26,18 +23,14 @@ class Average:
         masters = [master.tensor.detach() for master in self._layout.masters]
         self.updates += 1
         if self.updates == 1:
-            self._values = [master.clone() for master in masters]
+            self.values = [master.clone() for master in masters]
         else:
-            torch._foreach_lerp_(self._values, masters, 1 - self._decay if self._decay else 1 / self.updates)
-
-    def gather(self, world: World) -> dict[str, Tensor]:
-        """The whole average by parameter name on the CPU of rank 0, {} elsewhere and before the first update. A collective."""
-        return self._layout.gather(world, self._values) if self.updates else {}
+            torch._foreach_lerp_(self.values, masters, 1 - self._decay if self._decay else 1 / self.updates)
 
     @torch.no_grad()
-    def load(self, average: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from a saved average; {}: from none."""
-        self.updates = updates if average else 0
-        if average:
-            self._values = [torch.zeros_like(master.tensor) for master in self._layout.masters]
-            self._layout.load(average, self._values)
+    def load(self, read: Read, updates: int) -> None:
+        """Go on from a saved average of so many updates; 0: from none."""
+        self.updates = updates
+        if updates:
+            self.values = [torch.zeros_like(master.tensor) for master in self._layout.masters]
+            self._layout.load(read, AVERAGE, self.values)

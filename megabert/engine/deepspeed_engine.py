@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from megabert.engine.own_time import OwnTime
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
 from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import Piece, check_shapes, find_layout
+from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece, Read, check_shapes, find_layout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
@@ -288,19 +288,17 @@ class Engine:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Copies of the whole training state in host memory, between two updates. A collective.
+        """Copies in host memory of what this rank saves of the training state, between two updates.
 
-        Rank 0 takes 4 bytes a parameter for the weights, as many for their average where one is taken; every rank takes 8 bytes for each element whose moments it holds
-        (at stage 0 rank 0 alone, for all).
+        That is 12 bytes an element, 16 where the weights are averaged, of the elements whose moments it holds; at stage 0,
+        where every rank holds all, of its share of them.
         """
-        pieces = []
-        if self.layout.partitioned or self.world.is_main:
-            for piece in self.layout.moments(self.optimizer):
-                copies = {kind: view.to("cpu", copy=True) for kind, view in piece.moments.items()}
-                pieces.append(Piece(piece.name, piece.offset, copies))
+        layout, world = self.layout, self.world
+        masters = [master.tensor for master in layout.masters]
+        moments = {n: flat for n, tensor in enumerate(masters) if (flat := self.optimizer.moments_of(tensor))}
         scaler = self._loss_scaler() if self.config.precision == "fp16" else None
         counters = {
-            "optimizer_steps": self.optimizer.updates_of(m.tensor for m in self.layout.masters if m.segments),
+            "optimizer_steps": self.optimizer.updates_of(m.tensor for m in layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
             | {"skipped_steps": self.skipped_steps},
             "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
@@ -309,28 +307,32 @@ class Engine:
             counters["primed"] = True
         if self._fp8 is not None:
             counters["amax_history"] = self._fp8.state()
-        average: dict[str, Tensor] = {}
+        average: list[Piece] = []
         if self._average is not None and self._average.updates:
-            average = self._average.gather(self.world)
+            average = layout.copies(world, {n: {AVERAGE: v} for n, v in enumerate(self._average.values)})
             counters["averaged"] = self._average.updates
-        return Snapshot(self.consolidated_weights(), pieces, counters, average)
+        return Snapshot(
+            shapes={name: tuple(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)},
+            weights=layout.copies(world, {n: {WEIGHT: tensor} for n, tensor in enumerate(masters)}),
+            moments=layout.copies(world, moments),
+            counters=counters,
+            average=average,
+        )
 
     @torch.no_grad()
     def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        read_moment: Callable[[str, str, int, Tensor], None],
-        counters: Mapping[str, Any],
-        average: Mapping[str, Tensor],
+        self, read: Read, shapes: Mapping[str, Sequence[int]], counters: Mapping[str, Any], averaged: int
     ) -> None:
         """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
 
-        `weights` and `average` ({}: none) are whole; `read_moment(kind, parameter, offset, into)` fills a flat tensor from element `offset` on.
+        `read` gives stretches of its parameters, which have these `shapes`; `averaged`: updates in the average, 0 for none.
+        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        self.load_weights(weights)
+        check_shapes(shapes, self._shapes)
+        self._read_weights(read)
         if self._average is not None:
-            self._average.load(average, int(counters.get("averaged", 0)))
-        self._read_moments(read_moment, int(counters["optimizer_steps"]), counters.get("primed", False))
+            self._average.load(read, averaged)
+        self._read_moments(read, int(counters["optimizer_steps"]), counters.get("primed", False))
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
         self._unapplied.zero_()
@@ -343,18 +345,35 @@ class Engine:
                 setattr(scaler, name, value)
 
     @torch.no_grad()
-    def take_moments(self, read_moment: Callable[[str, str, int, Tensor], None]) -> None:
-        """Begin with the moments of another run (`read_moment` as in `restore`); their correction for a start at zero, which
-        counts updates, begins anew."""
-        self._read_moments(read_moment, updates=0, primed=True)
+    def take_moments(self, read: Read) -> None:
+        """Begin with the moments of another run; their correction for a start at zero, which counts updates, begins anew."""
+        self._read_moments(read, updates=0, primed=True)
 
-    def _read_moments(
-        self, read_moment: Callable[[str, str, int, Tensor], None], updates: int, primed: bool
-    ) -> None:
+    def _read_moments(self, read: Read, updates: int, primed: bool) -> None:
         self.optimizer.resume([master.tensor for master in self.layout.masters], updates, primed)
         for piece in self.layout.moments(self.optimizer):
-            for kind, view in piece.moments.items():
-                read_moment(kind, piece.name, piece.offset, view)
+            for kind, view in piece.values.items():
+                read(kind, piece.name, piece.offset, view)
+
+    def _read_weights(self, read: Read) -> None:
+        """Fill the masters and the model's own weights, one parameter at a time in host memory."""
+        self.layout.load(read, WEIGHT)
+        for name, parameter in self.module.named_parameters():
+            size = self._shapes[name].numel()
+            if parameter.numel() == size:  # stage 3 leaves an empty tensor where it partitioned
+                whole = torch.empty(size, dtype=torch.float32)
+                read(WEIGHT, name, 0, whole)
+                parameter.copy_(whole.view(parameter.shape))
+            partition = getattr(parameter, "ds_tensor", None)
+            if partition is not None:
+                begin = self.world.rank * partition.ds_numel
+                part = torch.empty(max(0, min(partition.ds_numel, size - begin)), dtype=torch.float32)
+                read(WEIGHT, name, begin, part)
+                partition.data[: part.numel()].copy_(part)
+
+    @property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return dict(zip(self.layout.names, self.layout.shapes, strict=True))
 
     def consolidated_weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights (the master copies) by parameter name on rank 0's CPU, {} elsewhere. A collective."""
@@ -366,19 +385,12 @@ class Engine:
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        check_shapes(weights, shapes)
-        self.layout.load(weights)
-        for name, parameter in self.module.named_parameters():
-            if (
-                parameter.numel() == shapes[name].numel()
-            ):  # stage 3 leaves an empty tensor where it partitioned
-                parameter.copy_(weights[name])
-            partition = getattr(parameter, "ds_tensor", None)
-            if partition is not None:
-                begin = self.world.rank * partition.ds_numel
-                piece = weights[name].reshape(-1)[begin : begin + partition.ds_numel]
-                partition.data[: piece.numel()].copy_(piece)
+        check_shapes({name: weight.shape for name, weight in weights.items()}, self._shapes)
+
+        def read(kind: str, name: str, offset: int, into: Tensor) -> None:
+            into.copy_(weights[name].reshape(-1)[offset : offset + into.numel()])
+
+        self._read_weights(read)
 
     @property
     def skipped_steps(self) -> int:

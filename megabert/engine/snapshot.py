@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from megabert.engine.zero_layout import Piece
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The training state in host memory, as no ZeRO stage and no number of ranks lays it out."""
+    """What one rank saves of the training state: stretches that cover, over all ranks, every parameter exactly once."""
 
-    weights: dict[str, Tensor]  # whole fp32 masters on rank 0, {} elsewhere
-    pieces: list[Piece]  # this rank's moments; [] where another rank has them all
+    shapes: dict[str, tuple[int, ...]]  # of all parameters, the same on every rank
+    weights: list[Piece]  # fp32 masters, as `weight`
+    moments: list[Piece]  # of the same stretches; [] before the first update
     counters: dict[str, Any]  # JSON: the same on every rank
-    average: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # of the weights, whole, on rank 0; {} where none is taken
+    average: list[Piece] = field(default_factory=list)  # of the weights, as `average`; [] where none is taken

@@ -7,7 +7,7 @@ that on every start, because the layout is DeepSpeed's own business and may chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from megabert.distributed.process_group import World
-from megabert.engine.optimizers import MOMENTS, AdamW, Lamb, Segment
+from megabert.engine.optimizers import AdamW, Lamb, Segment
+
+WEIGHT, AVERAGE = "weight", "average"  # kinds of what is kept of an element, beside `optimizers.MOMENTS`
+# Fills a flat tensor with a stretch of a parameter's `kind`: (kind, parameter, first element, flat tensor).
+Read = Callable[[str, str, int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,15 @@ class Master:
 
 @dataclass(frozen=True)
 class Piece:
-    """The moments of elements [offset, offset + length) of a parameter: flat fp32 tensors by kind."""
+    """Elements [offset, offset + length) of a parameter: flat fp32 tensors by kind, its weight or its moments."""
 
     name: str
     offset: int
-    moments: dict[str, Tensor]
+    values: dict[str, Tensor]
 
     @property
     def length(self) -> int:
-        return self.moments[MOMENTS[0]].numel()
+        return next(iter(self.values.values())).numel()
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,10 @@ class ZeroLayout:
             found[master.tensor] = tuple(cut)
         return found, sum(counts)
 
-    def load(self, weights: Mapping[str, Tensor], values: Sequence[Tensor] = ()) -> None:
-        """Set this rank's master weights (or `values`) from whole fp32 tensors by parameter name."""
+    def load(self, read: Read, kind: str, values: Sequence[Tensor] = ()) -> None:
+        """Fill this rank's master weights (or `values`) with what `read` gives of `kind`."""
         for segment, view in self.pieces(values):
-            view.copy_(weights[self.names[segment.index]].reshape(-1)[segment.offset : segment.stop])
+            read(kind, self.names[segment.index], segment.offset, view)
 
     def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
         """Views of this rank's moments, parameter by parameter; none before the first update."""
@@ -90,13 +94,49 @@ class ZeroLayout:
                 views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
                 yield Piece(self.names[segment.index], segment.offset, views)
 
-    def gather(self, world: World, values: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-        """Whole fp32 weights (or `values`) by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
+    def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[Segment, ...]]]:
+        """(master, its segments) that rank `rank` of `size` saves: all it has where parameters are partitioned, otherwise an
+        equal share of the elements, which every rank has."""
+        if self.partitioned:
+            return [(number, master.segments) for number, master in enumerate(self.masters)]
+        total = sum(s.end - s.start for master in self.masters for s in master.segments)
+        begin, end = total * rank // size, total * (rank + 1) // size
+        found, position = [], 0
+        for number, master in enumerate(self.masters):
+            cut = []
+            for segment in master.segments:
+                length = segment.end - segment.start
+                first, last = max(begin - position, 0), min(end - position, length)
+                if first < last:
+                    start = segment.start + first
+                    cut.append(Segment(segment.index, start, start + last - first, segment.offset + first))
+                position += length
+            found.append((number, tuple(cut)))
+        return found
+
+    def copies(self, world: World, values: Mapping[int, Mapping[str, Tensor]]) -> list[Piece]:
+        """Copies in host memory of what this rank saves of `values`: by a master's number, tensors like it by kind."""
+        found = []
+        for number, segments in self.saved_by(world.rank, world.size):
+            if not segments or number not in values:
+                continue
+            first, last = min(s.start for s in segments), max(s.end for s in segments)
+            copied = {
+                kind: tensor.detach().view(-1)[first:last].to("cpu", copy=True)
+                for kind, tensor in values[number].items()
+            }
+            for s in segments:
+                views = {kind: flat[s.start - first : s.end - first] for kind, flat in copied.items()}
+                found.append(Piece(self.names[s.index], s.offset, views))
+        return found
+
+    def gather(self, world: World) -> dict[str, Tensor]:
+        """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
 
         Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
         """
         own: dict[int, list[tuple[Segment, Tensor]]] = {}
-        for segment, view in self.pieces(values):
+        for segment, view in self.pieces():
             own.setdefault(segment.index, []).append((segment, view))
         whole: dict[str, Tensor] = {}
         for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
@@ -210,12 +250,12 @@ def _check_cover(layout: ZeroLayout, world: World) -> None:
             )
 
 
-def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def check_shapes(weights: Mapping[str, Sequence[int]], shapes: Mapping[str, torch.Size]) -> None:
     """Raises ValueError naming the first parameter that is missing, unknown or of another shape."""
     for name, shape in shapes.items():
         if name not in weights:
             raise ValueError(f"the weights have no {name}; they come from another kind of model")
-        found = tuple(weights[name].shape)
+        found = tuple(weights[name])
         if found != tuple(shape):
             raise ValueError(
                 f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megabert.common.tensor_file import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
 from megabert.pretrained import hf_names, hf_tokenizer
@@ -107,6 +108,4 @@ def write(found: Finetuned, folder: Path) -> None:
     files[CONFIG] = hf_tokenizer.as_json(config(found.described))
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    tensors = {name: tensor.contiguous() for name, tensor in weights(found).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # the library makes it readable by its owner alone
+    write_tensors(folder / WEIGHTS, weights(found), {"format": "pt"})

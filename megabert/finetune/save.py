@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
 from megabert.common.atomic_io import appearing
 from megabert.common.canonical_json import canonical
+from megabert.common.tensor_file import write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.deepspeed_engine import DTYPES
@@ -82,7 +83,7 @@ def save(
     """Write the folder, in place of the one that an earlier call wrote there."""
     tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}
     with appearing(folder, DESCRIPTION, overwrite=True) as new:
-        save_file({name: w.contiguous() for name, w in weights.items()}, new / WEIGHTS)
+        write_tensors(new / WEIGHTS, weights)
         for name, data in tokenizer.files().items():
             (new / name).write_bytes(data)
         (new / DESCRIPTION).write_bytes(canonical(tree))

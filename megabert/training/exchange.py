@@ -27,7 +27,7 @@ class Report(NamedTuple):
 
     nanoseconds: int  # of the update
     stop: int  # asked to stop
-    writing: int  # a checkpoint is not yet on the disk
+    saving: int  # `Checkpoints.status` of the save in flight
     problem: int  # the data could not be had: an exit code
 
 

@@ -184,8 +184,8 @@ class Trainer:
     def exchange(self, seconds: float, update: Update, now: bool) -> bool:
         """Tell the other ranks of an update; whether any is known to have been asked to stop. They are heard of while the
         next update is trained, or `now`, and then with the sums of a log line. Raises Refused."""
-        writing = self.checkpoints.pending and not self.checkpoints.ready
-        own = Report(round(seconds * 1e9), self.stop.requested, writing, update.problem_code)
+        saving = self.checkpoints.status
+        own = Report(round(seconds * 1e9), self.stop.requested, saving, update.problem_code)
         reports, sums = self.hosts.tell(
             own, update.problem, [update.tokens, *self.log_counts()] if now else None
         )
@@ -201,8 +201,9 @@ class Trainer:
         for report in reports:
             self.state.seconds += report.nanoseconds / 1e9
             self.workload.meter.passed(report.nanoseconds / 1e9)
-            if self.checkpoints.pending and not report.writing:
-                self.finish_save()
+            if self.checkpoints.pending:
+                self.checkpoints.heard(report.saving)
+                self.saved()
             stop |= bool(report.stop)
         return stop
 
@@ -358,14 +359,18 @@ class Trainer:
         self.saving_since = time.perf_counter()
         self.checkpoints.save(self.engine, self.checkpoint_state())
         self.saved_step = self.state.step
-        if not self.checkpoints.pending:
-            self.stop.saved(time.perf_counter() - self.saving_since)
+        self.saved()
         self.watchdog.progress()
 
     def finish_save(self) -> None:
         """Commit the checkpoint that is being written, if there is one; waits for it."""
         if self.checkpoints.pending:
             self.checkpoints.finish()
+            self.saved()
+
+    def saved(self) -> None:
+        """Note how long a save took, where none is in flight any more."""
+        if not self.checkpoints.pending:
             self.stop.saved(time.perf_counter() - self.saving_since)
             self.watchdog.progress()
 

@@ -11,6 +11,7 @@ import torch
 from megabert.checkpoint import Checkpoints, load_weights, newest_step, write_start
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
+from tests.checkpoint.test_store import WEIGHTS_FILE
 from tests.helpers import tiny
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
@@ -35,7 +36,7 @@ def test_a_start_is_a_checkpoint_of_step_0(tmp_path: Path) -> None:
 
 def test_a_start_is_verified_like_any_checkpoint(tmp_path: Path) -> None:
     start(tmp_path)
-    with (tmp_path / "checkpoints" / "step-00000000" / "weights.safetensors").open("r+b") as file:
+    with (tmp_path / "checkpoints" / "step-00000000" / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         load_weights(tmp_path)

@@ -33,7 +33,7 @@ CASES = [
 ]
 CASES += [("fp32", 2, "cpu", "adamw"), ("fp16", 0, "none", "adamw"), ("fp16", 2, "none", "adamw")]
 CASES += [("bf16", stage, "none", "muon") for stage in (0, 1, 3)]
-MOMENTS_FILE = "moments-00000-of-00001.safetensors"
+WEIGHTS_FILE, MOMENTS_FILE = (f"{group}-00000-of-00001.safetensors" for group in ("weights", "moments"))
 
 
 def state(step: int, cfg: Any, **more: Any) -> dict[str, Any]:
@@ -58,18 +58,23 @@ class FakeEngine:
 
     def snapshot(self) -> Snapshot:
         half = self.size // 2
-        whole = {"exp_avg": self.value + 1, "exp_avg_sq": self.value + 2}
-        pieces = [
-            Piece("w", first, {kind: torch.full((half,), float(value)) for kind, value in whole.items()})
-            for first in (0, half)
-        ]
-        return Snapshot({"w": torch.full((2, half), float(self.value))}, pieces, {"optimizer_steps": 1})
 
-    def restore(self, weights: Any, read_moment: Any, counters: Any, average: Any) -> None:
-        self.value = float(weights["w"][0, 0])
-        for kind, more in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            into = torch.zeros(self.size - 2)  # across the pieces
-            read_moment(kind, "w", 1, into)
+        def pieces(**values: float) -> list[Piece]:
+            return [
+                Piece("w", first, {kind: torch.full((half,), float(v)) for kind, v in values.items()})
+                for first in (0, half)
+            ]
+
+        moments = pieces(exp_avg=self.value + 1, exp_avg_sq=self.value + 2)
+        return Snapshot({"w": (2, half)}, pieces(weight=self.value), moments, {"optimizer_steps": 1})
+
+    def restore(self, read: Any, shapes: Any, counters: Any, averaged: int) -> None:
+        assert shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1} and not averaged
+        into = torch.zeros(self.size - 2)  # across the pieces
+        read("weight", "w", 1, into)
+        self.value = float(into[0])
+        for kind, more in (("weight", 0), ("exp_avg", 1), ("exp_avg_sq", 2)):
+            read(kind, "w", 1, into)
             assert into.tolist() == [self.value + more] * (self.size - 2)
 
 
@@ -80,7 +85,7 @@ def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> C
     return checkpoints
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", WEIGHTS_FILE])
 def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_one_is_taken(
     name, tmp_path, monkeypatch
 ):
@@ -140,8 +145,7 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
 
 def equal(a: Snapshot, b: Snapshot) -> bool:
     tensors = [
-        [*s.weights.values(), *(tensor for piece in s.pieces for tensor in piece.moments.values())]
-        for s in (a, b)
+        [tensor for piece in (*s.weights, *s.moments) for tensor in piece.values.values()] for s in (a, b)
     ]
     return a.counters == b.counters and all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
 
@@ -158,8 +162,9 @@ def test_stop_and_resume_is_bit_equal(case, runs):
         run = found[" ".join(map(str, case))]
         assert run["resumed"] == run["straight"] == run["rolled back"]
         assert run["equal"] and run["state"] and run["weights"]
-        moments = [f"moments-{rank:05d}-of-00002.safetensors" for rank in range(2 if case[1] else 1)]
-        assert run["files"] == ["manifest.json", *moments, "weights.safetensors"]
+        groups = ("moments", "weights")
+        each = [f"{group}-{rank:05d}-of-00002.safetensors" for group in groups for rank in range(2)]
+        assert run["files"] == ["manifest.json", *each]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------
@@ -224,8 +229,8 @@ def test_no_checkpoint_is_none_but_none_whole_is_an_error(tmp_path):
     assert Checkpoints(tmp_path / "new", ALONE, settings()).latest() is None
     checkpoints = saved_run(tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
-        (folder / "weights.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint is whole .*weights.safetensors is missing"):
+        (folder / WEIGHTS_FILE).unlink()
+    with pytest.raises(ValueError, match=rf"no checkpoint is whole .*{WEIGHTS_FILE} is missing"):
         checkpoints.latest()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000020")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000010")
@@ -251,7 +256,9 @@ def rename_file(name: str) -> Any:
 
 def set_pieces(pieces: Any) -> Any:
     def change(body: dict[str, Any]) -> None:
-        body["files"][MOMENTS_FILE]["pieces"] = pieces
+        for name, runs in pieces.items():
+            shape = [2, 3] if name == "w" else [1]
+            body["parameters"][name] = {"shape": shape, "pieces": runs}
 
     return change
 
@@ -264,19 +271,32 @@ FORGERIES = {
     ),
     "an absolute path": (rename_file("/etc/passwd"), "which is no file of a checkpoint"),
     "another kind": (rename_file("model.pt"), "which is no file of a checkpoint"),
-    "other pieces": (set_pieces({"w": [[0, 2], [2, 4]]}), "holds other pieces than the manifest lists"),
-    "an unknown name": (set_pieces({"w": [[0, 3], [3, 3]], "x": [[0, 1]]}), "holds other pieces"),
+    "other pieces": (
+        set_pieces({"w": [[0, 1, 2], [0, 1, 4]]}),
+        "holds other pieces than the manifest lists",
+    ),
+    "an unknown name": (set_pieces({"w": [[0, 1, 3], [0, 1, 3]], "x": [[0, 1, 1]]}), "holds other pieces"),
     "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
-    "no numbers": (set_pieces({"w": [[0, "3"], [3, 3]]}), "manifest.json cannot be read"),
+    "no numbers": (set_pieces({"w": [[0, 1, "3"], [0, 1, 3]]}), "manifest.json cannot be read"),
+    "too few elements": (set_pieces({"w": [[0, 1, 3]]}), "hold 3 of the 6 elements of w"),
+    "another rank": (set_pieces({"w": [[0, 2, 3]]}), "none of the 1 ranks can hold"),
+    "ranks without number": (lambda body: body.update(ranks=10**12), "manifest.json cannot be read"),
+    "other ranks": (lambda body: body.update(ranks=2), "which is no file of a checkpoint"),
+    "the moments of fewer": (lambda body: body.update(first_moment_only=["w"]), "holds other pieces"),
     "a negative size": (
         lambda body: body["files"][MOMENTS_FILE].update(bytes=-1),
         "manifest.json cannot be read",
     ),
-    "no pieces": (lambda body: body["files"][MOMENTS_FILE].pop("pieces"), "holds other pieces"),
+    "no pieces": (lambda body: body["parameters"].pop("w"), "which is no file of a checkpoint"),
+    "moments before an update": (
+        lambda body: body["engine"].update(optimizer_steps=0),
+        "which is no file of a checkpoint",
+    ),
+    "no moments": (lambda body: body["files"].pop(MOMENTS_FILE), f"names no {MOMENTS_FILE}"),
     "no counters": (lambda body: body.update(engine=[]), "manifest.json cannot be read"),
     "no state": (lambda body: body.update(state=[]), "manifest.json holds no state"),
     "another layout": (lambda body: body.update(schema=9), "has layout 9"),
-    "no weights": (lambda body: body["files"].pop("weights.safetensors"), "names no weights.safetensors"),
+    "no weights": (lambda body: body["files"].pop(WEIGHTS_FILE), f"names no {WEIGHTS_FILE}"),
 }
 
 
@@ -292,7 +312,7 @@ def test_a_forged_manifest_is_damage(name, tmp_path, capsys):
 def test_a_link_is_not_followed_and_a_size_is_checked_before_a_byte_is_read(tmp_path, capsys):
     checkpoints = saved_run(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000020"
-    for name in ("weights.safetensors", "manifest.json"):
+    for name in (WEIGHTS_FILE, "manifest.json"):
         moved = tmp_path / f"elsewhere-{name}"
         (newest / name).rename(moved)
         (newest / name).symlink_to(moved)
@@ -328,6 +348,80 @@ def test_a_checkpoint_of_the_first_layout_gives_its_weights_only(tmp_path):
         assert weights["w"].tolist() == [[4.0] * 3] * 2 and meta == {"step": 10}
 
 
+def second_layout(folder: Path, updates: int = 1) -> Path:
+    """A checkpoint as rank 0 wrote it before every rank saved its own weights; of `w` and of `m`, a matrix of Muon's."""
+    folder.mkdir(parents=True)
+    weights = {"w": torch.arange(6.0).view(2, 3), "m": torch.arange(4.0).view(2, 2) + 10}
+    save_file(weights, folder / "weights.safetensors", {"format": "pt"})
+    save_file({n: w / 2 for n, w in weights.items()}, folder / "average.safetensors", {"format": "pt"})
+    moments = [
+        {"exp_avg:w:0": torch.full((4,), 0.5), "exp_avg_sq:w:0": torch.full((4,), 0.25)},
+        {"exp_avg:w:4": torch.full((2,), 1.5), "exp_avg_sq:w:4": torch.full((2,), 1.25)}
+        | {"exp_avg:m:0": torch.full((4,), 3.0)},
+    ]
+    pieces: list[dict[str, Any]] = [
+        {"pieces": {"w": [[0, 4]]}},
+        {"pieces": {"w": [[4, 2]], "m": [[0, 4]]}, "first_moment_only": ["m"]},
+    ]
+    for rank, tensors in enumerate(moments):
+        save_file(tensors, folder / f"moments-{rank:05d}-of-00002.safetensors", {"format": "pt"})
+    entries = {}
+    for number, name in enumerate(sorted(path.name for path in folder.iterdir())):
+        data = (folder / name).read_bytes()
+        entries[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        if name.startswith("moments"):
+            entries[name] |= pieces[number - 1]
+    body = {"schema": 2, "files": entries, "state": {"step": 10}}
+    body |= {"engine": {"optimizer_steps": updates, "averaged": 3}}
+    (folder / "manifest.json").write_bytes(
+        canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
+    )
+    return folder
+
+
+class Reads:
+    """Asks for everything of a checkpoint of `second_layout` and keeps it."""
+
+    def restore(self, read: Any, shapes: Any, counters: Any, averaged: int) -> None:
+        assert shapes == {"w": [2, 3], "m": [2, 2]} and averaged == 3
+        self.found: dict[str, list[float]] = {}
+        for kind, name in [(k, n) for k in ("weight", "average", "exp_avg") for n in "wm"] + [
+            ("exp_avg_sq", "w")
+        ]:
+            into = torch.zeros(3)
+            read(kind, name, 1, into)
+            self.found[f"{kind} {name}"] = into.tolist()
+
+
+def test_a_checkpoint_of_the_second_layout_is_gone_on_from(tmp_path):
+    folder, engine = second_layout(tmp_path / "checkpoints" / "step-00000010"), Reads()
+    checkpoints = Checkpoints(tmp_path, ALONE)
+    assert checkpoints.latest() == folder
+    assert checkpoints.load(engine, folder) == {"step": 10}
+    assert engine.found == {
+        "weight w": [1.0, 2.0, 3.0], "weight m": [11.0, 12.0, 13.0], "average w": [0.5, 1.0, 1.5],
+        "average m": [5.5, 6.0, 6.5], "exp_avg w": [0.5] * 3, "exp_avg m": [3.0] * 3, "exp_avg_sq w": [0.25] * 3,
+    }  # fmt: skip
+    average, state = load_weights(tmp_path, average=True)
+    assert average["m"].tolist() == [[5.0, 5.5], [6.0, 6.5]] and state == {"step": 10, "averaged": 3}
+
+
+def test_damage_of_the_second_layout_is_seen(tmp_path):
+    folder = second_layout(tmp_path / "checkpoints" / "step-00000010")
+    for name in ("weights.safetensors", "moments-00001-of-00002.safetensors"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(ValueError, match=rf"{name} has another SHA-256"):
+            Checkpoints(tmp_path, ALONE).latest()
+        (folder / name).write_bytes(whole)
+    reseal(folder, lambda body: body["files"]["moments-00001-of-00002.safetensors"]["pieces"].pop("m"))
+    with pytest.raises(ValueError, match="holds other pieces than the manifest lists"):
+        Checkpoints(tmp_path, ALONE).latest()
+    other = second_layout(tmp_path / "other" / "checkpoints" / "step-00000010", updates=0)
+    with pytest.raises(ValueError, match=r"its moments hold (\d) of the \1 elements"):
+        Checkpoints(other.parents[1], ALONE).latest()
+
+
 # -- which stay ----------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +429,7 @@ def test_the_newest_stay_and_abandoned_ones_go(tmp_path):
     checkpoints = saved_run(tmp_path, (10, 20, 30, 40), keep=2)
     names = lambda: sorted(p.name for p in (tmp_path / "checkpoints").iterdir())  # noqa: E731
     assert names() == ["pointer.json", "step-00000030", "step-00000040"]
-    (tmp_path / "checkpoints" / "step-00000040" / "weights.safetensors").write_bytes(b"")
+    (tmp_path / "checkpoints" / "step-00000040" / WEIGHTS_FILE).write_bytes(b"")
     assert checkpoints.latest().name == "step-00000030"
     checkpoints.save(FakeEngine(35), state(35, tiny.config()))
     assert names() == ["pointer.json", "step-00000030", "step-00000035"]
@@ -377,7 +471,7 @@ def test_weights_come_from_a_run_or_from_one_checkpoint_and_are_verified(tmp_pat
         load_weights(tmp_path / "elsewhere")
     (tmp_path / "checkpoints" / "step-00000020" / MOMENTS_FILE).unlink()
     assert float(load_weights(tmp_path)[0]["w"][0, 0]) == 20.0  # which needs no moments
-    file = tmp_path / "checkpoints" / "step-00000010" / "weights.safetensors"
+    file = tmp_path / "checkpoints" / "step-00000010" / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ValueError, match="another SHA-256"):
         load_weights(tmp_path / "checkpoints" / "step-00000010")

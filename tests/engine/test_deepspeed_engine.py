@@ -167,7 +167,7 @@ def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
         scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
     before = scaler.cur_scale
     tiny.train(engine, range(1))
-    squares = [piece.moments["exp_avg"].square().sum() for piece in engine.layout.moments(engine.optimizer)]
+    squares = [piece.values["exp_avg"].square().sum() for piece in engine.layout.moments(engine.optimizer)]
     return float(torch.stack(squares).sum().sqrt()), scaler.cur_scale / before
 
 

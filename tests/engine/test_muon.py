@@ -149,14 +149,14 @@ def one_rank(world: Any) -> dict[Any, Any]:
         before = engine.snapshot()
         vetoed = engine.train_update(tiny.update(3, cfg, world), LR, lambda loss: True).skipped
         after = engine.snapshot()
-        same = [torch.equal(w, after.weights[n]) for n, w in before.weights.items()]
-        for old, new in zip(before.pieces, after.pieces, strict=True):
-            same += [torch.equal(moment, new.moments[kind]) for kind, moment in old.moments.items()]
+        same = []
+        for old, new in zip(before.weights + before.moments, after.weights + after.moments, strict=True):
+            same += [torch.equal(values, new.values[kind]) for kind, values in old.values.items()]
         found[name] = {
             "losses": losses + tiny.train(engine, range(4, 6)),
             "skipped": vetoed and all(same),
             "updates": (before.counters["optimizer_steps"], after.counters["optimizer_steps"]),
-            "moments": {piece.name: list(piece.moments) for piece in before.pieces},
+            "moments": {piece.name: list(piece.values) for piece in before.moments},
             "products": engine.optimizer._dtype,
         }
     return found

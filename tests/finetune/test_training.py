@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megabert import pretrained
+from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -186,7 +187,7 @@ def test_a_frozen_run_keeps_the_encoder_and_saves_it(head, base, tmp_path, world
     settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)
     stopped = run(base, "tag", tmp_path, world, settings, StopAt(12))
     assert stopped is None
-    saved_names = load_file(next((tmp_path / "checkpoints").glob("step-*")) / "weights.safetensors")
+    saved_names, _ = load_weights(tmp_path)
     assert all(name.startswith("head.") for name in saved_names)
     result = run(base, "tag", tmp_path, world, settings)
     start, found = pretrained.load(base / "run").weights, weights(tmp_path)

@@ -1,0 +1,220 @@
+"""Hundreds of ranks, simulated by their files: each writes what it owns, and any other number of them goes on from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megabert.checkpoint import Checkpoints, load_weights, store
+from megabert.checkpoint.index import build
+from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, read_manifest, seal
+from megabert.checkpoint.tensors import Stored
+from megabert.common.canonical_json import canonical, digest, sealed
+from megabert.common.tensor_file import write_tensors
+from megabert.config import load
+from megabert.engine.snapshot import Snapshot
+from megabert.engine.zero_layout import Piece
+from megabert.model.bert import BertForPreTraining
+from tests.checkpoint.test_faults import names
+from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
+from tests.helpers import tiny
+from tests.helpers.simulated_ranks import save_as
+
+SHAPES = {"m": (37, 3), "b": (5,), "e": (101, 7), "one": (1,)}
+
+
+class WholeEngine:
+    """Everything is on one rank and drawn from a seed; `m` is Muon's, so that it has one moment; there is an average."""
+
+    def snapshot(self) -> Snapshot:
+        draw = torch.Generator().manual_seed(4)
+
+        def pieces(*kinds: str) -> list[Piece]:
+            return [
+                Piece(
+                    name,
+                    0,
+                    {
+                        kind: torch.randn(torch.Size(shape).numel(), generator=draw)
+                        for kind in (kinds[:1] if name == "m" else kinds)
+                    },
+                )
+                for name, shape in SHAPES.items()
+            ]
+
+        counters = {"optimizer_steps": 4, "averaged": 2}
+        return Snapshot(
+            SHAPES, pieces("weight"), pieces("exp_avg", "exp_avg_sq"), counters, pieces("average")
+        )
+
+
+def bits(path: Path) -> dict[str, bytes]:
+    stored = Stored(path, read_manifest(path))
+    found = {f"{kind} {n}": t.numpy().tobytes() for kind in ("weight", "exp_avg", "average") for n, t in stored.whole(kind).items()}  # fmt: skip
+    for name in SHAPES.keys() - {"m"}:
+        into = torch.zeros(torch.Size(SHAPES[name]).numel())
+        stored.read("exp_avg_sq", name, 0, into)
+        found[f"exp_avg_sq {name}"] = into.numpy().tobytes()
+    return found
+
+
+def test_64_then_48_then_64_ranks_keep_every_bit(tmp_path: Path) -> None:
+    """At other ZeRO stages each time, more ranks than some parameters have elements; weights, both moments, the average."""
+    checkpoints = Checkpoints(tmp_path / "1", ALONE, settings())
+    checkpoints.save(WholeEngine(), state(7, tiny.config()))  # type: ignore[arg-type]
+    path = checkpoints.latest()
+    assert path is not None
+    expected = bits(path)
+    assert len(expected) == 15
+    for number, (ranks, stage) in enumerate(((64, 1), (48, 3), (64, 2), (6, 0))):
+        path = save_as(path, tmp_path / f"{number}-of-{ranks}", 7, ranks, stage)
+        assert (
+            Checkpoints(path.parents[1], ALONE).latest() == path
+        )  # every file's bytes and pieces are verified
+        assert len(list(path.glob("weights-*"))) > ranks // 2 and not list(path.glob("note-*"))
+        assert bits(path) == expected, (ranks, stage)
+    average, meta = load_weights(path, average=True)
+    assert meta["averaged"] == 2 and average["e"].numpy().tobytes() == expected["average e"]
+
+
+def shapes_of_large() -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = BertForPreTraining(load("large_phase1", ["model.vocab_size=30528"]).model)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
+    shapes, ranks = shapes_of_large(), 512
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    assert sum(sizes.values()) > 300e6
+    held: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
+    for group in (
+        [list(sizes)] if stage == 1 else [[name] for name in sizes]
+    ):  # flat, or each parameter by itself
+        slice_size, position = -(-sum(sizes[name] for name in group) // ranks), 0
+        for name in group:
+            offset = 0
+            while offset < sizes[name]:
+                rank = (position + offset) // slice_size
+                end = min(sizes[name], (rank + 1) * slice_size - position)
+                held[rank].append((name, offset, end - offset))
+                offset = end
+            position += sizes[name]
+    assert stage != 3 or sum(map(len, held)) > 100_000
+    entry = {"bytes": 10**9, "sha256": "0" * 64}
+    files = {
+        file_name(group, rank, ranks): entry
+        for group in (WEIGHTS, MOMENTS, "average")
+        for rank in range(ranks)
+        if held[rank]
+    }
+    layout = {"ranks": ranks, "files": files, "parameters": build(shapes, held), "first_moment_only": []}
+    counters = {"optimizer_steps": 1, "averaged": 1}
+    data = seal(layout, state(1, tiny.config()), counters)
+    print(f"stage {stage}: {len(data):,} bytes")
+    assert len(data) < 1_000_000
+
+
+def test_a_seal_is_the_digest_of_the_other_fields() -> None:
+    for tree in (
+        {},
+        {"a": 1},
+        {"z": [1, {"sha256": "x"}]},
+        {"a": {"t": 2}, "t": '\n "t": ', "u": [1], "sha256": 3},
+    ):
+        rest = {name: value for name, value in tree.items() if name != "sha256"}
+        assert sealed(tree, "sha256") == canonical(rest | {"sha256": digest(tree, "sha256")})
+
+
+def test_tensors_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(5.0),
+        "ä:1": torch.arange(6).view(2, 3),
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0),
+        "scalar": torch.tensor(2.5),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    found = write_tensors(tmp_path / "ours", tensors, {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert found["bytes"] == (tmp_path / "ours").stat().st_size
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in load_file(tmp_path / "ours").items())
+
+
+@pytest.mark.parametrize("mask", (0o022, 0o027, 0o002))
+def test_files_are_as_the_umask_says(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        saved_run(tmp_path, (1,))
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+# -- what a save keeps training from -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Event]]:
+    """Gates at which the commit and the removal of what is too old wait."""
+    gates = {"commit": threading.Event(), "remove": threading.Event()}
+    commit, rmtree = Checkpoints.commit, store.shutil.rmtree
+
+    def slow_commit(self: Checkpoints, *args: Any) -> None:
+        assert gates["commit"].wait(30)
+        commit(self, *args)
+
+    def slow_rmtree(path: Path, **options: Any) -> None:
+        assert gates["remove"].wait(30)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(Checkpoints, "commit", slow_commit)
+    monkeypatch.setattr(store.shutil, "rmtree", slow_rmtree)
+    yield gates
+    for gate in gates.values():
+        gate.set()
+
+
+def go_on(checkpoints: Checkpoints, until: Any) -> float:
+    """Updates of a run, each of which hears what the ranks reported; the seconds that hearing took."""
+    deadline, spent = time.monotonic() + 30, 0.0
+    while not until():
+        assert time.monotonic() < deadline
+        status, begun = checkpoints.status, time.perf_counter()
+        checkpoints.heard(status)
+        spent += time.perf_counter() - begun
+        time.sleep(0.002)
+    return spent
+
+
+def test_neither_a_commit_nor_a_removal_is_waited_for(
+    tmp_path: Path, held: dict[str, threading.Event]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, ALONE, settings(1, asynchronous=True))
+    for step in (1, 2, 3):
+        checkpoints.save(FakeEngine(step), state(step, tiny.config()))  # type: ignore[arg-type]
+        go_on(checkpoints, lambda: checkpoints.status == store.COMMITTING)
+        assert [n for n in names(tmp_path) if n == f"step-{step:08d}"] == []
+        checkpoints.heard(store.WRITTEN)  # told before the commit began
+        assert checkpoints.pending
+        held["commit"].set()
+        go_on(checkpoints, lambda: not checkpoints.pending)
+        held["commit"].clear()
+        assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
+    assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # nobody waited
+    held["remove"].set()
+    deadline = time.monotonic() + 30
+    while names(tmp_path) != ["pointer.json", "step-00000003"]:
+        assert time.monotonic() < deadline, names(tmp_path)
+        time.sleep(0.005)

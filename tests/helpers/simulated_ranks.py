@@ -1,0 +1,85 @@
+"""Ranks of a run that never was: a checkpoint saved again as any number of ranks at any ZeRO stage would have saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megabert.checkpoint.manifest import read_manifest
+from megabert.checkpoint.store import SAVING, Checkpoints, _Background, _Save
+from megabert.checkpoint.tensors import Stored
+from megabert.config import CheckpointConfig
+from megabert.distributed.process_group import World
+from megabert.engine.optimizers import MOMENTS, Segment
+from megabert.engine.snapshot import Snapshot
+from megabert.engine.zero_layout import (
+    AVERAGE,
+    WEIGHT,
+    Master,
+    Piece,
+    ZeroLayout,
+    _offsets,
+    _slice_of_group,
+)
+
+
+def layout_of(
+    shapes: Mapping[str, Sequence[int]], groups: Sequence[Sequence[str]], rank: int, ranks: int, stage: int
+) -> ZeroLayout:
+    """What DeepSpeed would give `rank`: a slice of each group at stages 1 and 2, of each parameter at 3, everything at 0."""
+    index = {name: n for n, name in enumerate(shapes)}
+    masters = []
+    for group in groups:
+        tensors = [torch.empty(tuple(shapes[name]), device="meta") for name in group]
+        numbers = {id(tensor): index[name] for tensor, name in zip(tensors, group, strict=True)}
+        if stage in (1, 2):
+            size = -(-sum(tensor.numel() for tensor in tensors) // ranks)
+            flat = torch.zeros(size)
+            masters.append(_slice_of_group(flat, tensors, _offsets(tensors), rank * size, size, numbers))
+            continue
+        for tensor in tensors:
+            size = -(-tensor.numel() // ranks) if stage == 3 else tensor.numel()
+            begin = rank * size if stage == 3 else 0
+            length = max(0, min(size, tensor.numel() - begin))
+            held = (Segment(numbers[id(tensor)], 0, length, begin),) if length else ()
+            masters.append(Master(torch.zeros(size), held))
+    sizes = tuple(torch.Size(shape) for shape in shapes.values())
+    return ZeroLayout(tuple(shapes), sizes, tuple(masters), stage > 0)
+
+
+def read_part(
+    stored: Stored, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]
+) -> list[Piece]:
+    """What a rank saves of `kinds`, after it has read its own part; the parameters in `single` have no second moment."""
+    values = {}
+    for number, master in enumerate(layout.masters):
+        names = {layout.names[segment.index] for segment in master.segments}
+        kept = [kind for kind in kinds if kind != MOMENTS[1] or not names <= single]
+        values[number] = {kind: torch.zeros_like(master.tensor) for kind in kept}
+        for s in master.segments:
+            for kind, tensor in values[number].items():
+                stored.read(kind, layout.names[s.index], s.offset, tensor.view(-1)[s.start : s.end])
+    return layout.copies(world, values)
+
+
+def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
+    """The checkpoint `source` read by so many ranks, each its own part, and saved by them as `step` of `run`."""
+    manifest = read_manifest(source)
+    stored, counters = Stored(source, manifest), manifest["engine"]
+    shapes = {name: tuple(shape) for name, shape in stored.shapes.items()}
+    single = set(manifest["first_moment_only"])
+    groups = [group for of in (True, False) if (group := [n for n in shapes if (n in single) == of])]
+    folder = run / "checkpoints" / f"{SAVING}{step:08d}"
+    for rank in reversed(range(ranks)):
+        world = World(rank, rank, ranks, torch.device("cpu"), "gloo", "single")
+        layout = layout_of(shapes, groups, rank, ranks, stage)
+        kinds = [(WEIGHT,), MOMENTS, (AVERAGE,) if counters.get("averaged") else ()]
+        weights, moments, average = (read_part(stored, layout, world, k, single) if k else [] for k in kinds)
+        checkpoints = Checkpoints(run, world)
+        checkpoints._write(folder, Snapshot(shapes, weights, moments, counters, average))
+    checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
+    written = _Background("written", lambda: None)
+    checkpoints._commit(_Save(folder, manifest["state"] | {"step": step}, counters, shapes, written))
+    return run / "checkpoints" / f"step-{step:08d}"
