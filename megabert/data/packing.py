@@ -83,6 +83,25 @@ def pack(
     return Packed(a, b, c, d, e, f, starts)
 
 
+def pack_line(sequences: Sequence[np.ndarray], seconds: Sequence[int], causal: bool = False) -> Packed:
+    """One row that holds `sequences` in their order and no padding: for attention that takes no longer over long rows.
+
+    Arguments as of `pack`. Raises ValueError for a sequence that is empty.
+    """
+    sizes = np.array([len(ids) for ids in sequences], np.int64)
+    if not len(sizes) or not sizes.min():
+        raise ValueError("an empty sequence, or none")
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    first = np.repeat(starts, sizes)
+    places = np.arange(ends[-1])
+    last = places + 1 if causal else np.repeat(ends, sizes)
+    segments = places - first >= np.repeat(np.array(seconds, np.int64), sizes)
+    rows = (np.concatenate(sequences), segments, places - first, first, last, sizes)
+    a, b, c, d, e, f = (torch.from_numpy(row.astype(np.int32))[None] for row in rows)
+    return Packed(a, b, c, d, e, f, starts)
+
+
 def groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Indices of sequences of these lengths, the longest first, in groups of at most `tokens` tokens (never none)."""
     found: list[list[int]] = []

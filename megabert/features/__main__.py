@@ -5,14 +5,17 @@ megabert features --model DIR --input FILE.tsv --text COLUMN --pool mean --outpu
 megabert features --model DIR --compare crane "A crane stood in the reeds." "The crane lifted the steel."
 
 DIR is a run folder, one of its checkpoints, or a Hugging Face folder. Vectors are in the order of the input, and are the
-same whatever the batches.
+same whatever the batches. A file may be larger than memory; after a kill the same command goes on where it was, and writes
+the same bytes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,14 @@ from tqdm import tqdm
 
 from megabert import pretrained
 from megabert.common.arguments import Parser, called_as
+from megabert.common.atomic_io import sha256_of
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
+from megabert.common.malloc import keep_freed_memory
+from megabert.common.spool import folder_of
 from megabert.features import writers
 from megabert.features.compare import comparison, uses_of
-from megabert.features.extraction import LAYERS, POOLS, Extractor
+from megabert.features.extraction import LAYERS, POOLS, PRECISIONS, Extractor
 from megabert.features.texts import texts_of
 from megabert.features.writers import Form
 
@@ -40,7 +46,8 @@ def extract(
     source: str, input: str, output: str, columns: Sequence[str] = (), tokenizer: str = "", **options: Any
 ) -> Done:
     """Write the vectors of the texts in `input`; `options` are Extractor's. Raises ValueError or OSError naming the
-    mistake, before anything is computed where it can be known; `output` is there only when all went well."""
+    mistake, before anything is computed where it can be known; `output` is there only when all went well. The same call goes
+    on where one that was killed had come."""
     path, target = Path(input), Path(output)
     writers.check(target)
     total = sum(1 for _ in texts_of(path, columns))
@@ -53,16 +60,22 @@ def extract(
         "layers": options.get("layers", "last"), "pool": extractor.pool,
     }  # fmt: skip
     form = Form(extractor.width, extractor.dtype, extractor.pool != "none", found.tokenizer.pieces, about)
-    truncated = 0
+    facts = {
+        "weights": pretrained.fingerprint(found.weights), "input": sha256_of(path), "columns": list(columns),
+        "options": options | {"max_length": extractor.max_length, "batch_tokens": extractor.batch_tokens},
+    }  # fmt: skip
     with (
-        writers.appearing(target, form) as writer,
-        tqdm(total=total, unit=" texts", disable=None, leave=False) as bar,
+        writers.appearing(target, form, facts) as writer,
+        tqdm(total=total, initial=writer.texts, unit=" texts", disable=None, leave=False) as bar,
     ):
-        for part in extractor.parts(texts_of(path, columns)):
-            writer.add(part)
-            truncated += int(part.truncated.sum())
-            bar.update(len(part.lengths))
-    return Done(total, truncated, extractor.max_length)
+        if writer.texts:
+            log.info(f"{output}: goes on behind {writer.texts:,} of {total:,} texts")
+        rest = islice(texts_of(path, columns), writer.texts, None)
+        with closing(extractor.parts(rest)) as parts:
+            for part in parts:
+                writer.add(part)
+                bar.update(len(part.lengths))
+    return Done(total, writer.truncated, extractor.max_length)
 
 
 @command
@@ -98,7 +111,16 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="cut longer texts to N tokens; 0: to the model's most",
     )
-    add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens computed at once")
+    add(
+        "--precision",
+        default="fp32",
+        choices=tuple(PRECISIONS),
+        help="of the model: bf16 is about twice as fast where the processor has it, and right to 2 to 3 digits",
+    )
+    add(
+        "--batch-tokens", type=int, metavar="N",
+        help="tokens computed at once, on the CPU by each core; on a GPU 4096 (default: 1024)",
+    )  # fmt: skip
     add(
         "--tokenizer",
         default="",
@@ -108,7 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--compare", metavar="WORD", help="show the cosines between the uses of a word in TEXTs instead")
     add("texts", nargs="*", metavar="TEXT", help="texts that --compare looks at")
     args = parser.parse_args(argv)
-    options = {"layers": args.layers, "max_length": args.max_length, "batch_tokens": args.batch_tokens}
+    options = {
+        "layers": args.layers, "max_length": args.max_length, "batch_tokens": args.batch_tokens,
+        "precision": args.precision,
+    }  # fmt: skip
     if args.compare:
         if not args.texts or args.input or args.output or args.text:
             raise ValueError("--compare WORD TEXT…: takes texts, and no --input, --output and --text")
@@ -120,10 +145,12 @@ def main(argv: list[str] | None = None) -> int:
     if len(args.text) > 2:
         raise ValueError(f"--text {args.text[2]}: a pair has two texts, this is a third")
     options |= {"pool": args.pool, "dtype": args.dtype}
+    keep_freed_memory()
     try:
         done = extract(args.model, args.input, args.output, args.text, args.tokenizer, **options)
     except KeyboardInterrupt:
-        log.error("interrupted; nothing was written")
+        kept = folder_of(Path(args.output)).exists()
+        log.error(f"interrupted; {'the same command goes on' if kept else 'nothing was written'}")
         return INTERRUPTED
     log.info(f"{args.output}: vectors of {done.texts:,} texts")
     if done.truncated:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.data.packing import groups, pack
+from megabert.common.ahead import in_order
+from megabert.data.packing import groups, pack, pack_line
 from megabert.features.writers import Part
+from megabert.model.inference import one_thread, pack_weights, threads_apart, workers
 from megabert.pretrained import Pretrained
 
 POOLS = ("none", "cls", "mean", "max")
 LAYERS = "last, second-to-last, sum-last-4, concat-last-4, sum-all, embeddings, N[,N…], weighted:w0,w1,…"
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SORTED = 8  # batches of tokens that are sorted by length together, and whose vectors are in memory together
+BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 AT_ONCE = 256  # texts handed to the tokenizer
+AHEAD = 8  # times as many are tokenised ahead
 
 
 class Layers(NamedTuple):
@@ -85,26 +93,49 @@ class Item(NamedTuple):
     truncated: bool
 
 
+@dataclass
+class Window:
+    """Items that are computed in batches of similar length: `left` of them are not yet there."""
+
+    items: list[Item]
+    vectors: np.ndarray  # [n, D] where pooled, else [N, D]
+    ends: np.ndarray  # int64 [n], of the tokens of each
+    left: int = field(default=0)
+
+    def part(self) -> Part:
+        ids = np.concatenate([item.ids for item in self.items])
+        lengths = np.diff(self.ends, prepend=0)
+        return Part(self.vectors, ids, lengths, np.array([item.truncated for item in self.items]))
+
+
 class Extractor:
     """A model, its tokenizer, and what is wanted of them. Raises ValueError for layers or a length it has not."""
 
     def __init__(
         self, found: Pretrained, layers: str = "last", pool: str = "none", max_length: int = 0,
-        batch_tokens: int = 4096, dtype: str = "float32",
+        batch_tokens: int | None = None, dtype: str = "float32", precision: str = "fp32", normalise: bool = False,
     ) -> None:  # fmt: skip
+        """`batch_tokens` are computed at once, on the CPU by one core (None: as many as suit the device); `normalise`: pooled
+        vectors have length 1."""
         model = found.config.model
         self.layers = Layers.parse(layers, model.layers)
         self.max_length = max_length or model.max_positions
         if not 5 <= self.max_length <= model.max_positions:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
-        if batch_tokens < 1:
+        if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"--batch-tokens {batch_tokens}: must be 1 or more")
-        assert pool in POOLS
-        self.found, self.pool, self.batch_tokens, self.dtype = found, pool, batch_tokens, dtype
+        assert pool in POOLS and not (normalise and pool == "none")
+        self.found, self.pool, self.dtype = found, pool, dtype
+        self.normalise = normalise
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = found.model(self.device)
+        self.model = found.model(self.device, PRECISIONS[precision])
+        pack_weights(self.model)
+        self.workers = workers(self.device)
+        self.batch_tokens = batch_tokens or BATCH_TOKENS[self.device.type]
+        self.line = self.device.type == "cpu" and self.model.backends.attention.name == "native"
         self.causal = found.config.data.masking.causal  # such a model reads a text at its last token
         self.width = model.hidden * (1 if self.layers.weights else len(self.layers.indices))
+        self.last = self.layers == Layers((model.layers,))
 
     def items(self, texts: Sequence[tuple[str, str | None]]) -> list[Item]:
         """The token ids of texts or pairs, cut to `max_length`: the end of the longer one first, as BERT does."""
@@ -123,57 +154,113 @@ class Extractor:
             items.append(Item(np.array(ids + more, np.int32), len(ids), truncated))
         return items
 
-    def parts(self, texts: Iterable[tuple[str, str | None]]) -> Iterator[Part]:
-        """Vectors of texts or pairs, in their order, some batches' worth at a time."""
-        texts, waiting, tokens = iter(texts), [], 0
-        while group := list(islice(texts, AT_ONCE)):
-            for item in self.items(group):
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """[n, D]: one vector a text, in their order. For a `pool`; of no text [0, D]."""
+        assert self.pool != "none"
+        found = [part.vectors for part in self.parts((text, None) for text in texts)]
+        return np.concatenate([np.empty((0, self.width), self.dtype), *found])
+
+    def parts(self, texts: Iterable[tuple[str, str | None]]) -> Generator[Part, None, None]:
+        """Vectors of texts or pairs, in their order, some batches' worth at a time.
+
+        Where a part ends depends on the texts since the part before alone, and what is in it on no other part. Raises
+        ValueError when a vector is too large for float16.
+        """
+
+        def jobs() -> Iterator[tuple[Window, list[int]]]:
+            for items in self._windows(iter(texts)):
+                window, batches = self._window(items)
+                yield from ((window, batch) for batch in batches)
+
+        computed = in_order(self._compute, jobs(), self.workers, 2 * self.workers, one_thread)
+        with threads_apart(), closing(computed):
+            for window in computed:
+                window.left -= 1
+                if not window.left:
+                    yield window.part()
+
+    def part(self, items: Sequence[Item]) -> Part:
+        """The vectors of `items`, computed here and now."""
+        window, batches = self._window(list(items))
+        for batch in batches:
+            self._compute((window, batch))
+        return window.part()
+
+    def _windows(self, texts: Iterator[tuple[str, str | None]]) -> Iterator[list[Item]]:
+        """Items of SORTED batches, tokenised ahead."""
+        groups_of_texts = iter(lambda: list(islice(texts, AT_ONCE)), [])
+        waiting: list[Item] = []
+        tokens = 0
+        for items in in_order(self.items, groups_of_texts, 1, AHEAD):
+            for item in items:
                 waiting.append(item)
                 tokens += len(item.ids)
                 if tokens >= SORTED * self.batch_tokens:
-                    yield self.part(waiting)
+                    yield waiting
                     waiting, tokens = [], 0
         if waiting:
-            yield self.part(waiting)
+            yield waiting
 
-    def part(self, items: Sequence[Item]) -> Part:
-        """The vectors of `items`, batches of similar length computed together.
-
-        Raises ValueError when one is too large for float16.
-        """
-        lengths = np.array([len(item.ids) for item in items], np.int64)
-        ends = lengths.cumsum()
-        rows = int(ends[-1]) if self.pool == "none" else len(items)
+    def _window(self, items: list[Item]) -> tuple[Window, list[list[int]]]:
+        """The window of `items`, and which of them are computed together."""
+        lengths = [len(item.ids) for item in items]
+        batches = groups(lengths, self.batch_tokens)
+        rows = sum(lengths) if self.pool == "none" else len(items)
         vectors = np.empty((rows, self.width), self.dtype)
-        for batch in groups(lengths.tolist(), self.batch_tokens):
-            with np.errstate(over="ignore"):  # said below
-                found = self._vectors([items[i] for i in batch]).astype(self.dtype)
-            if not np.isfinite(found).all():
-                raise ValueError(f"a vector is not finite in {self.dtype}; take float32, or another model")
-            if self.pool != "none":
-                vectors[batch] = found
-                continue
-            at = 0
-            for i in batch:
-                vectors[ends[i] - lengths[i] : ends[i]] = found[at : at + lengths[i]]
-                at += lengths[i]
-        ids = np.concatenate([item.ids for item in items])
-        return Part(vectors, ids, lengths, np.array([item.truncated for item in items]))
+        return Window(items, vectors, np.cumsum(lengths, dtype=np.int64), len(batches)), batches
+
+    def _compute(self, job: tuple[Window, list[int]]) -> Window:
+        """Fills in the vectors of a batch."""
+        window, batch = job
+        items = [window.items[i] for i in batch]
+        with np.errstate(over="ignore"):  # said below
+            found = self._vectors(items).astype(self.dtype, copy=False)
+        if not np.isfinite(found).all():
+            raise ValueError(f"a vector is not finite in {self.dtype}; take float32, or another model")
+        if self.pool != "none":
+            window.vectors[batch] = found
+            return window
+        at = 0
+        for i, item in zip(batch, items, strict=True):
+            end = window.ends[i]
+            window.vectors[end - len(item.ids) : end] = found[at : at + len(item.ids)]
+            at += len(item.ids)
+        return window
 
     @torch.no_grad()
     def _vectors(self, items: Sequence[Item]) -> np.ndarray:
         """fp32 [n, D] where pooled, else [N, D], the tokens of the items behind each other."""
-        sequences = [item.ids for item in items]
-        packed = pack(sequences, [item.second for item in items], causal=self.causal).to(self.device)
-        states = self.model.hidden_states(**packed.inputs(), count=1 + max(self.layers.indices))
-        hidden = self.layers.of(states).flatten(0, 1)  # (B * T, D)
+        sequences, seconds = [item.ids for item in items], [item.second for item in items]
+        put = pack_line if self.line else pack
+        packed = put(sequences, seconds, causal=self.causal).to(self.device)
+        inputs = packed.inputs() | {"seed": torch.zeros(1, dtype=torch.int64, device=self.device)}
         lengths = np.array([len(ids) for ids in sequences])
         if self.pool == "cls":
-            at = packed.starts + (lengths - 1 if self.causal else 0)
-            return hidden[torch.from_numpy(at).to(self.device)].cpu().numpy()
-        at = np.concatenate([np.arange(s, s + n) for s, n in zip(packed.starts, lengths, strict=True)])
-        hidden = hidden[torch.from_numpy(at).to(self.device)]  # (N, D)
-        if self.pool != "none":
-            counts = torch.from_numpy(lengths).to(self.device)
-            hidden = torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0)
-        return hidden.cpu().numpy()
+            at = torch.from_numpy(packed.starts + (lengths - 1 if self.causal else 0)).to(self.device)
+            if self.last:
+                return self._finished(self.model.encode(**inputs, keep=at).float())
+            return self._finished(self._hidden(inputs)[at].float())
+        hidden = self._hidden(inputs).float()
+        if not self.line:
+            at = torch.from_numpy(
+                np.concatenate([np.arange(s, s + n) for s, n in zip(packed.starts, lengths, strict=True)])
+            )
+            hidden = hidden[at.to(self.device)]  # (N, D)
+        if self.pool == "none":
+            return hidden.cpu().numpy()
+        counts = torch.from_numpy(lengths).to(self.device)
+        return self._finished(torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0))
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """(B * T, D) of the layers that are wanted."""
+        states = self.model.hidden_states(**inputs, count=1 + max(self.layers.indices))
+        return self.layers.of(states).flatten(0, 1)
+
+    def _finished(self, vectors: Tensor) -> np.ndarray:
+        """[n, D]"""
+        return (F.normalize(vectors, dim=-1) if self.normalise else vectors).cpu().numpy()
+
+
+def encode(found: Pretrained, texts: Sequence[str], pool: str = "mean", **options: Any) -> np.ndarray:
+    """fp32 [n, D]: one vector a text, in their order. `options` are Extractor's, and errors."""
+    return Extractor(found, pool=pool, **options).encode(texts)

@@ -1,5 +1,8 @@
 """Writers of vectors: .npz, .parquet and .safetensors files, in parts, so that they may be larger than memory.
 
+Parts are spooled beside the output (`megabert.common.spool`), so that the same command goes on after a kill; the output
+appears when all are there.
+
 Tokens: `vectors` [N, D] and `ids` int32 [N] of all texts behind each other, those of text i in
 `offsets[i]:offsets[i + 1]` (int64 [n + 1]). Pooled: `vectors` [n, D]. Both: `truncated` bool [n], the texts that lost
 their end. Parquet has a row a text: `vector`, or lists `vectors`, `ids`, `pieces`. What the vectors are is told by
@@ -9,24 +12,25 @@ their end. Parquet has a row a text: `vector`, or lists `vectors`, `ids`, `piece
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megabert.common.atomic_io import appearing_file
+from megabert.common.spool import Spool
 
-COPIED = 1 << 24  # bytes at once
+COPIED = 1 << 20  # bytes at once
 SAFETENSORS = {"float32": "F32", "float16": "F16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
 
 
@@ -51,17 +55,13 @@ class Part:
     truncated: np.ndarray  # bool [n]
 
 
-class Writer(Protocol):
-    def add(self, part: Part) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class Column:
-    """An array of unknown length, kept in a nameless file until its length is known."""
+    """An array of unknown length in a file of its own, until its length is known."""
 
     def __init__(self, file: IO[bytes], dtype: str, *shape: int) -> None:
-        self.file, self.dtype, self.tail, self.rows = file, np.dtype(dtype), shape, 0
+        self.file, self.dtype, self.tail = file, np.dtype(dtype), shape
+        self.row = self.dtype.itemsize * math.prod(shape)  # bytes
+        self.rows = file.tell() // self.row
 
     def add(self, values: np.ndarray) -> None:
         assert values.shape[1:] == self.tail
@@ -74,51 +74,56 @@ class Column:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.rows * self.row
 
     def copy_to(self, target: IO[bytes]) -> None:
         self.file.seek(0)
         shutil.copyfileobj(self.file, target, COPIED)
 
+    def read(self, first: int, rows: int) -> np.ndarray:
+        """[rows, …]"""
+        self.file.seek(first * self.row)
+        return np.frombuffer(self.file.read(rows * self.row), self.dtype).reshape(-1, *self.tail)
 
-class Arrays:
-    """.npz and .safetensors want the length of an array before its values, so `write` comes at the end.
 
-    np.savez and safetensors' save_file take whole arrays: 586 MB of vectors, mapped from a file, made 629 and 612 MB of
-    resident memory (numpy 2, safetensors 0.8). Copied as here, more than 60 MB of vectors take less than 15 (a test).
-    """
+class Writer:
+    """Columns of parts; `texts` are those that were written before this process began."""
 
-    def __init__(self, file: BinaryIO, form: Form, stack: ExitStack, write: Callable[..., None]) -> None:
-        def column(dtype: str, *shape: int) -> Column:
-            folder = Path(file.name).parent
-            return Column(stack.enter_context(tempfile.TemporaryFile(dir=folder)), dtype, *shape)
-
-        self.file, self.form, self.write = file, form, write
-        self.columns = {"vectors": column(form.dtype, form.width), "truncated": column("bool")}
+    def __init__(self, spool: Spool, form: Form) -> None:
+        self.spool, self.form = spool, form
+        files = spool.files
+        self.columns = {
+            "vectors": Column(files["vectors"], form.dtype, form.width),
+            "truncated": Column(files["truncated"], "bool"),
+        }
         if not form.pooled:
-            self.columns |= {"ids": column("int32"), "offsets": column("int64")}
-            self.columns["offsets"].add(np.zeros(1))
-        self.tokens = 0
+            self.columns |= {
+                "ids": Column(files["ids"], "int32"),
+                "offsets": Column(files["offsets"], "int64"),
+            }
+            if not self.columns["offsets"].rows:
+                self.columns["offsets"].add(np.zeros(1))
+        self.parts = Column(files["parts"], "int64")  # texts of each
+        self.texts = self.columns["truncated"].rows
+        self.truncated = int(spool.state.get("truncated", 0))
 
     def add(self, part: Part) -> None:
         self.columns["vectors"].add(part.vectors)
         self.columns["truncated"].add(part.truncated)
+        self.parts.add(np.array([len(part.lengths)]))
+        self.truncated += int(part.truncated.sum())
         if not self.form.pooled:
+            tokens = self.columns["ids"].rows
             self.columns["ids"].add(part.ids)
-            self.columns["offsets"].add(self.tokens + part.lengths.cumsum())
-            self.tokens += int(part.lengths.sum())
-
-    def finish(self) -> None:
-        about = {"about": json.dumps(self.form.about)}
-        pieces = {} if self.form.pooled else {"pieces": self.form.pieces}
-        self.write(self.file, self.columns, about, pieces)
+            self.columns["offsets"].add(tokens + part.lengths.cumsum())
+        self.spool.advance({"truncated": self.truncated})
 
 
-def _npz(
-    file: BinaryIO, columns: Mapping[str, Column], about: dict[str, str], pieces: dict[str, list[str]]
-) -> None:
+def _npz(file: BinaryIO, writer: Writer) -> None:
+    """np.savez and safetensors' save_file take whole arrays: 586 MB of vectors, mapped from a file, made 629 and 612 MB of
+    resident memory (numpy 2, safetensors 0.8). Copied as here, more than 60 MB of vectors take less than 15 (a test)."""
     with zipfile.ZipFile(file, "w") as archive:
-        for name, column in columns.items():
+        for name, column in writer.columns.items():
             header = {
                 "descr": np.lib.format.dtype_to_descr(column.dtype),
                 "fortran_order": False,
@@ -127,17 +132,17 @@ def _npz(
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array_header_1_0(member, header)
                 column.copy_to(member)
+        about, pieces = _told(writer.form)
         for name, values in (about | pieces).items():
             with archive.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, np.array(values), allow_pickle=False)
 
 
-def _safetensors(
-    file: BinaryIO, columns: Mapping[str, Column], about: dict[str, str], pieces: dict[str, list[str]]
-) -> None:
+def _safetensors(file: BinaryIO, writer: Writer) -> None:
     """The published layout: the header's length (u64), a JSON header, the tensors' bytes, the widest type first so that
     each is aligned."""
-    ordered = sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize)
+    about, pieces = _told(writer.form)
+    ordered = sorted(writer.columns.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {
         "__metadata__": about | {name: json.dumps(values) for name, values in pieces.items()}
     }
@@ -153,45 +158,44 @@ def _safetensors(
         column.copy_to(file)
 
 
-class Parquet:
+def _parquet(file: BinaryIO, writer: Writer) -> None:
     """A row group a part."""
-
-    def __init__(self, file: BinaryIO, form: Form, stack: ExitStack) -> None:
-        self.form = form
-        vector = pa.list_(pa.float32() if form.dtype == "float32" else pa.float16(), form.width)
-        fields: dict[str, pa.DataType] = {"vector": vector}
-        if not form.pooled:
-            fields = {
-                "ids": pa.list_(pa.int32()),
-                "pieces": pa.list_(pa.string()),
-                "vectors": pa.list_(vector),
-            }
-        metadata = {"about": json.dumps(form.about)}
-        self.schema = pa.schema([*fields.items(), ("truncated", pa.bool_())], metadata)
-        # Dictionaries of vectors would only be tried and given up.
-        self.writer = stack.enter_context(pq.ParquetWriter(file, self.schema, use_dictionary=False))
-
-    def add(self, part: Part) -> None:
-        flat = pa.array(np.ascontiguousarray(part.vectors, self.form.dtype).reshape(-1))
-        vectors = pa.FixedSizeListArray.from_arrays(flat, self.form.width)
-        columns = [vectors]
-        if not self.form.pooled:
-            offsets = pa.array(np.concatenate([[0], part.lengths.cumsum()]).astype(np.int32))
-            pieces = [self.form.pieces[i] for i in part.ids.tolist()]
-            columns = [
-                pa.ListArray.from_arrays(offsets, values)
-                for values in (pa.array(part.ids), pa.array(pieces, pa.string()), vectors)
-            ]
-        self.writer.write_table(pa.table([*columns, pa.array(part.truncated)], schema=self.schema))
-
-    def finish(self) -> None:
-        self.writer.close()
+    form, columns = writer.form, writer.columns
+    vector = pa.list_(pa.float32() if form.dtype == "float32" else pa.float16(), form.width)
+    fields: dict[str, pa.DataType] = {"vector": vector}
+    if not form.pooled:
+        fields = {"ids": pa.list_(pa.int32()), "pieces": pa.list_(pa.string()), "vectors": pa.list_(vector)}
+    schema = pa.schema([*fields.items(), ("truncated", pa.bool_())], {"about": json.dumps(form.about)})
+    first = 0
+    # Dictionaries of vectors would only be tried and given up.
+    with pq.ParquetWriter(file, schema, use_dictionary=False) as target:
+        for texts in writer.parts.read(0, writer.parts.rows).tolist():
+            start, rows = first, texts
+            if not form.pooled:
+                offsets = columns["offsets"].read(first, texts + 1)
+                start, rows = int(offsets[0]), int(offsets[-1] - offsets[0])
+            flat = pa.array(columns["vectors"].read(start, rows).reshape(-1))
+            vectors = pa.FixedSizeListArray.from_arrays(flat, form.width)
+            found = [vectors]
+            if not form.pooled:
+                ids = columns["ids"].read(start, rows)
+                pieces = pa.array([form.pieces[i] for i in ids.tolist()], pa.string())
+                own = pa.array((offsets - start).astype(np.int32))
+                found = [pa.ListArray.from_arrays(own, values) for values in (pa.array(ids), pieces, vectors)]
+            truncated = pa.array(columns["truncated"].read(first, texts))
+            target.write_table(pa.table([*found, truncated], schema=schema))
+            first += texts
 
 
-WRITERS: dict[str, Callable[[BinaryIO, Form, ExitStack], Writer]] = {
-    ".npz": lambda file, form, stack: Arrays(file, form, stack, _npz),
-    ".parquet": Parquet,
-    ".safetensors": lambda file, form, stack: Arrays(file, form, stack, _safetensors),
+def _told(form: Form) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """(`about`, `pieces` where there are ids)."""
+    return {"about": json.dumps(form.about)}, {} if form.pooled else {"pieces": form.pieces}
+
+
+WRITERS: dict[str, Callable[[BinaryIO, Writer], None]] = {
+    ".npz": _npz,
+    ".parquet": _parquet,
+    ".safetensors": _safetensors,
 }
 
 
@@ -206,10 +210,19 @@ def check(path: Path) -> None:
 
 
 @contextmanager
-def appearing(path: Path, form: Form) -> Iterator[Writer]:
-    """A writer of parts, whose file is `path` when the block ends without an error. Raises as `check`, and OSError."""
+def appearing(path: Path, form: Form, facts: Mapping[str, Any]) -> Iterator[Writer]:
+    """A writer of parts, whose file is `path` when the block ends without an error.
+
+    After a kill it goes on where the one before it was, if `facts` (all that decides the vectors) are the same. Raises as
+    `check` and `Spool`, and OSError.
+    """
     check(path)
-    with appearing_file(path) as file, ExitStack() as stack:
-        writer = WRITERS[path.suffix](file, form, stack)
+    names = ["vectors", "truncated", "parts", *([] if form.pooled else ["ids", "offsets"])]
+    decides = {"about": form.about, "width": form.width, "dtype": form.dtype, "pooled": form.pooled, **facts}
+    with Spool(path, decides, names) as spool:
+        writer = Writer(spool, form)
         yield writer
-        writer.finish()
+        spool.commit()
+        with appearing_file(path) as file:
+            WRITERS[path.suffix](file, writer)
+        spool.finish()

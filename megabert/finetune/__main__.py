@@ -22,14 +22,12 @@ if __name__ == "__main__":
     sys.exit(start("finetune"))  # before the slow imports
 
 import argparse
-import hashlib
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megabert import pretrained
-from megabert.common import arrow_tables
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -124,11 +122,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--head", choices=HEADS, default=d.head, help="bilstm: two layers over the words of fixed features")
     add("--width", type=int, default=d.width, help="of the BiLSTM, both directions together")
     add("--from-scratch", action="store_true", help="same shape, random weights")
-    add("--precision", choices=("bf16", "fp32"), default=d.precision, help="of forward and backward")
+    add("--precision", choices=("bf16", "fp32"),
+        help=f"of forward and backward; with --predict that of training, unless named (default: {d.precision})")  # fmt: skip
     add("--zero", type=int, choices=(0, 1, 2), default=d.zero, help="DeepSpeed ZeRO stage")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.predict:
+        args.precision = args.precision or d.precision
+    return args
 
 
 def settings_of(args: argparse.Namespace, task: Task) -> Settings:
@@ -207,16 +209,8 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
             found[name] = given
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
-            found[f"{name}_sha256"] = digest(Path(path))
+            found[f"{name}_sha256"] = datasets.digest(Path(path))
     return found
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, or of the files of a saved dataset one after the other."""
-    found = hashlib.sha256()
-    for file in arrow_tables.files(path) if path.is_dir() else [path]:
-        found.update(file.read_bytes())
-    return found.hexdigest()
 
 
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
@@ -264,17 +258,22 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
 
 
 def predict(args: argparse.Namespace, ranks: Session) -> int:
-    """Write a fine-tuned model's predictions for a file."""
-    ranks.join()
+    """Write a fine-tuned model's predictions for a file; the same command goes on after a kill."""
+    stop = ranks.join()
     chosen: dict[str, Any] = {
         "text": args.text,
         "identity": args.id,
         "choices": args.choices,
         "scores": args.scores,
+        "precision": args.precision or "",
     }
     if args.null_threshold is not None:
         chosen["null_threshold"] = args.null_threshold
-    count = prediction.predict_file(args.model, args.predict, args.output, ranks.world, **chosen)
+    count = prediction.predict_file(
+        args.model, args.predict, args.output, ranks.world, stopped=lambda: stop.requested, **chosen
+    )
+    if count is None:
+        return REQUEUE
     log.info(f"{args.output}: {count:,} predictions")
     return OK
 

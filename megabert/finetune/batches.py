@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megabert.data.packing import Packed, pack
+from megabert.data.packing import Packed, pack, pack_line
 from megabert.finetune.encoding import Item
 from megabert.finetune.tasks import COMPARED
 
@@ -87,13 +87,14 @@ class Update:
         return sum(batch.tokens for batch in self.batches)
 
 
-def collate(items: Sequence[Item], layout: Layout) -> Batch:
-    """One batch of `items`; without any, the batch that adds nothing."""
+def collate(items: Sequence[Item], layout: Layout, line: bool = False) -> Batch:
+    """One batch of `items`; without any, the batch that adds nothing. `line`: in one row without padding."""
     sequences = [sequence for item in items for sequence in item.sequences] or [(np.zeros(1, np.int32), 1)]
     ids = [sequence for sequence, _ in sequences]
     longest = max(map(len, ids))
     width = max(longest, min(WIDTH, layout.max_length))
-    packed = pack(ids, [second for _, second in sequences], width, layout.causal)
+    seconds = [second for _, second in sequences]
+    packed = pack_line(ids, seconds, layout.causal) if line else pack(ids, seconds, width, layout.causal)
     first = np.cumsum([0, *(1 + len(item.others) for item in items)])
     read = [packed.starts[first[i] : first[i + 1]] + read_at(item, layout) for i, item in enumerate(items)]
     places = None

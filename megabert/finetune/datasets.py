@@ -7,14 +7,19 @@ that is not what its task says is refused with file and line.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megabert.common import arrow_tables, tables
 from megabert.common.logs import log
@@ -34,17 +39,59 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
     that is not where its context says, a file that is empty or not UTF-8.
     """
     path = Path(path)
-    if not arrow_tables.is_table(path) and not any(line.strip() for _, line in tables.lines(path)):
-        raise ValueError(f"{path}: is empty")
+    _refuse_empty(path)
     examples: list[Any] = list(READERS.get(task.kind, _texts)(task, path, labelled))
     if not examples:
         raise ValueError(f"{path}: holds no example")
+    _refuse_twice(examples)
+    return examples
+
+
+def _refuse_empty(path: Path) -> None:
+    if not arrow_tables.is_table(path) and not any(line.strip() for _, line in tables.lines(path)):
+        raise ValueError(f"{path}: is empty")
+
+
+def _refuse_twice(examples: Iterable[Any]) -> None:
     seen: dict[str, str] = {}
     for example in examples:
         if example.id in seen:
             raise ValueError(f"{example.where}: id {example.id!r} was there before, at {seen[example.id]}")
         seen[example.id] = example.where
-    return examples
+
+
+def count(task: Task, path: str | Path) -> int:
+    """The number of examples of a file whose labels are not read; errors as of `read`. Of a table, whatever its size, in 8
+    bytes an example that has an id."""
+    path, found, hashes = Path(path), 0, array("q")
+    _refuse_empty(path)
+    for example in READERS.get(task.kind, _texts)(task, path, False):
+        found += 1
+        if task.id or task.kind == "span":
+            hashes.append(hash(example.id))
+    if not found:
+        raise ValueError(f"{path}: holds no example")
+    ordered = np.sort(np.frombuffer(hashes, np.int64))
+    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if suspects:
+        _refuse_twice(example for example in stream(task, path) if hash(example.id) in suspects)
+    return found
+
+
+def stream(task: Task, path: str | Path) -> Iterator[Any]:
+    """The examples of a file that was counted, one after the other."""
+    reader = READERS.get(task.kind, partial(_texts, warn=False))
+    return reader(task, Path(path), False)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a saved dataset one after the other."""
+    found = hashlib.sha256()
+    for part in arrow_tables.files(path) if path.is_dir() else [path]:
+        with part.open("rb") as file:
+            while data := file.read(1 << 20):
+                found.update(data)
+    return found.hexdigest()
 
 
 def for_prediction(
@@ -81,7 +128,7 @@ def for_prediction(
 # ---- tables
 
 
-def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text | Choices]:
+def _texts(task: Task, path: Path, labelled: bool, warn: bool = True) -> Iterator[Text | Choices]:
     if task.kind == "rank" and labelled and len(task.choices) != 2:
         raise ValueError(
             f"task {task.name}: learns from two texts a line, the better one first; {len(task.choices)} are named"
@@ -110,7 +157,7 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[Text | Choices]:
             )
         else:
             yield Text(identity, where, row[0], row[1] if task.pair else None, label)
-    if left_out:
+    if left_out and warn:
         shown = ", ".join(left_out[:SHOWN]) + ", …" * (len(left_out) > SHOWN)
         log.warning(f"{path}: {len(left_out):,} rows are cut at a tab or a line end and left out: {shown}")
 

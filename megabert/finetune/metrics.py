@@ -13,6 +13,7 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -316,30 +317,40 @@ def _best_threshold(
 # ---- the predictions file
 
 
-def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], path: str | Path) -> None:
-    """The predictions file, whole or not at all; what is missing is left out, or an empty field where a line must be.
+@dataclass(frozen=True)
+class Form:
+    """A file with a `line` for each example that has one, `between` two of them, `begin` and `end`; or `empty`."""
+
+    line: Callable[[Any, Any], str | None]  # of an example and its prediction
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    empty: str = ""
+
+    def lines(self, examples: Sequence[Any], predictions: Sequence[Any]) -> str:
+        """Those of some examples, as they stand behind `begin`."""
+        found = (self.line(e, p) for e, p in zip(examples, predictions, strict=True))
+        return self.between.join(line for line in found if line is not None)
+
+
+def forms(task: Task, path: Path) -> dict[Path, Form]:
+    """The files that predictions are written to; what is missing is left out, or an empty field where a line must be.
 
     of texts: TSV with GLUE's columns `index`, `prediction` (several labels with commas between; of several texts that were ranked
     a score each, under the names of their columns); tag: word, true tag if known, predicted tag, as conlleval
     reads it; span: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
-    path = Path(path)
-    given: Any = list(zip(examples, predictions, strict=True))
     if task.kind == "span":
-        _put(path, _json({e.id: p["text"] for e, p in given if p}))
+        found = {path: _json(lambda p: p["text"])}
         if task.unanswerable:
             beside = path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json")
-            _put(beside, _json({e.id: p["no_answer_probability"] for e, p in given if p}))
-    elif task.kind == "tag":
-        lines = []
-        for e, p in given:
-            columns = [e.words, *([e.tags] if e.tags else []), p or ["O"] * len(e.words)]
-            lines += [" ".join(row) for row in zip(*columns, strict=True)] + [""]
-        _put(path, "\n".join(lines))
-    else:
-        names = task.choices if task.kind == "rank" and len(task.choices) > 1 else ["prediction"]
-        rows = ["\t".join([e.id, *_cells(task, p, len(names))]) for e, p in given]
-        _put(path, "\n".join(["\t".join(["index", *names]), *rows]) + "\n")
+            found[beside] = _json(lambda p: p["no_answer_probability"])
+        return found
+    if task.kind == "tag":
+        return {path: Form(_tagged_words, between="\n")}
+    names = task.choices if task.kind == "rank" and len(task.choices) > 1 else ["prediction"]
+    head = "\t".join(["index", *names]) + "\n"
+    return {path: Form(lambda e, p: "\t".join([e.id, *_cells(task, p, len(names))]) + "\n", head, empty=head)}
 
 
 def _cells(task: Task, prediction: Any, columns: int) -> list[str]:
@@ -350,10 +361,27 @@ def _cells(task: Task, prediction: Any, columns: int) -> list[str]:
     return [str(value) for value in prediction] if task.kind == "rank" else [str(prediction)]
 
 
-def _json(tree: dict[str, Any]) -> str:
-    return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], path: str | Path) -> None:
+    """The predictions files (`forms`), each whole or not at all."""
+    for target, form in forms(task, Path(path)).items():
+        lines = form.lines(examples, predictions)
+        text = form.begin + lines + form.end if lines else form.empty
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, text.encode())
 
 
-def _put(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.encode())
+def _tagged_words(example: Any, tags: Sequence[str] | None) -> str:
+    columns = [example.words, *([example.tags] if example.tags else []), tags or ["O"] * len(example.words)]
+    return "".join(" ".join(row) + "\n" for row in zip(*columns, strict=True))
+
+
+def _json(value: Callable[[Any], Any]) -> Form:
+    """A JSON object with a value an id."""
+
+    def line(example: Any, prediction: Any) -> str | None:
+        if not prediction:
+            return None
+        key, shown = (json.dumps(v, ensure_ascii=False) for v in (example.id, value(prediction)))
+        return f" {key}: {shown}"
+
+    return Form(line, begin="{\n", between=",\n", end="\n}\n", empty="{}\n")

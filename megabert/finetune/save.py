@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert.common.atomic_io import appearing
+from megabert.common.atomic_io import appearing, sha256_of
 from megabert.common.canonical_json import canonical
 from megabert.common.tensor_file import write_tensors
 from megabert.config import Config
@@ -71,6 +71,7 @@ class Finetuned:
     tokenizer: Tokenizer
     module: Finetuner
     results: dict[str, Any]
+    weights_sha256: str
 
 
 def save(
@@ -133,7 +134,9 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS}: does not hold this model's weights ({reason:.120})") from None
-    return Finetuned(folder, described, tokenizer, module.to(device, dtype).eval(), results)
+    return Finetuned(
+        folder, described, tokenizer, module.to(device, dtype).eval(), results, sha256_of(folder / WEIGHTS)
+    )
 
 
 def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:

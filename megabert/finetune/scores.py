@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megabert.common.atomic_io import appearing_file
 from megabert.finetune.encoding import Item
 from megabert.finetune.examples import Example
-from megabert.finetune.metrics import mean_of, windows_of
+from megabert.finetune.metrics import Form, mean_of, windows_of
 from megabert.finetune.tasks import Task
 
-
-def write(
-    task: Task,
-    examples: Sequence[Example],
-    items: Sequence[Item],
-    logits: Sequence[np.ndarray],
-    predictions: Sequence[Any],
-    labels: Sequence[str],
-    path: Path,
-) -> None:
-    """One line an example, in the file's order; the arguments are those of `metrics.decode` and what it gave."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with appearing_file(path) as file:
-        for line in lines(task, examples, items, logits, predictions, labels):
-            file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+FORM = Form(lambda _example, line: json.dumps(line, ensure_ascii=False) + "\n")  # of what `lines` gives
 
 
 def lines(
@@ -40,7 +24,7 @@ def lines(
     predictions: Sequence[Any],
     labels: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """`{"id", "prediction", …}` of each example, and with it
+    """`{"id", "prediction", …}` of each example, in their order, and with it
 
     classify, choose, multilabel, ordinal: "probabilities" by label; of several labels each is its own.
     tag: "words", and "probabilities" by tag, one a word.

@@ -145,6 +145,8 @@ class BertForPreTraining(nn.Module):
         yield normed, x
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
+            if last is not None and not self.training:
+                bounds = native.only_queries(self.backends.attention.name, bounds, last)
             args = (normed, x, bounds, seed, 4 * index + 4, last)
             if self.cfg.activation_checkpointing and self.training:
                 normed, x = checkpoint(layer, *args, use_reentrant=False)

@@ -27,10 +27,14 @@ class Affine(nn.Module):
         self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.fp8: native.Linear8 | None = None  # of training alone; evaluation runs in the compute type
+        self.packed: Tensor | None = None  # the weight as inference on the CPU reads it
 
     def product(
         self, x: Tensor | native.Rounded, bias: Tensor | None = None
     ) -> Tensor:  # (..., in) -> (..., out)
+        if self.packed is not None:
+            assert isinstance(x, Tensor)
+            return native.packed_linear(x, self.packed, bias)
         return native.linear(x, self.weight, bias, self.fp8 if self.training else None)
 
 
@@ -64,10 +68,13 @@ class LinearActivation(Affine):
     def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str):
         super().__init__(inputs, outputs, cfg.init_std)
         self.activation = native.bias_gelu if cfg.activation == "gelu" else native.bias_relu2
-        self.backend = backend
+        self.backend, self.gelu = backend, cfg.activation == "gelu"
         self.following: native.Linear8 | None = None  # of the linear that alone reads the result
 
     def forward(self, x: Tensor | native.Rounded) -> Tensor | native.Rounded:  # (..., in) -> (..., out)
+        if self.packed is not None and self.gelu:
+            assert isinstance(x, Tensor)
+            return native.packed_linear(x, self.packed, self.bias, gelu=True)
         fp8, following = self.fp8, self.following
         if self.training and self.backend == "native" and following and fp8 and fp8.known:
             return native.linear_gelu(x, self.weight, self.bias, fp8, following)

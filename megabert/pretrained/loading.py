@@ -43,12 +43,12 @@ class Pretrained:
     def step(self) -> int:
         return int(self.state["step"])
 
-    def model(self, device: torch.device) -> BertForPreTraining:
-        """The model in fp32, without dropout."""
+    def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
+        """The model without dropout."""
         causal = self.config.data.masking.causal
-        built = BertForPreTraining(self.config.model, OpsConfig(), device.type, torch.float32, causal)
+        built = BertForPreTraining(self.config.model, OpsConfig(), device.type, dtype, causal)
         built.load_state_dict(self.weights)
-        return built.to(device).eval()
+        return built.to(device, dtype).eval()
 
 
 def load(source: str | Path, tokenizer: str | Path = "", average: bool = False) -> Pretrained:

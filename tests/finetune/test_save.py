@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
 from megabert.finetune.batches import collate
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split
+from tests.conftest import ROOT
 from tests.helpers import finetune_problem
 from tests.helpers.ranks import run_ranks
 
@@ -129,6 +135,81 @@ def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> Non
     assert prediction.predict_file(folder, tmp_path / "own.tsv", tmp_path / "out2", discover({}), **own) == 2
     answers = [line.split("\t")[1] for line in lines[1:]]
     assert (tmp_path / "out2").read_text() == f"index\tprediction\nx\t{answers[0]}\ny\t{answers[1]}\n"
+
+
+@pytest.mark.parametrize("kind", ["classify", "tag", "span"])
+def test_a_prediction_that_was_stopped_goes_on_to_the_same_bytes(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 examples, 8 at a time, stopped behind the second time and again behind the next."""
+    if kind == "classify":
+        model, file = folder, folder / "texts.tsv"
+    elif kind == "tag":
+        file = tmp_path / "words.conll"
+        file.write_text("".join(f"w{n} O\nw{n % 7} B-x\n\n" for n in range(50)))
+        model = save_untrained(tmp_path, tasks.custom("tag", metrics=["f1"]), file)
+    else:
+        file = finetune_problem.write_questions(tmp_path / "questions.json", 50, 1)
+        model = save_untrained(tmp_path, tasks.preset("squad2.0"), file)
+    monkeypatch.setattr(prediction, "CHUNK", 8)
+    world, (whole, output) = discover({}), (tmp_path / f"{name}.json" for name in ("whole", "output"))
+    scores = [path.with_suffix(".jsonl") for path in (whole, output)]
+    assert prediction.predict_file(model, file, whole, world, scores=str(scores[0])) == 50
+    encoded: list[int] = []
+    encode = encoding.encode
+
+    def counted(task: Task, examples: list, *more: Any, **named: Any) -> Any:
+        encoded.append(len(examples))
+        return encode(task, examples, *more, **named)
+
+    monkeypatch.setattr(encoding, "encode", counted)
+    for chunks in (2, 1):
+        answers = iter([False] * (chunks - 1) + [True])
+        assert (
+            prediction.predict_file(
+                model, file, output, world, scores=str(scores[1]), stopped=partial(next, answers)
+            )
+            is None
+        )
+        assert not output.exists()
+    encoded.clear()
+    assert prediction.predict_file(model, file, output, world, scores=str(scores[1])) == 50
+    assert sum(encoded) == 50 - 3 * 8 and output.read_bytes() == whole.read_bytes()
+    assert scores[0].read_bytes() == scores[1].read_bytes()
+    assert len(scores[0].read_text().splitlines()) == 50
+    if kind == "span":
+        beside = [path.with_name(f"{path.stem}.no_answer.json") for path in (whole, output)]
+        assert beside[0].read_bytes() == beside[1].read_bytes() and json.loads(beside[0].read_text())
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file_that_is_predicted(folder: Path, tmp_path: Path) -> None:
+    """Ten times the texts, 12 MB of them, take less than 8 MB more."""
+    program = (
+        "import resource, sys\nfrom megabert.finetune.__main__ import main\n"
+        "for name in ('small', 'large'):\n"
+        "    argv = ['--model', sys.argv[1], '--predict', f'{name}.tsv', '--output', f'{name}.out']\n"
+        "    assert main(argv) == 0\n"
+        "    print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    line = " ".join(f"w{n % 9}" for n in range(30))
+    for name, texts in (("small", 13_000), ("large", 130_000)):
+        (tmp_path / f"{name}.tsv").write_text("text\n" + f"{line}\n" * texts)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    before, after = (int(found.split()[1]) * 1024 for found in done.stdout.split("\n") if "peak" in found)
+    assert (tmp_path / "large.tsv").stat().st_size > 11e6 and after - before < 8e6
+    assert len((tmp_path / "large.out").read_text().splitlines()) == 130_001
+
+
+def test_an_id_that_is_there_twice_is_named_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.tsv").write_text("n\ttext\nx\tw1 w2\ny\tw2\nx\tw1\n")
+    with pytest.raises(ValueError, match=r"line 4: id 'x' was there before, at .*line 2"):
+        prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({}), identity="n")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.tsv"]
 
 
 def test_the_threshold_decides_what_has_no_answer(tmp_path: Path) -> None:

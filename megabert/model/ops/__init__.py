@@ -1,6 +1,6 @@
 """The operations of the encoder, each behind one function with a `backend` argument; this package imports torch alone."""
 
-from megabert.model.ops.attention import attend, attention_inputs
+from megabert.model.ops.attention import attend, attention_inputs, only_queries
 from megabert.model.ops.backend import (
     BACKENDS,
     LIBRARY,
@@ -22,6 +22,7 @@ from megabert.model.ops.layer import (
     rounds_norm,
 )
 from megabert.model.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
+from megabert.model.ops.packed import pack_weight, packed_linear, packs
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
 __all__ = [
@@ -50,5 +51,9 @@ __all__ = [
     "mlm_loss_of_logits",
     "norm_rounded",
     "obstacles",
+    "only_queries",
+    "pack_weight",
+    "packed_linear",
+    "packs",
     "rounds_norm",
 ]

@@ -42,6 +42,18 @@ def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: 
     return [F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))]
 
 
+def only_queries(backend: str, inputs: list[Tensor], keep: Tensor) -> list[Tensor]:
+    """`attention_inputs` of a layer of which the flat positions `keep` alone are read: on the CPU native attention then passes
+    the other queries over, and their context is zero."""
+    if backend != "native" or keep.device.type != "cpu":
+        return inputs
+    flat = keep.flatten().long()
+    narrow = [torch.zeros_like(bound) for bound in inputs]
+    for bound, new in zip(inputs, narrow, strict=True):
+        new.view(-1)[flat] = bound.view(-1)[flat]
+    return narrow
+
+
 def attend(
     qkv: Tensor, heads: int, inputs: list[Tensor], p: float, seed: Tensor, stream: int, backend: str,
     bias: Tensor | None = None,

@@ -1,0 +1,296 @@
+"""Texts a second of vectors and of labels on the CPU, against sentence-transformers' `encode` and transformers' pipeline.
+
+    python benchmarks/bench_predict.py --corpus ../shared/data/novels --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
+
+The same weights, tokenizer and texts on every side: 16 tokens each, 512 each, and mixed (log-normal, 8 to 512, in any order).
+Every side is first tried with several batch sizes on a part of the texts, then all are timed in turn, each at its best. In
+fp32 vectors and probabilities must equal the peers' to 1e-4, and all labels; else the command fails. bf16 is ours alone,
+with how far it is off. Model and libraries are loaded before; ours reads a file of texts, and writes the labels to one. All
+sides keep freed memory (glibc's mallopt), which peers do not by themselves. ratio is ours over the peer, above 1 is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TOKENIZERS_PARALLELISM"] = "true"  # ours would turn it off for all sides
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
+
+import numpy as np
+import torch
+
+from benchmarks.common import hardware
+from benchmarks.peers import hf_predict
+from megabert import pretrained
+from megabert.common.malloc import keep_freed_memory
+from megabert.config import ModelConfig
+from megabert.distributed.process_group import discover
+from megabert.features.extraction import Extractor
+from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
+from megabert.finetune.save import Described
+
+TOLERANCE = 1e-4
+SHAPES = {"mini": (4, 256, 4), "base": (12, 768, 12)}  # layers, hidden, heads
+TOKENS = {"mini": 49_152, "base": 4_096}  # of the texts of one kind: some seconds on two cores
+BATCHES = (1, 8, 32, 128)  # texts, of the peers
+BATCH_TOKENS = (512, 1024, 4096)  # of ours
+LABELS = ("no", "yes")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Side:
+    """`run(texts, batch)` gives a result that can be compared."""
+
+    run: Callable[[Sequence[str], int], Any]
+    batches: tuple[int, ...]
+
+
+def texts_of_tokens(words: Sequence[str], pieces: Sequence[int], lengths: Sequence[int]) -> list[str]:
+    """A text of each length in tokens, [CLS] and [SEP] among them: words in a corpus's order, those that still fit, of which
+    each has so many `pieces`."""
+    found, at = [], 0
+    for length in lengths:
+        chosen, room = [], length - 2
+        while room:
+            word, count = words[at % len(words)], pieces[at % len(words)]
+            if count <= room:
+                chosen.append(word)
+                room -= count
+            at += 1
+        found.append(" ".join(chosen))
+    return found
+
+
+def lengths_of(kind: str, tokens: int) -> list[int]:
+    """Of as many texts as have about `tokens` tokens."""
+    if kind != "mixed":
+        length = {"short": 16, "long": 512}[kind]
+        return [length] * (tokens // length)
+    draw = np.random.default_rng(0)
+    found: list[int] = []
+    while sum(found) < tokens:
+        found.append(int(np.clip(draw.lognormal(4.0, 1.0), 8, 512)))
+    return found
+
+
+def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path]:
+    """Folders of the same random weights: an encoder of Hugging Face's, its classifier on it, and ours."""
+    layers, hidden, count = SHAPES[shape]
+    size = ModelConfig(
+        layers=layers, hidden=hidden, heads=count, vocab_size=len(vocab.read_text().splitlines()), dropout=0
+    )
+    encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
+    start = pretrained.load(encoder)
+    module = heads.build(start.config, heads.Shape("classify", 2), start.weights, CPU, torch.float32)
+    weight, bias = hf_predict.classifier_weights(classifier)
+    module.head.output.load_state_dict({"weight": weight, "bias": bias})
+    task = tasks.custom("classify", ["text"], "label", ["accuracy"], "", LABELS)
+    described = Described(task, LABELS, module.shape, 512, 128, "truncate", start.config)
+    save.save(folder / "ours", described, module.state_dict(), start.tokenizer, {})
+    return encoder, classifier, folder / "ours"
+
+
+def our_vectors(encoder: Path, precision: str) -> Side:
+    extractor = Extractor(pretrained.load(encoder), pool="mean", precision=precision)
+
+    def run(texts: Sequence[str], batch: int) -> np.ndarray:
+        extractor.batch_tokens = batch
+        return extractor.encode(texts)
+
+    return Side(run, BATCH_TOKENS)
+
+
+def our_labels(model: Path, precision: str, work: Path) -> Side:
+    """The command's own way: a file in, a file out; (labels, probability of each)."""
+    found, world = prediction.ready(model, CPU, precision), discover({})
+
+    def run(texts: Sequence[str], batch: int) -> list[str]:
+        given, output = work / "texts.tsv", work / "labels.tsv"
+        given.write_text("text\n" + "".join(f"{text}\n" for text in texts))
+        prediction.BATCH_TOKENS = batch
+        prediction.predict_with(found, found.described.task, given, output, world, precision=precision)
+        return [line.split("\t")[1] for line in output.read_text().splitlines()[1:]]
+
+    return Side(run, BATCH_TOKENS)
+
+
+def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: Path) -> np.ndarray:
+    """float64 [n], of the label that is likelier."""
+    found = prediction.ready(model, CPU, precision)
+    (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    examples = datasets.read(found.described.task, work / "texts.tsv", labelled=False)
+    items = encoding.encode(found.described.task, examples, found.tokenizer, LABELS, 512)
+    logits = prediction.logits_of(found.module, items, found.described.layout, discover({}))
+    shares = np.exp(np.concatenate(logits).astype(np.float64))
+    return (shares / shares.sum(1, keepdims=True)).max(1)
+
+
+def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, int]:
+    """The fastest batch of each side, tried once each on `texts`."""
+    found = {}
+    for name, side in sides.items():
+        seconds = {}
+        for batch in side.batches:
+            side.run(texts[: len(texts) // 4 + 1], batch)  # shapes are seen, memory is there
+            start = time.perf_counter()
+            side.run(texts, batch)
+            seconds[batch] = time.perf_counter() - start
+        found[name] = min(seconds, key=lambda batch: seconds[batch])
+    return found
+
+
+def in_turn(
+    sides: Mapping[str, Side], texts: Sequence[str], batches: Mapping[str, int], rounds: int
+) -> dict[str, Any]:
+    """Of each side its seconds for all texts, and those of the processor, every round, and its last result."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    processor: dict[str, list[float]] = {name: [] for name in sides}
+    results = {}
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # none is always first
+            start, own = time.perf_counter(), time.process_time()
+            results[name] = sides[name].run(texts, batches[name])
+            seconds[name].append(time.perf_counter() - start)
+            processor[name].append(time.process_time() - own)
+    return {"seconds": seconds, "processor": processor, "results": results}
+
+
+def compare(
+    sides: Mapping[str, Side], texts: Sequence[str], rounds: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(figures by side, the first the peer; what each gave)."""
+    batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
+    timed = in_turn(sides, texts, batches, rounds)
+    peer, *_ = sides
+    figures: dict[str, Any] = {}
+    for name in sides:
+        middle = statistics.median(timed["seconds"][name])
+        figures[name] = {
+            "texts_per_second": len(texts) / middle,
+            "batch": batches[name],
+            "seconds": timed["seconds"][name],
+            "processor_seconds": timed["processor"][name],
+            "ratio": ratio(timed["seconds"], peer, name),
+            "processor_ratio": ratio(timed["processor"], peer, name),
+        }
+    return figures, timed["results"]
+
+
+def ratio(seconds: Mapping[str, list[float]], peer: str, name: str) -> float:
+    """Median over the rounds."""
+    return statistics.median(a / b for a, b in zip(seconds[peer], seconds[name], strict=True))
+
+
+def measure(shape: str, kind: str, texts: Sequence[str], folders: tuple[Path, Path, Path], work: Path, rounds: int) -> dict[str, Any]:  # fmt: skip
+    """Vectors and labels of `texts`. Raises ValueError where ours in fp32 are not the peers'."""
+    encoder, classifier, ours = folders
+    vectors, given = compare(
+        {
+            "sentence-transformers": Side(hf_predict.encoder(encoder), BATCHES),
+            "fp32": our_vectors(encoder, "fp32"),
+            "bf16": our_vectors(encoder, "bf16"),
+        },
+        texts,
+        rounds,
+    )
+    peer = given["sentence-transformers"]
+    for precision in ("fp32", "bf16"):
+        vectors[precision]["largest_difference"] = float(np.abs(given[precision] - peer).max())
+        unit = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in (given[precision], peer)]
+        vectors[precision]["largest_difference_of_unit_vectors"] = float(np.abs(unit[0] - unit[1]).max())
+    labels, given = compare(
+        {
+            "pipeline": Side(hf_predict.classifier(classifier), BATCHES),
+            "fp32": our_labels(ours, "fp32", work),
+            "bf16": our_labels(ours, "bf16", work),
+        },
+        texts,
+        rounds,
+    )
+    wanted = [found["label"] for found in given["pipeline"]]
+    likely = np.array([found["score"] for found in given["pipeline"]])
+    for precision in ("fp32", "bf16"):
+        found = our_probabilities(ours, texts, precision, work)
+        labels[precision]["largest_difference"] = float(np.abs(found - likely).max())
+        same = [a == b for a, b in zip(given[precision], wanted, strict=True)]
+        labels[precision]["same_labels"] = sum(same) / len(same)
+    for name, figures in (("vectors", vectors["fp32"]), ("labels", labels["fp32"])):
+        if figures["largest_difference"] > TOLERANCE or figures.get("same_labels", 1.0) < 1:
+            raise ValueError(f"{shape}, {kind}: {name} are not the peer's: {figures}")
+    return {"texts": len(texts), "vectors": vectors, "labels": labels}
+
+
+def table(shapes: Mapping[str, Any]) -> str:
+    """Markdown: a model and a kind of texts a line."""
+    lines = [
+        "| model | texts | encode/s | fp32 | bf16 | pipeline/s | fp32 | bf16 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, kinds in shapes.items():
+        for kind, found in kinds.items():
+            cells = []
+            for what, peer in (("vectors", "sentence-transformers"), ("labels", "pipeline")):
+                figures = found[what]
+                cells.append(f"{figures[peer]['texts_per_second']:,.1f}")
+                cells += [
+                    f"{figures[p]['texts_per_second']:,.1f} ({figures[p]['ratio']:.2f}x)"
+                    for p in ("fp32", "bf16")
+                ]
+            lines.append(f"| {shape} | {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="text file, or a folder of .txt files")
+    add("--vocab", type=Path, required=True, help="BERT's vocab.txt, of an uncased model")
+    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
+    add("--rounds", type=int, default=3)
+    add(
+        "--threads", type=int, help="of torch; with 1 `processor_ratio` tells something on a busy machine too"
+    )
+    add("--share", type=float, default=1.0, help="of the texts, for trying out")
+    hardware.add_json(parser)
+    args = parser.parse_args()
+    hardware.refuse_dirty(parser, args)
+    keep_freed_memory()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    words = hf_predict.plain_words(args.corpus)
+    pieces = hf_predict.piece_counts(args.vocab, words)
+    shapes: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for shape in args.shapes:
+            folder = Path(scratch, shape)
+            folder.mkdir()
+            folders = make_models(shape, args.vocab, folder)
+            shapes[shape] = {}
+            for kind in args.kinds:
+                lengths = lengths_of(kind, max(1024, int(args.share * TOKENS[shape])))
+                texts = texts_of_tokens(words, pieces, lengths)
+                shapes[shape][kind] = measure(shape, kind, texts, folders, folder, args.rounds)
+                print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
+                if args.json:
+                    hardware.write_json(
+                        args.json,
+                        {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes},
+                    )
+    print(table(shapes))
+
+
+if __name__ == "__main__":
+    main()

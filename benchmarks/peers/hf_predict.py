@@ -1,0 +1,87 @@
+"""The peers of `bench_predict.py`: sentence-transformers' `encode`, transformers' pipeline, and models that both load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers.hf_config import bert_config
+from megabert.config import ModelConfig
+
+LENGTH = 512
+WORDS = 200_000  # of the corpus, at most
+
+
+def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:
+    """Random weights, as an encoder's folder and a classifier's on it."""
+    from transformers import BertForPreTraining, BertForSequenceClassification, BertTokenizerFast, logging
+
+    logging.set_verbosity_error()  # that the pre-training heads are not the classifier's
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = BertTokenizerFast(str(vocab), do_lower_case=True, model_max_length=LENGTH)
+    config = bert_config(size)
+    config.initializer_range = 0.05  # labels differ
+    BertForPreTraining(config).save_pretrained(folder / "encoder")
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    made = BertForSequenceClassification.from_pretrained(folder / "encoder", **names)
+    torch.nn.init.normal_(made.classifier.weight, std=0.2)
+    made.save_pretrained(folder / "classifier")
+    for name in ("encoder", "classifier"):
+        tokenizer.save_pretrained(folder / name)
+        (folder / name / "vocab.txt").write_bytes(vocab.read_bytes())
+    return folder / "encoder", folder / "classifier"
+
+
+def classifier_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    return weights["classifier.weight"], weights["classifier.bias"]
+
+
+def encoder(folder: Path) -> Callable[[Sequence[str], int], np.ndarray]:
+    """Mean-pooled vectors [n, D] of texts, so many at once."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    transformer = Transformer(str(folder), max_seq_length=LENGTH)
+    pooling = Pooling(transformer.auto_model.config.hidden_size, "mean")
+    model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    return lambda texts, batch: model.encode(list(texts), batch_size=batch, show_progress_bar=False)
+
+
+def classifier(folder: Path) -> Callable[[Sequence[str], int], list[dict[str, Any]]]:
+    """`{"label", "score"}` of texts, so many at once."""
+    from transformers import pipeline
+
+    made: Any = pipeline("text-classification", model=str(folder), device="cpu")
+    return lambda texts, batch: made(list(texts), batch_size=batch, truncation=True)
+
+
+def plain_words(corpus: Path) -> list[str]:
+    """ASCII words of a file or of a folder's, in their order."""
+    files = sorted(corpus.glob("*.txt")) if corpus.is_dir() else [corpus]
+    found: list[str] = []
+    for file in files:
+        found += re.findall(r"[A-Za-z]+[.,;?!]?", file.read_text(encoding="utf-8", errors="replace"))
+        if len(found) >= WORDS:
+            break
+    if not found:
+        raise ValueError(f"{corpus}: holds no text")
+    return found[:WORDS]
+
+
+def piece_counts(vocab: Path, words: Sequence[str]) -> list[int]:
+    """WordPiece tokens of each word."""
+    from megabert.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(vocab)
+    distinct = list(dict.fromkeys(words))
+    counts = dict(zip(distinct, map(len, tokenizer.encode_texts(distinct)), strict=True))
+    return [counts[word] for word in words]

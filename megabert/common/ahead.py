@@ -1,0 +1,37 @@
+"""Work that threads do ahead of the one that takes its results, which come in the order of the items."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_order(
+    function: Callable[[T], R],
+    items: Iterable[T],
+    threads: int,
+    waiting: int,
+    begin: Callable[[], object] = lambda: None,
+) -> Generator[R, None, None]:
+    """`function(item)` of each item in their order, computed by `threads` threads that are at most `waiting` items ahead.
+
+    `items` are taken in the caller's thread. Each thread calls `begin` first. What `function` raises is raised here, and
+    items behind it are not begun.
+    """
+    queue: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
+        try:
+            for item in items:
+                queue.append(pool.submit(function, item))
+                if len(queue) > waiting:
+                    yield queue.popleft().result()
+            while queue:
+                yield queue.popleft().result()
+        finally:
+            for future in queue:
+                future.cancel()
