@@ -35,7 +35,8 @@ def point(values: Mapping[str, Any]) -> str:
 
 
 def _chosen(task: Mapping[str, Any]) -> str:
-    return f"{point(task['point'])} ({task['points']} tried)" if task["points"] > 1 else "no grid"
+    tried = f" ({task['points']} tried)" if task["points"] > 1 else ""
+    return f"{point(task['point'])}{tried}" if task["point"] else "no grid"
 
 
 def scores_table(found: Sequence[Mapping[str, Any]]) -> str:
