@@ -146,11 +146,13 @@ def read(plan: Plan) -> Examples:
     return Examples({name: part[: plan.facts["limit"] or None] for name, part in found.items()}, labels)
 
 
-def check(plan: Plan, start: Pretrained, ranks: int) -> None:
+def check(plan: Plan, suite: str, start: Pretrained, ranks: int) -> None:
     """Everything that can be wrong with a task before it is trained on. Raises ValueError."""
     entry, examples = plan.entry, read(plan)
-    for path in entry.test.values():
-        datasets.read(datasets.for_prediction(entry.task, path), path, labelled=False)
+    for name, path in entry.test.items():
+        unlabelled = datasets.read(datasets.for_prediction(entry.task, path), path, labelled=False)
+        if suite == "glue":
+            submission.indices(name, [example.id for example in unlabelled])
     for chosen in plan.runs.values():
         training.configure(start.config, chosen, len(examples.splits["train"]), ranks)
 
@@ -173,6 +175,7 @@ def train(
             data = data or preparation.encoded(
                 *(task, examples.splits, start.tokenizer, plan.settings, examples.labels)
             )
+            watchdog.progress()
             said = f"{plan.entry.name}/{name}"
             run = FineTuning(folder / name, said, data, start, chosen, world, log_interval)
             result = run.train(stop, watchdog)
@@ -226,7 +229,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     start = pretrained.load(args.model, args.tokenizer)
     plans = [plan(args, entry, start) for entry in entries]
     for one in plans:  # whatever does not fit is said before anything is written
-        check(one, start, world.size)
+        check(one, args.suite, start, world.size)
     output = Path(args.output)
     model = pretrained.fingerprint(start.weights)
     whole = {"suite": args.suite, "choose_on": args.choose_on, "model_sha256": model}
@@ -260,8 +263,8 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
         world.barrier()
         if world.is_main:
             page = publish(output, args.suite, args.model)
+    together(world, lambda: hand_in(output, args.suite))
     if world.is_main:
-        hand_in(output, args.suite)
         log.info(page)
     return OK
 

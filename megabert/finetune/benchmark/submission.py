@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megabert.common.atomic_io import write_whole
@@ -23,23 +23,31 @@ ZIP = "submission.zip"
 FILL = "0"  # for a row of QQP that is cut and so has no prediction: most pairs are no duplicates
 
 
-def glue_table(name: str, predictions: str) -> str:
-    """A file of the zip from the predictions of `megabert finetune --predict`. Raises ValueError for one that has none.
+def indices(name: str, ids: Sequence[str]) -> list[int]:
+    """The indices of a test file as numbers. Raises ValueError where one is none, or is missing and its row not merely cut."""
+    for identity in ids:
+        if not re.fullmatch("[0-9]+", identity):
+            raise ValueError(f"{name}: index {identity!r:.40} of its test file is no number, as GLUE's are")
+    found = [int(identity) for identity in ids]
+    missing = set(range(max(found))) - set(found)
+    if missing and name != "QQP":
+        raise ValueError(f"{name}: its test file has no index {min(missing)}, and GLUE wants all")
+    return found
 
-    Every index from 0 to the last one gets a line, in their order.
+
+def glue_table(name: str, predictions: str) -> str:
+    """A file of the zip from the predictions of `megabert finetune --predict`, by index. Errors as of `indices`.
+
+    Rows of QQP that are cut, and so have no prediction, get a line too.
     """
     header, *lines = predictions.rstrip("\n").split("\n")
     assert header == HEADER, header
-    found: dict[int, str] = {}
-    for line in lines:
-        index, _, value = line.partition("\t")
-        if not re.fullmatch("[0-9]+", index):
-            raise ValueError(f"{name}: index {index!r:.40} of its test file is no number, as GLUE's are")
-        found[int(index)] = f"{min(max(float(value), 0.0), 5.0):.3f}" if name == "STS-B" else value
-    missing = [i for i in range(max(found) + 1) if i not in found]
+    ids, values = zip(*(line.split("\t") for line in lines), strict=True)
+    if name == "STS-B":
+        values = tuple(f"{min(max(float(value), 0.0), 5.0):.3f}" for value in values)
+    found = dict(zip(indices(name, ids), values, strict=True))
+    missing = sorted(set(range(max(found))) - found.keys())
     if missing:
-        if name != "QQP":
-            raise ValueError(f"{name}: its test file has no index {missing[0]}, and GLUE wants all")
         shown = ", ".join(map(str, missing[:SHOWN])) + ", …" * (len(missing) > SHOWN)
         log.warning(f"{name}: {len(missing):,} test rows are cut and get {FILL!r}: {shown}")
         found |= dict.fromkeys(missing, FILL)

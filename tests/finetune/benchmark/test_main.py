@@ -79,7 +79,7 @@ def do(argv: list[str], world: Any, stop: Any = Never) -> dict[str, Any] | None:
     start, output = pretrained.load(args.model), Path(args.output)
     (entry, *_) = suites.find(args.suite, Path(args.data), args.tasks)
     plan = command.plan(args, entry, start)
-    command.check(plan, start, world.size)
+    command.check(plan, args.suite, start, world.size)
     examples, folder = command.read(plan), output / entry.name
     folder.mkdir(parents=True, exist_ok=True)
     watchdog = Watchdog(world, "", 0)
@@ -199,6 +199,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(more, says, base, tmp_path, ca
         ),
         ("QNLI/test.tsv", "index\tsentence\n0\ta\n", "QNLI/test.tsv: no column 'question'"),
         ("SST-2/train.tsv", "", "SST-2/train.tsv: is empty"),
+        ("SST-2/test.tsv", "index\tsentence\n1\ta\n", "SST-2: its test file has no index 0"),
     ],
 )
 def test_a_wrong_file_of_a_later_task_is_said_before_anything_is_written(
