@@ -236,7 +236,12 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     commons = {}
     for one in plans:
         task = one.entry.task
-        own = {"kind": task.kind, "text": list(task.text), "label": task.label, "labels": list(task.labels)}
+        own: dict[str, Any] = {
+            "kind": task.kind,
+            "text": list(task.text),
+            "label": task.label,
+            "labels": list(task.labels),
+        }
         own |= {"metrics": list(task.metrics), "files": evaluation.files_of(one.entry), **one.facts}
         commons[one.entry.name] = search.common_settings(one.settings, one.grid, own)
     together(world, lambda: refuse(output, whole, commons))

@@ -55,7 +55,7 @@ def hold_out(
 
 def reported(entry: Entry, choose_on: str) -> dict[str, str]:
     """Part of the development data ("" where there is one alone) -> the split that its scores are of."""
-    names = {part: f"reported-{part}" if part else "reported" for part in entry.dev or {"": None}}
+    names = {part: f"reported-{part}" if part else "reported" for part in entry.dev or ("",)}
     if choose_on == ON_DEV:
         names[next(iter(names))] = DECIDES
     return names

@@ -210,7 +210,9 @@ def describe(path: Path) -> Entry:
             raise ValueError(f"{path}: {key} = {name!r}: there is no such file in {path.parent}")
     if bool("task" in tree) == bool("kind" in tree):
         raise ValueError(f"{path}: name a known task ({', '.join(tasks.PRESETS)}) or a kind")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
+    }
     if given.get("kind") == "tag":
         given = {"text": ("0",), "label": "-1"} | given
     try:
