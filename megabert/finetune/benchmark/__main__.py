@@ -40,6 +40,7 @@ from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE, Stop
 from megabert.distributed.process_group import World
+from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, preparation, search, training
 from megabert.finetune.benchmark import evaluation, splits, submission, suites, summary
@@ -48,7 +49,6 @@ from megabert.finetune.datasets import Example
 from megabert.finetune.training import FineTuning, Settings, write_json
 from megabert.pretrained import Pretrained
 from megabert.training import session
-from megabert.training.exchange import together
 from megabert.training.session import Session
 
 RESULTS, PAGE, HANDED_IN = "results.json", "results.md", "submission"
