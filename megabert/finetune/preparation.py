@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import encoding
-from megabert.finetune.datasets import Example
+from megabert.finetune.examples import Example
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split
 

@@ -45,7 +45,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, preparation, search, training
 from megabert.finetune.benchmark import evaluation, splits, submission, suites, summary
 from megabert.finetune.benchmark.suites import Entry
-from megabert.finetune.datasets import Example
+from megabert.finetune.examples import Example
 from megabert.finetune.training import FineTuning, Settings, write_json
 from megabert.pretrained import Pretrained
 from megabert.training import session

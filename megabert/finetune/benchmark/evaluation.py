@@ -18,7 +18,7 @@ from megabert.distributed.process_group import World
 from megabert.finetune import datasets, encoding, metrics, save, search
 from megabert.finetune.benchmark import splits, summary
 from megabert.finetune.benchmark.suites import Entry
-from megabert.finetune.datasets import Example
+from megabert.finetune.examples import Example
 from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megabert.finetune import datasets, encoding
 from megabert.finetune.benchmark.suites import Entry
-from megabert.finetune.datasets import Example, Question, Text
+from megabert.finetune.examples import Choices, Example, Question, Words
 
 SHARE, MOST = 0.1, 2_000  # of the training examples, and how many at most, that decide
 DECIDES = "dev"  # the split that `megabert.finetune.training` takes the best epoch by
@@ -22,7 +22,11 @@ def group(example: Example) -> str:
     """What examples that must stay together have in common: the article of a question, the first text of a pair."""
     if isinstance(example, Question):
         return example.where.partition(".paragraphs[")[0]
-    return example.a if isinstance(example, Text) else " ".join(example.words)
+    if isinstance(example, Words):
+        return " ".join(example.words)
+    if isinstance(example, Choices) and example.a is None:
+        return example.options[0]
+    return example.a or ""
 
 
 def hold_out(

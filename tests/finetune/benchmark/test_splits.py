@@ -7,7 +7,7 @@ import pytest
 from megabert.finetune import tasks
 from megabert.finetune.benchmark import splits
 from megabert.finetune.benchmark.suites import Entry
-from megabert.finetune.datasets import Question, Text, Words
+from megabert.finetune.examples import Choices, Question, Text, Words
 from tests.helpers import glue_folder
 
 
@@ -42,6 +42,11 @@ def test_pairs_of_one_first_text_and_questions_of_one_article_stay_together() ->
     assert len(held) == 10 and len({e.where.split("]")[0] for e in held}) == 1
     sentences = [Words(str(n), "f", ("a", str(n // 2)), None) for n in range(40)]
     assert len(splits.hold_out(sentences, "decides")[1]) == 4
+    for given in (None, "said"):
+        options = [
+            Choices(str(n), "f", given and f"{given} {n // 4}", (f"a{n // 4}", "b"), "0") for n in range(40)
+        ]
+        assert len(splits.hold_out(options, "decides")[1]) == 4
 
 
 def test_examples_of_one_text_cannot_be_parted() -> None:
