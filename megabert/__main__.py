@@ -33,6 +33,9 @@ COMMANDS = {
     "evaluate": Command("megabert.evaluate", "held-out figures of a run, as one JSON line"),
     "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
+    "glue": Command(
+        "megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True
+    ),
     "features": Command("megabert.features.__main__", "a model's vectors of texts"),
     "report": Command(
         "megabert.training.report.__main__", "one HTML file about a run, or several over each other"

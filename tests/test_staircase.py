@@ -59,7 +59,11 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "scipy": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
+    "scipy": (
+        "megabert.finetune.metrics",
+        "megabert.finetune.label_metrics",
+        "megabert.finetune.benchmark.summary",
+    ),
     "seqeval": ("megabert.finetune.metrics",),
     "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.training.sinks",),

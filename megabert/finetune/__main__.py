@@ -36,11 +36,11 @@ from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE
 from megabert.distributed.together import together
-from megabert.finetune import datasets, encoding, prediction, search, tasks
+from megabert.finetune import datasets, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.tasks import LENGTHS, Task
-from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
+from megabert.finetune.training import Data, FineTuning, Settings, describe
 from megabert.pretrained import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
@@ -140,27 +140,11 @@ def settings_of(args: argparse.Namespace, task: Task) -> Settings:
     for name, default in zip(("max_length", "stride"), lengths, strict=True):
         given[name] = default if given[name] is None else given[name]
     settings = Settings(**given)
-    check(settings)
+    preparation.check(settings)
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     return settings
-
-
-def check(settings: Settings) -> None:
-    """Raises ValueError naming an option that is out of range."""
-    at_least = {
-        **{"batch": 1, "micro_batch": 0, "epochs": 1, "max_length": 4, "stride": 1, "evaluations": 1},
-        **{"patience": 0, "weight_decay": 0, "dropout": 0, "warmup": 0, "lr": 0},
-    }
-    below = {"dropout": 1.0, "warmup": 1.0, "lr": 1.0}
-    for name, least in at_least.items():
-        value, option = getattr(settings, name), name.replace("_", "-")
-        if not least <= value < below.get(name, float("inf")) or (name == "lr" and not value):
-            limit = f" and below {below[name]:g}" if name in below else ""
-            raise ValueError(
-                f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
-            )
 
 
 def task_of(args: argparse.Namespace) -> Task:
@@ -183,16 +167,7 @@ def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Sett
     examples = {name: datasets.read(task, path) for name, path in paths.items()}
     if args.limit:
         examples = {name: part[: args.limit] for name, part in examples.items()}
-    labels = encoding.labels_of(task, examples["train"])
-    splits = {}
-    for name, part in examples.items():
-        items = encoding.encode(
-            *(task, part, start.tokenizer, labels, settings.max_length),
-            stride=settings.stride,
-            long=settings.long,  # type: ignore[arg-type]
-        )
-        splits[name] = Split(part, items)
-    return Data(task, labels, splits)
+    return preparation.encoded(task, examples, start.tokenizer, settings)
 
 
 def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, Any]:
@@ -220,7 +195,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     settings = settings_of(args, task)
     grid, seeds = search.parse_grid(args.grid), search.parse_seeds(args.seeds)
     for chosen in search.combinations(settings, grid, seeds).values():
-        check(chosen)
+        preparation.check(chosen)
     start = pretrained.load(args.model, args.tokenizer)
     if args.max_length is None:
         positions = start.config.model.max_positions
