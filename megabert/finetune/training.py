@@ -40,7 +40,7 @@ from megabert.finetune.batches import Update, steps_per_epoch, updates
 from megabert.finetune.curves import curves
 from megabert.finetune.encoding import Item
 from megabert.finetune.examples import Example
-from megabert.finetune.heads import Shape
+from megabert.finetune.heads import KINDS, Shape
 from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
@@ -50,8 +50,7 @@ from megabert.training.sinks import Shown
 from megabert.training.trainer import Trainer
 
 RESULT = "result.json"
-SUFFIXES = {"tag": "conll", "span": "json"}  # of predictions; of texts
-TSV = "tsv"
+SUFFIXES = dict.fromkeys(KINDS, "tsv") | {"tag": "conll", "span": "json"}  # of predictions
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ class FineTuning:
         for split in sorted(self.data.splits.keys() - {"train"}):
             found[split], predictions, _ = self.judge(best.module, split, trainer.watchdog.progress)
             if self.world.is_main:
-                path = self.folder / f"predictions-{split}.{SUFFIXES.get(self.data.task.kind, TSV)}"
+                path = self.folder / f"predictions-{split}.{SUFFIXES[self.data.task.kind]}"
                 metrics.write(self.data.task, self.data.splits[split].examples, predictions, path)
         result = {
             "name": self.name,
