@@ -33,6 +33,9 @@ COMMANDS = {
     "evaluate": Command("megabert.evaluate", "held-out figures of a run, as one JSON line"),
     "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
+    "embed": Command(
+        "megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True
+    ),
     "features": Command("megabert.features.__main__", "a model's vectors of texts"),
     "fill": Command("megabert.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.export", "a run as a Hugging Face folder"),

@@ -31,11 +31,12 @@ EXAMPLES = {
     ("prep build", "--vocab-size"): "30000",
     ("prep build", "--dedup"): "documents",
     ("prep inspect", "--rows"): "3",
+    ("embed train", "--temperature"): "0.05",
     ("features", "--layers"): "last",
     ("fill", "--top"): "5",
     ("evaluate", "--rows"): "0",
 }
-CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect"]
+CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect", "embed train", "embed evaluate"]
 
 
 def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +52,7 @@ def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_command_of_both_packages_is_there() -> None:
     files = {path.stem for path in (ROOT / "megabert").glob("*.py")} - {"__init__", "__main__"}
-    folders = {path.parent.name for path in (ROOT / "megabert").glob("*/__main__.py")}
+    folders = {path.parent.name for path in (ROOT / "megabert").glob("*/**/__main__.py")}
     assert set(cli.COMMANDS) == files | folders | {"prep"}
     for command in cli.COMMANDS.values():
         assert callable(importlib.import_module(command.module).main)

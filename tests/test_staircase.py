@@ -46,7 +46,12 @@ WITHOUT_TORCH = (
     *("megabert.common.atomic_io", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
-    *("megabert.finetune.tasks", "megabert.training.spike_policy", "megabert.engine.lr_schedule"),
+    *(
+        "megabert.finetune.embed.pairs",
+        "megabert.finetune.tasks",
+        "megabert.training.spike_policy",
+        "megabert.engine.lr_schedule",
+    ),
 )
 # package -> the only files or folders that may import it, where it is used and not at the top
 OWNERS = {
@@ -57,7 +62,12 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "scipy": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
+    "pytrec_eval": ("megabert.finetune.embed.metrics",),
+    "scipy": (
+        "megabert.finetune.metrics",
+        "megabert.finetune.label_metrics",
+        "megabert.finetune.embed.metrics",
+    ),
     "seqeval": ("megabert.finetune.metrics",),
     "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.training.sinks",),

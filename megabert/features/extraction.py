@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabert.data.packing import groups, pack
@@ -16,6 +17,7 @@ from megabert.features.writers import Part
 from megabert.pretrained import Pretrained
 
 POOLS = ("none", "cls", "mean", "max")
+SENTENCE = "sentence"  # as the model's folder says: its pooling, its length, vectors of length 1
 LAYERS = "last, second-to-last, sum-last-4, concat-last-4, sum-all, embeddings, N[,N…], weighted:w0,w1,…"
 SORTED = 8  # batches of tokens that are sorted by length together, and whose vectors are in memory together
 AT_ONCE = 256  # texts handed to the tokenizer
@@ -90,8 +92,9 @@ class Extractor:
 
     def __init__(
         self, found: Pretrained, layers: str = "last", pool: str = "none", max_length: int = 0,
-        batch_tokens: int = 4096, dtype: str = "float32",
+        batch_tokens: int = 4096, dtype: str = "float32", normalise: bool = False,
     ) -> None:  # fmt: skip
+        """`normalise`: pooled vectors have length 1."""
         model = found.config.model
         self.layers = Layers.parse(layers, model.layers)
         self.max_length = max_length or model.max_positions
@@ -99,7 +102,8 @@ class Extractor:
             raise ValueError(f"--max-length {max_length}: the model takes 5 to {model.max_positions} tokens")
         if batch_tokens < 1:
             raise ValueError(f"--batch-tokens {batch_tokens}: must be 1 or more")
-        assert pool in POOLS
+        assert pool in POOLS and not (normalise and pool == "none")
+        self.normalise = normalise
         self.found, self.pool, self.batch_tokens, self.dtype = found, pool, batch_tokens, dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = found.model(self.device)
@@ -170,10 +174,13 @@ class Extractor:
         lengths = np.array([len(ids) for ids in sequences])
         if self.pool == "cls":
             at = packed.starts + (lengths - 1 if self.causal else 0)
-            return hidden[torch.from_numpy(at).to(self.device)].cpu().numpy()
+            return self._finished(hidden[torch.from_numpy(at).to(self.device)])
         at = np.concatenate([np.arange(s, s + n) for s, n in zip(packed.starts, lengths, strict=True)])
         hidden = hidden[torch.from_numpy(at).to(self.device)]  # (N, D)
         if self.pool != "none":
             counts = torch.from_numpy(lengths).to(self.device)
             hidden = torch.segment_reduce(hidden, self.pool, lengths=counts, axis=0)
-        return hidden.cpu().numpy()
+        return self._finished(hidden)
+
+    def _finished(self, vectors: Tensor) -> np.ndarray:
+        return (F.normalize(vectors, dim=-1) if self.normalise else vectors).cpu().numpy()

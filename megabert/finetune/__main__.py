@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import argparse
 import hashlib
-import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,10 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
-from megabert.config import WatchdogConfig
-from megabert.distributed import run_lock
-from megabert.distributed.preemption import REQUEUE
-from megabert.distributed.together import together
 from megabert.finetune import datasets, encoding, prediction, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.heads import HEADS, KINDS
+from megabert.finetune.run import check
 from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, Split, describe
 from megabert.pretrained import Pretrained
@@ -145,22 +141,6 @@ def settings_of(args: argparse.Namespace, task: Task) -> Settings:
     return settings
 
 
-def check(settings: Settings) -> None:
-    """Raises ValueError naming an option that is out of range."""
-    at_least = {
-        **{"batch": 1, "micro_batch": 0, "epochs": 1, "max_length": 4, "stride": 1, "evaluations": 1},
-        **{"patience": 0, "weight_decay": 0, "dropout": 0, "warmup": 0, "lr": 0},
-    }
-    below = {"dropout": 1.0, "warmup": 1.0, "lr": 1.0}
-    for name, least in at_least.items():
-        value, option = getattr(settings, name), name.replace("_", "-")
-        if not least <= value < below.get(name, float("inf")) or (name == "lr" and not value):
-            limit = f" and below {below[name]:g}" if name in below else ""
-            raise ValueError(
-                f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
-            )
-
-
 def task_of(args: argparse.Namespace) -> Task:
     """The task that is meant. Raises ValueError for none, two, or an unknown one."""
     if bool(args.task) == bool(args.kind):
@@ -240,27 +220,11 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     common = search.common_settings(settings, grid, facts(args, task, start))
     for chosen in runs.values():  # whatever does not fit is said before anything is written
         describe(data, start, chosen, world.size)
-    output = Path(args.output)
-    together(world, lambda: search.refuse(output, common))
-    run_lock.take(output, world)
-    together(world, lambda: search.claim(output, common))
-    watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
-    ranks.apart = True
-    results = []
-    for name, chosen in runs.items():
-        folder = output / name
-        result = world.broadcast(search.result_of(folder) if world.is_main else None)
-        if result is None:
-            run = FineTuning(folder, name, data, start, chosen, world, args.log_interval)
-            result = run.train(stop, watchdog)
-        if result is None:
-            return REQUEUE
-        results.append(result)
-    rows = search.summarise(results, list(grid), task.metrics[0])
-    log.info(search.table(rows))
-    if world.is_main:
-        search.write_summary(output, shlex.join(sys.argv), common, rows, results)
-    return OK
+
+    def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
+        return FineTuning(folder, name, data, start, chosen, world, args.log_interval)
+
+    return search.train_all(Path(args.output), runs, begin, common, list(grid), task.metrics[0], ranks, stop)
 
 
 def predict(args: argparse.Namespace, ranks: Session) -> int:

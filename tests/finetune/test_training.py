@@ -14,6 +14,7 @@ from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, tasks, training
+from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
 from megabert.training.state import TrainState
@@ -131,7 +132,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
 
 def test_a_checkpoint_of_version_0_1_goes_on(base, tmp_path, world) -> None:
     """Its state had `progress` apart, and no counters of rows."""
-    state = training.upgraded(
+    state = upgraded(
         {
             "step": 7,
             "config": {"seed": 1},
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(base, tmp_path, world) -> None:
     run.resume(state)
     assert (run.best.step, run.best.scores, run.best.waited) == (4, {"accuracy": 0.5}, 1)
     assert TrainState.of(state) == TrainState(step=7, cursor=7, seconds=2.5)
-    assert training.upgraded(state) is state
+    assert upgraded(state) is state
 
 
 def test_seeds_differ_and_a_seed_repeats(base, tmp_path, world) -> None:
