@@ -13,9 +13,9 @@ from torch import Tensor
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import encoding
 from megabert.finetune.batches import Batch, Layout, Update, collate, order, steps_per_epoch
-from megabert.finetune.datasets import Text
 from megabert.finetune.embed.pairs import Pairs
 from megabert.finetune.encoding import Item
+from megabert.finetune.examples import Text
 from megabert.finetune.tasks import custom
 
 NONE = -1  # no text

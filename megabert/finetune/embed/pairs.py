@@ -19,6 +19,7 @@ import numpy as np
 
 from megabert.common import tables
 from megabert.finetune import datasets, tasks
+from megabert.finetune.examples import Question
 
 SQUAD = ".json"
 
@@ -130,7 +131,7 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         yield from _table(path, columns)
     elif tables.ending(path) == SQUAD:
         for question in datasets.read(tasks.preset("squad2.0"), path):
-            assert isinstance(question, datasets.Question)
+            assert isinstance(question, Question)
             if not question.impossible:
                 yield question.question.strip(), question.context.strip(), [], 0.0
     elif tables.ending(path) in tables.ENDINGS:
