@@ -36,6 +36,9 @@ COMMANDS = {
     "glue": Command(
         "megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True
     ),
+    "embed": Command(
+        "megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True
+    ),
     "features": Command("megabert.features.__main__", "a model's vectors of texts"),
     "report": Command(
         "megabert.training.report.__main__", "one HTML file about a run, or several over each other"

@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
     *("megabert.finetune.tasks", "megabert.training.spike_policy", "megabert.engine.lr_schedule"),
-    *("megabert.training.sinks", "megabert.training.report"),
+    *("megabert.finetune.embed.pairs", "megabert.training.sinks", "megabert.training.report"),
 )
 # package -> the only files or folders that may import it, where it is used and not at the top
 OWNERS = {
@@ -59,9 +59,11 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
+    "pytrec_eval": ("megabert.finetune.embed.metrics",),
     "scipy": (
         "megabert.finetune.metrics",
         "megabert.finetune.label_metrics",
+        "megabert.finetune.embed.metrics",
         "megabert.finetune.benchmark.summary",
     ),
     "seqeval": ("megabert.finetune.metrics",),

@@ -12,7 +12,7 @@ the same bytes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -30,9 +30,10 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.common.spool import folder_of
 from megabert.features import writers
 from megabert.features.compare import comparison, uses_of
-from megabert.features.extraction import LAYERS, POOLS, PRECISIONS, Extractor
+from megabert.features.extraction import LAYERS, POOLS, PRECISIONS, SENTENCE, Extractor
 from megabert.features.texts import texts_of
 from megabert.features.writers import Form
+from megabert.pretrained import sentence_folder
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def extract(
     total = sum(1 for _ in texts_of(path, columns))
     if not total:
         raise ValueError(f"{path}: has no text in it")
+    if options.get("pool") == SENTENCE:
+        options |= sentence(source, options)
     extractor = Extractor(pretrained.load(source, tokenizer), **options)
     found = extractor.found
     about = {
@@ -78,6 +81,23 @@ def extract(
     return Done(total, writer.truncated, extractor.max_length)
 
 
+def sentence(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Extractor's options for the vectors of texts that a sentence-transformers folder describes. Raises ValueError where
+    `source` is none, or `options` ask for other layers."""
+    if not sentence_folder.is_sentence_folder(source):
+        raise ValueError(
+            f"{source}: has no {sentence_folder.MODULES}, so it does not say how texts are pooled; name a folder that "
+            "`megabert embed train` made (OUTPUT/seed1/best), or --pool mean"
+        )
+    if options.get("layers", "last") != "last":
+        raise ValueError(
+            f"--pool {SENTENCE}: is of the last layer; leave --layers out, or pool by cls, mean or max"
+        )
+    pooling = sentence_folder.read(source)
+    length = options.get("max_length") or pooling.max_length
+    return {"pool": pooling.pool, "normalise": pooling.normalise, "max_length": length}
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.features"), description=__doc__)
@@ -99,9 +119,10 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--pool",
         default="none",
-        choices=POOLS,
+        choices=(*POOLS, SENTENCE),
         help="none: a vector a token, [CLS] and [SEP] too; else one a "
-        "text: of [CLS] (of [SEP] in a left-to-right model), or mean or max over all of its tokens",
+        "text: of [CLS] (of [SEP] in a left-to-right model), or mean or max over all of its tokens; sentence: as the model's "
+        "folder says, which `megabert embed train` made",
     )
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors")
     add(

@@ -21,6 +21,7 @@ from megabert.model.inference import one_thread, pack_weights, threads_apart, wo
 from megabert.pretrained import Pretrained
 
 POOLS = ("none", "cls", "mean", "max")
+SENTENCE = "sentence"  # as the model's folder says: its pooling, its length, vectors of length 1
 LAYERS = "last, second-to-last, sum-last-4, concat-last-4, sum-all, embeddings, N[,N…], weighted:w0,w1,…"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SORTED = 8  # batches of tokens that are sorted by length together, and whose vectors are in memory together

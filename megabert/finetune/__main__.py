@@ -22,7 +22,6 @@ if __name__ == "__main__":
     sys.exit(start("finetune"))  # before the slow imports
 
 import argparse
-import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,11 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
-from megabert.config import WatchdogConfig
-from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE
-from megabert.distributed.together import together
 from megabert.finetune import datasets, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.heads import HEADS, KINDS
+from megabert.finetune.run import check
 from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, describe
 from megabert.pretrained import Pretrained
@@ -140,7 +137,7 @@ def settings_of(args: argparse.Namespace, task: Task) -> Settings:
     for name, default in zip(("max_length", "stride"), lengths, strict=True):
         given[name] = default if given[name] is None else given[name]
     settings = Settings(**given)
-    preparation.check(settings)
+    check(settings)
     for name, least in (("log_interval", 1), ("limit", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
@@ -195,7 +192,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     settings = settings_of(args, task)
     grid, seeds = search.parse_grid(args.grid), search.parse_seeds(args.seeds)
     for chosen in search.combinations(settings, grid, seeds).values():
-        preparation.check(chosen)
+        check(chosen)
     start = pretrained.load(args.model, args.tokenizer)
     if args.max_length is None:
         positions = start.config.model.max_positions
@@ -209,27 +206,11 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     common = search.common_settings(settings, grid, facts(args, task, start))
     for chosen in runs.values():  # whatever does not fit is said before anything is written
         describe(data, start, chosen, world.size)
-    output = Path(args.output)
-    together(world, lambda: search.refuse(output, common))
-    run_lock.take(output, world)
-    together(world, lambda: search.claim(output, common))
-    watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
-    ranks.apart = True
-    results = []
-    for name, chosen in runs.items():
-        folder = output / name
-        result = world.broadcast(search.result_of(folder) if world.is_main else None)
-        if result is None:
-            run = FineTuning(folder, name, data, start, chosen, world, args.log_interval)
-            result = run.train(stop, watchdog)
-        if result is None:
-            return REQUEUE
-        results.append(result)
-    rows = search.summarise(results, list(grid), task.metrics[0])
-    log.info(search.table(rows))
-    if world.is_main:
-        search.write_summary(output, shlex.join(sys.argv), common, rows, results)
-    return OK
+
+    def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
+        return FineTuning(folder, name, data, start, chosen, world, args.log_interval)
+
+    return search.train_all(Path(args.output), runs, begin, common, list(grid), task.metrics[0], ranks, stop)
 
 
 def predict(args: argparse.Namespace, ranks: Session) -> int:

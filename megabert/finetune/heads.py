@@ -111,6 +111,16 @@ class BiLstmHead(nn.Module):
         return self.output(self.dropout(out[places >= 0]))
 
 
+def without_heads(encoder: BertForPreTraining) -> BertForPreTraining:
+    """The same encoder, which can no longer do what it was pre-trained for."""
+    for name in PRETRAINING_HEADS:
+        if hasattr(encoder, name):
+            delattr(encoder, name)
+    for name in ("bias", "decoder"):  # the decoder's
+        encoder.embeddings.word.register_parameter(name, None)
+    return encoder
+
+
 class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
@@ -120,11 +130,7 @@ class Finetuner(nn.Module):
         cfg = encoder.cfg
         self.shape, self.terms, self.weights = shape, (shape.kind,), (1.0,)
         pooler = getattr(encoder, "pooler", None)
-        for name in PRETRAINING_HEADS:
-            if hasattr(encoder, name):
-                delattr(encoder, name)
-        for name in ("bias", "decoder"):  # the decoder's
-            encoder.embeddings.word.register_parameter(name, None)
+        without_heads(encoder)
         size = cfg.hidden * (FEATURE_LAYERS if shape.head == "bilstm" else 1)
         self.head: TextHead | TokenHead | BiLstmHead
         if shape.head == "bilstm":

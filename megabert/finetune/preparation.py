@@ -1,4 +1,4 @@
-"""Preparation of fine-tuning runs: settings that are in range, and the encoded files of a task."""
+"""The encoded files of a task, as a fine-tuning run takes them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from megabert.finetune import encoding
 from megabert.finetune.examples import Example
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split
-
-
-def check(settings: Settings) -> None:
-    """Raises ValueError naming an option that is out of range."""
-    at_least = {
-        **{"batch": 1, "micro_batch": 0, "epochs": 1, "max_length": 4, "stride": 1, "evaluations": 1},
-        **{"patience": 0, "weight_decay": 0, "dropout": 0, "warmup": 0, "lr": 0},
-    }
-    below = {"dropout": 1.0, "warmup": 1.0, "lr": 1.0}
-    for name, least in at_least.items():
-        value, option = getattr(settings, name), name.replace("_", "-")
-        if not least <= value < below.get(name, float("inf")) or (name == "lr" and not value):
-            limit = f" and below {below[name]:g}" if name in below else ""
-            raise ValueError(
-                f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
-            )
 
 
 def encoded(

@@ -8,22 +8,32 @@ result is there.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megabert.finetune.training import RESULT, Settings, write_json
+from megabert.common.errors import OK
+from megabert.common.logs import log
+from megabert.config import WatchdogConfig
+from megabert.distributed import run_lock
+from megabert.distributed.preemption import REQUEUE, Stop
+from megabert.distributed.together import together
+from megabert.finetune.run import RESULT, Run, RunSettings, write_json
+from megabert.training.session import Session
 
 AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
 COMMON, SUMMARY = "settings.json", "summary.json"
+S = TypeVar("S", bound=RunSettings)
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
     """`["lr=2e-5,3e-5", "batch=16"]` -> the values of each axis. Raises ValueError naming what cannot be read."""
-    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(Settings)}
+    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(RunSettings)}
     grid: dict[str, list[Any]] = {}
     for text in texts:
         name, _, values = text.partition("=")
@@ -47,9 +57,7 @@ def parse_seeds(values: Sequence[int]) -> list[int]:
     return list(range(1, values[0] + 1)) if len(values) == 1 else list(values)
 
 
-def combinations(
-    settings: Settings, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]
-) -> dict[str, Settings]:
+def combinations(settings: S, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> dict[str, S]:
     """Every run's settings by its name, e.g. `lr2e-05-batch16-seed1`; the seeds of a grid point follow each other."""
     found = {}
     for values in product(*grid.values()):
@@ -127,6 +135,43 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
+def train_all(
+    output: Path,
+    runs: Mapping[str, S],
+    begin: Callable[[Path, str, S], Run],
+    common: Mapping[str, Any],
+    axes: Sequence[str],
+    metric: str,
+    ranks: Session,
+    stop: Stop,
+) -> int:
+    """Every run that has no result yet, then the table and `summary.json`; the exit code. A collective.
+
+    `runs`: settings by name; `begin(folder, name, settings)` makes a run; `common`, `axes` and `metric` as in `claim` and
+    `summarise`. Raises ValueError naming what does not fit, before anything is written.
+    """
+    world = ranks.world
+    together(world, lambda: refuse(output, common))
+    run_lock.take(output, world)
+    together(world, lambda: claim(output, common))
+    watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
+    ranks.apart = True
+    results = []
+    for name, chosen in runs.items():
+        folder = output / name
+        result = world.broadcast(result_of(folder) if world.is_main else None)
+        if result is None:
+            result = begin(folder, name, chosen).train(stop, watchdog)
+        if result is None:
+            return REQUEUE
+        results.append(result)
+    rows = summarise(results, axes, metric)
+    log.info(table(rows))
+    if world.is_main:
+        write_summary(output, shlex.join(sys.argv), common, rows, results)
+    return OK
+
+
 def write_summary(
     output: Path, command: str, common: Mapping[str, Any], rows: Sequence[Any], results: Sequence[Any]
 ) -> None:
@@ -134,7 +179,9 @@ def write_summary(
     write_json(output / SUMMARY, tree)
 
 
-def common_settings(settings: Settings, grid: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def common_settings(
+    settings: RunSettings, grid: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """What all runs of a command share: `facts` about model, task and files, and the settings off the grid."""
     plain = {k: v for k, v in asdict(settings).items() if k != "seed" and k not in grid}
     return {**facts, **plain, "grid": sorted(grid)}

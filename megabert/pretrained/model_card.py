@@ -49,7 +49,7 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
         f"`{architecture}`; `AutoModel` and `{peer}` take their parts and say which they leave.",
         example.format(name=name),
         "## Model",
-        _table(
+        table(
             {
                 "layers, width, heads, feed-forward": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
                 "layer norms": "after each block" if model.norm == "post" else "before each block",
@@ -61,11 +61,11 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
             }
         ),
         "## Corpus",
-        _table(_corpus(found)),
+        table(_corpus(found)),
         "## Recipe",
-        _table(recipe(found)),
+        table(recipe(found)),
         "## Figures",
-        _table(figures(found) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
+        table(figures(found) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
         f"Written from the run's own files; versions: {_versions(found.state)}. Any setting that is not here is in "
         f"the run's config, SHA-256 {found.state.get('config_sha256', 'unknown')}.",
     ]
@@ -165,5 +165,6 @@ def _versions(state: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _table(rows: dict[str, Any]) -> str:
+def table(rows: dict[str, Any]) -> str:
+    """Markdown: what is shown beside each name."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

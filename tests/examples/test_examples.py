@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megabert import pretrained
 from megabert.checkpoint import write_start
 from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.pretrained import sentence_folder
+from megabert.pretrained.sentence_folder import Pooling
 from tests.helpers import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,3 +117,20 @@ def test_what_it_learned(tmp_path, capsys) -> None:
         "down, from left to right"
     )
     assert shown.splitlines()[1].startswith("   8.90 |") and shown.splitlines()[8].startswith("   3.00 |")
+
+
+def test_search_corpus(tmp_path, capsys) -> None:
+    """A passage of the shards is its own nearest one."""
+    start = pretrained.load(runs.make(tmp_path / "run", max_positions=64))
+    sentence_folder.write(tmp_path / "model", start, {}, Pooling("mean", 64), "card\n")
+    example = runpy.run_path(str(ROOT / "examples/search_corpus.py"))
+    file, model = str(tmp_path / "index.npz"), str(tmp_path / "model")
+    example["index"](str(OLD), model, file)
+    with np.load(file) as stored:
+        texts = stored["texts"]
+    assert len(texts) == len(set(texts.tolist())) > 500
+    assert f"index.npz: {len(texts):,} passages" in capsys.readouterr().out
+    example["search"](file, model, str(texts[7]), str(texts[300]))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == texts[7] and shown[1] == f"  1.000  {texts[7]}" and len(shown) == 2 * 6
+    assert shown[7] == f"  1.000  {texts[300]}"

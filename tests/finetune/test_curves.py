@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from megabert.finetune.curves import CLASSES, curves
-from megabert.finetune.examples import Text
 from megabert.finetune.encoding import Item
+from megabert.finetune.examples import Text
 from megabert.finetune.tasks import METRICS, PRESETS, custom
 
 TASK = custom("classify", ["text"], "label", METRICS["classify"])

@@ -15,6 +15,7 @@ from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, tasks, training
+from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
 from megabert.training.state import TrainState
@@ -90,7 +91,7 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
     assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / f"predictions-dev.{training.SUFFIXES[kind]}").stat().st_size > 100
+    assert (tmp_path / f"predictions-dev.{training.SUFFIXES.get(kind, training.TSV)}").stat().st_size > 100
     found = save.load(tmp_path, world.device)
     assert (
         found.results["dev"] == result["scores"]["dev"]
@@ -132,7 +133,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
 
 def test_a_checkpoint_of_version_0_1_goes_on(base, tmp_path, world) -> None:
     """Its state had `progress` apart, and no counters of rows."""
-    state = training.upgraded(
+    state = upgraded(
         {
             "step": 7,
             "config": {"seed": 1},
@@ -151,7 +152,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(base, tmp_path, world) -> None:
     run.resume(state)
     assert (run.best.step, run.best.scores, run.best.waited) == (4, {"accuracy": 0.5}, 1)
     assert TrainState.of(state) == TrainState(step=7, cursor=7, seconds=2.5)
-    assert training.upgraded(state) is state
+    assert upgraded(state) is state
 
 
 def test_seeds_differ_and_a_seed_repeats(base, tmp_path, world) -> None:

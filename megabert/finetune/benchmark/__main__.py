@@ -46,7 +46,9 @@ from megabert.finetune import datasets, preparation, search, training
 from megabert.finetune.benchmark import evaluation, splits, submission, suites, summary
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Example
-from megabert.finetune.training import FineTuning, Settings, write_json
+from megabert.finetune.run import check as check_settings
+from megabert.finetune.run import write_json
+from megabert.finetune.training import FineTuning, Settings
 from megabert.pretrained import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
@@ -127,7 +129,7 @@ def plan(args: argparse.Namespace, entry: Entry, start: Pretrained) -> Plan:
         grid = search.parse_grid(args.grid)
     runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
     for chosen in runs.values():
-        preparation.check(chosen)
+        check_settings(chosen)
     facts = {"title": entry.title, "limit": args.limit, "choose_on": args.choose_on}
     return Plan(entry, settings, grid, runs, facts)
 

@@ -20,9 +20,10 @@ from megabert.finetune.benchmark import splits, summary
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Example
 from megabert.finetune.prediction import logits_of, reshape
+from megabert.finetune.run import write_json
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
-from megabert.finetune.training import SUFFIXES, write_json
+from megabert.finetune.training import SUFFIXES
 
 EVALUATED, PREDICTIONS = "benchmark.json", "predictions"
 Results = Mapping[str, Mapping[str, Any]]

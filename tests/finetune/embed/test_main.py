@@ -1,0 +1,58 @@
+"""The command: its mistakes are one line and leave nothing; any model can be judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megabert.finetune.embed import __main__ as command
+from tests.helpers import finetune_problem
+from tests.helpers import pairs as problem
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("embed")
+    finetune_problem.write_run(folder / "run")
+    for name, seed in (("train", 1), ("dev", 2)):
+        problem.write(folder / f"{name}.tsv", 40, seed)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("TRAIN DEV PAIR --batch 1", "--batch 1: a pair alone has no negatives"),
+        ("TRAIN DEV PAIR --temperature 0", "--temperature 0: must be above 0"),
+        ("TRAIN DEV PAIR --max-length 64", "--max-length 64: the model has 32 positions"),
+        ("TRAIN DEV PAIR --text c", "--text c: a pair has two texts"),
+        ("TRAIN DEV PAIR --limit -1", "--limit -1: must be at least 0"),
+        ("--train LINES --dev LINES", "texts alone cannot be judged by"),
+        (
+            "--train LINES DEV --dev-text a --dev-text b --max-length 16 --dropout 0",
+            "--dropout 0: texts alone are learned from by two dropout masks",
+        ),
+        ("TRAIN PAIR --dev nowhere.tsv", "nowhere.tsv: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(arguments, said, base, tmp_path, capsys) -> None:
+    (tmp_path / "lines.txt").write_text("w1\nw2\n")
+    meant = {"TRAIN": f"--train {base / 'train.tsv'}", "DEV": f"--dev {base / 'dev.tsv'}"}
+    meant |= {"PAIR": "--text a --text b", "LINES": str(tmp_path / "lines.txt")}
+    for word, text in meant.items():
+        arguments = arguments.replace(word, text)
+    out = tmp_path / "out"
+    assert (
+        command.main(["train", "--model", str(base / "run"), "--output", str(out), *arguments.split()]) == 2
+    )
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not out.exists()
+
+
+def test_a_plain_model_is_judged_by_its_mean(base, capsys) -> None:
+    arguments = ["--test", str(base / "dev.tsv"), "--text", "a", "--text", "b", "--max-length", "16"]
+    assert command.main(["evaluate", "--model", str(base / "run"), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pool"] == "mean" and found["pairs"] == 40 and 0 <= found["recall@10"] <= 1
