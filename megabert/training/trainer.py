@@ -186,9 +186,8 @@ class Trainer:
         next update is trained, or `now`, and then with the sums of a log line. Raises Refused."""
         saving = self.checkpoints.status
         own = Report(round(seconds * 1e9), self.stop.requested, saving, update.problem_code)
-        reports, sums = self.hosts.tell(
-            own, update.problem, [update.tokens, *self.log_counts()] if now else None
-        )
+        counts = [update.tokens, *self.log_counts()] if now else None
+        reports, sums = self.hosts.tell(own, update.problem, counts)
         self.sums = None
         if sums is not None:
             tokens, *self.sums = sums
@@ -237,9 +236,8 @@ class Trainer:
         state = self.state
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain(sums[end:])
-        values |= {"train/skipped": state.skipped, "train/spikes": state.spiked}
-        values |= {"data/cursor": state.cursor, "data/row_digest": f"{seen['row_digest']:016x}"}
-        values |= {"data/damaged_rows": seen["damaged_rows"]}
+        values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
+        values |= {"data/row_digest": f"{seen['row_digest']:016x}", "data/damaged_rows": seen["damaged_rows"]}
         if self.by_tokens:
             values["data/tokens"] = state.tokens
         if self.config.objective.causal_share:
