@@ -244,7 +244,12 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
             "label": task.label,
             "labels": list(task.labels),
         }
-        own |= {"metrics": list(task.metrics), "files": evaluation.files_of(one.entry), **one.facts}
+        own |= {
+            "metrics": list(task.metrics),
+            "choices": list(task.choices),
+            "files": evaluation.files_of(one.entry),
+            **one.facts,
+        }
         commons[one.entry.name] = search.common_settings(one.settings, one.grid, own)
     together(world, lambda: refuse(output, whole, commons))
     run_lock.take(output, world)
