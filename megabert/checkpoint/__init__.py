@@ -23,7 +23,8 @@ Checkpoints written before hold the whole weights in one `weights.safetensors`, 
 
 from megabert.checkpoint.compatibility import check_compatible
 from megabert.checkpoint.manifest import Damaged
-from megabert.checkpoint.store import Checkpoints, load_weights, newest_step, start_engine, write_start
+from megabert.checkpoint.start import load_weights, newest_step, start_engine, write_start
+from megabert.checkpoint.store import Checkpoints
 
 __all__ = [
     "Checkpoints",

@@ -6,16 +6,14 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from megabert.checkpoint.background import Background
 from megabert.checkpoint.index import build
 from megabert.checkpoint.manifest import (
     AVERAGE,
@@ -26,7 +24,6 @@ from megabert.checkpoint.manifest import (
     Damaged,
     Outdated,
     file_name,
-    has_moments,
     read_manifest,
     seal,
     verify_files,
@@ -44,9 +41,7 @@ from megabert.common.errors import Failed
 from megabert.common.logs import log
 from megabert.common.retry import tried_again
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World, discover
-from megabert.engine import zero_layout
-from megabert.engine.zero_layout import WEIGHT, Piece
+from megabert.distributed.process_group import World
 
 if TYPE_CHECKING:
     from megabert.engine.deepspeed_engine import Engine
@@ -56,33 +51,6 @@ STEP = re.compile(r"step-(\d{8,})")
 SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed
 POINTER = "pointer.json"
 REPLACED = ".replaced-"  # prefix of a checkpoint whose step is being saved again
-NICENESS = 10  # of threads that write, for training to have the cores first
-KINDS = {WEIGHTS: WEIGHT, AVERAGE: zero_layout.AVERAGE}
-
-
-class _Background(threading.Thread):
-    """A function at work beside the training; `result` or `failure` is there when the thread has ended."""
-
-    def __init__(self, name: str, function: Callable[[], Any]) -> None:
-        # No daemon: the interpreter's end would leave a file half written that could have been whole.
-        super().__init__(name=name)
-        self.result: Any = None
-        self.failure: Exception | None = None
-        self._function: Callable[[], Any] | None = function
-        self.start()
-
-    def run(self) -> None:
-        assert self._function is not None
-        os.nice(NICENESS)  # on Linux of this thread alone
-        try:
-            self.result = self._function()
-        except Exception as error:  # raised by `heard`, where all ranks hear of it
-            self.failure = error
-        self._function = None  # and with it the copies in host memory
-
-    @property
-    def problem(self) -> str:
-        return "" if self.failure is None else str(self.failure) or type(self.failure).__name__
 
 
 @dataclass
@@ -93,9 +61,9 @@ class _Save:
     state: dict[str, Any]
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
-    writing: _Background
+    writing: Background
     written: bool = False  # by every rank, as all of them know
-    committing: _Background | None = None  # on rank 0
+    committing: Background | None = None  # on rank 0
 
 
 # What a rank reports of the save in flight; of all ranks' reports the greatest counts.
@@ -131,7 +99,7 @@ class Checkpoints:
         self.finish()
         snapshot = engine.snapshot()
         folder = self.folder / f"{SAVING}{int(state['step']):08d}"
-        writing = _Background(f"save-{folder.name}", partial(self._write, folder, snapshot))
+        writing = Background(f"save-{folder.name}", partial(self._write, folder, snapshot))
         self._in_flight = _Save(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
         if not self.settings.asynchronous:
             self.finish()
@@ -173,7 +141,7 @@ class Checkpoints:
             if status == WRITTEN:
                 save.written = True
                 if self.world.is_main:
-                    save.committing = _Background(f"commit-{save.folder.name}", partial(self._commit, save))
+                    save.committing = Background(f"commit-{save.folder.name}", partial(self._commit, save))
             elif status == NOT_WRITTEN:
                 self._give_up(save)
         elif status == COMMITTED:
@@ -214,7 +182,7 @@ class Checkpoints:
             doomed.append(self.folder / f"{SAVING}old-{dead:08d}-{time.time_ns()}")
             os.rename(self.folder / f"step-{dead:08d}", doomed[-1])
         if self.settings.asynchronous:
-            _Background(f"remove-before-{step}", partial(_remove, doomed))
+            Background(f"remove-before-{step}", partial(_remove, doomed))
         else:
             _remove(doomed)
 
@@ -298,14 +266,14 @@ class Checkpoints:
         Falls back to an older one, saying so on stderr. Raises ValueError when there are checkpoints but none is whole,
         or when the newest was written in an earlier layout.
         """
-        return self._newest(None)
+        return self.newest(None)
 
     def before(self, step: int) -> Path | None:
         """The newest checkpoint of `step` or an earlier step that verifies; None when there is none. A collective.
 
         Falls back and raises as `latest` does.
         """
-        return self._newest(step)
+        return self.newest(step)
 
     def read_state(self, path: Path) -> dict[str, Any]:
         """The state saved with a checkpoint that `latest` gave."""
@@ -324,9 +292,9 @@ class Checkpoints:
         self.world.barrier()
         return manifest["state"]
 
-    def _newest(self, limit: int | None, only: str = "") -> Path | None:
+    def newest(self, limit: int | None, only: str = "") -> Path | None:
         steps, pointer = self.world.broadcast(
-            [self._steps(), _pointer(self.folder)] if self.world.is_main else None
+            [self._steps(), committed_step(self.folder)] if self.world.is_main else None
         )
         if limit is not None:
             steps = [step for step in steps if step <= limit]
@@ -335,7 +303,7 @@ class Checkpoints:
             reasons.append(f"step {pointer}, the last one committed, is missing")
         for step in steps:
             path = self.folder / f"step-{step:08d}"
-            problem = self._problem(path, only)
+            problem = self.problem(path, only)
             if not problem:
                 if reasons:
                     self._warn(f"{'; '.join(reasons)}: going back to {path.name}")
@@ -347,7 +315,7 @@ class Checkpoints:
             )
         return None
 
-    def _problem(self, path: Path, only: str) -> str:
+    def problem(self, path: Path, only: str) -> str:
         """Why a checkpoint (or what `only` names of it) is not whole, "" when it is; each rank hashes its share of the files.
 
         Raises Outdated, on every rank, for one that was written in an earlier layout.
@@ -380,104 +348,7 @@ class Checkpoints:
             log.warning(text)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is one checkpoint's folder and not a run's."""
-    return (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name) is not None
-
-
-def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
-
-    With `average` their average over the run's last updates, and in the state "averaged", how many these were. Every rank
-    reads for itself, and these files alone; an earlier layout's too. Raises ValueError naming `source` when it holds no whole
-    checkpoint, or no average.
-    """
-    path, only = Path(source), AVERAGE if average else WEIGHTS
-    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-    checkpoints = Checkpoints(path, alone)
-    if _is_checkpoint(path):
-        if problem := checkpoints._problem(path, only):
-            raise Damaged(problem)
-    else:
-        newest = checkpoints._newest(None, only)
-        if newest is None:
-            raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
-        path = newest
-    manifest = read_manifest(path, only)
-    if not manifest["files"]:
-        raise ValueError(
-            f"{source}: {path.name} holds no average of weights; train with average.share above 0, up to the share of the "
-            "budget in which it is taken"
-        )
-    averaged = {"averaged": manifest["engine"]["averaged"]} if average else {}
-    return Stored(path, manifest).whole(KINDS[only]), manifest["state"] | averaged
-
-
-def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:
-    """Begin `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
-    the state saved with them. A collective.
-
-    Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments or with another optimizer's.
-    """
-    path = Path(source)
-    checkpoints = Checkpoints(path, world)
-    if _is_checkpoint(path):
-        if problem := checkpoints._problem(path, ""):
-            raise ValueError(f"init_from={source}: {problem}")
-    else:
-        newest = checkpoints.latest()
-        if newest is None:
-            raise ValueError(
-                f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints"
-            )
-        path = newest
-    manifest = read_manifest(path)
-    if not has_moments(manifest["engine"]):
-        raise ValueError(
-            f"init_from={source} holds no moments; set init_moments=false to start from its weights alone"
-        )
-    name, ours = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
-    if name != ours:
-        raise ValueError(
-            f"init_from={source} holds the moments of optimizer.name={name} and this run's is {ours}; set init_moments=false "
-            "to start from its weights alone"
-        )
-    stored = Stored(path, manifest)
-    engine.load_weights(stored.whole(WEIGHT))
-    engine.take_moments(stored.read)
-    world.barrier()
-    return manifest["state"]
-
-
-def newest_step(run_dir: str | Path) -> int | None:
-    """The step of the newest committed checkpoint of a run folder, which may be one that is being written to; or None."""
-    return _pointer(Path(run_dir) / "checkpoints")
-
-
-def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Make whole fp32 `weights` the checkpoint of step 0 of a run folder that nobody else writes; its folder.
-
-    It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
-    """
-    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-    checkpoints = Checkpoints(run_dir, alone, CheckpointConfig(asynchronous=False))
-    folder = checkpoints.folder / f"{SAVING}{0:08d}"
-    folder.mkdir(parents=True)
-    name = file_name(WEIGHTS, 0, 1)
-    pieces = [Piece(n, 0, {WEIGHT: weight.reshape(-1)}) for n, weight in weights.items()]
-    shapes = {n: tuple(weight.shape) for n, weight in weights.items()}
-    layout = {
-        "ranks": 1,
-        "files": {name: write_weights(folder / name, pieces)},
-        "parameters": build(shapes, [[(piece.name, 0, piece.length) for piece in pieces]]),
-        "first_moment_only": [],
-    }
-    state = dict(state) | {"step": 0, "world_size": 1}
-    checkpoints.commit(folder, 0, seal(layout, state, {"optimizer_steps": 0}))
-    return checkpoints.folder / f"step-{0:08d}"
-
-
-def _report(thread: _Background, at_work: int, failed: int, done: int) -> int:
+def _report(thread: Background, at_work: int, failed: int, done: int) -> int:
     if thread.is_alive():
         return at_work
     return done if thread.failure is None else failed
@@ -499,7 +370,7 @@ def _remove(doomed: list[Path]) -> None:
             log.warning(f"{path}: could not be removed ({error})")
 
 
-def _pointer(folder: Path) -> int | None:
+def committed_step(folder: Path) -> int | None:
     """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide."""
     try:
         return int(json.loads((folder / POINTER).read_bytes())["step"])

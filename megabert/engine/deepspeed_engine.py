@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megabert.common import rng
 from megabert.config import Config, accumulation, merge_deepspeed, shares, to_deepspeed
 from megabert.distributed.process_group import World
-from megabert.engine import apex_kernels, device_step, optimizers
+from megabert.engine import apex_kernels, device_step, loss_scaler, optimizers
 from megabert.engine.averaging import Average
 from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
@@ -36,7 +36,6 @@ from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece, Read, check_shap
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of its fp16 loss scalers
 
 
 class Engine:
@@ -164,7 +163,7 @@ class Engine:
         scale = averaged / totals.clamp(min=1).float() * self._weights.float()
         terms = len(counts)
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
-        loss_scale, loss_scale_floor = self._loss_scale()
+        loss_scale, loss_scale_floor = loss_scaler.scale_and_floor(self._deepspeed.optimizer)
         if self._summed:
             self._summed.begin()
         seeds = self._seeds(update.step)
@@ -273,18 +272,6 @@ class Engine:
             dist.all_reduce(sums)
         return sums
 
-    def _loss_scale(self) -> tuple[float, float]:
-        """The current loss scale and its floor."""
-        settings = self._loss_scaler()
-        scale = float(getattr(settings, "cur_scale", 1.0))
-        floor = getattr(settings, "min_scale", None) or getattr(settings, "min_loss_scale", None)
-        return scale, float(floor or 1.0)
-
-    def _loss_scaler(self) -> Any:
-        """What holds DeepSpeed's loss scale: an object of one kind at stage 0 and of another above; None in fp32 at 0."""
-        wrapper = self._deepspeed.optimizer
-        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
-
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
@@ -296,12 +283,14 @@ class Engine:
         layout, world = self.layout, self.world
         masters = [master.tensor for master in layout.masters]
         moments = {n: flat for n, tensor in enumerate(masters) if (flat := self.optimizer.moments_of(tensor))}
-        scaler = self._loss_scaler() if self.config.precision == "fp16" else None
+        scaler = loss_scaler.of(self._deepspeed.optimizer) if self.config.precision == "fp16" else None
         counters = {
             "optimizer_steps": self.optimizer.updates_of(m.tensor for m in layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
             | {"skipped_steps": self.skipped_steps},
-            "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
+            "loss_scale": {
+                name: getattr(scaler, name) for name in loss_scaler.STATE if hasattr(scaler, name)
+            },
         }
         if self.optimizer.primed and not counters["optimizer_steps"]:
             counters["primed"] = True
@@ -339,9 +328,9 @@ class Engine:
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
         if self._fp8 is not None:
             self._fp8.load(counters.get("amax_history", []))
-        scaler = self._loss_scaler()
+        scaler = loss_scaler.of(self._deepspeed.optimizer)
         for name, value in counters["loss_scale"].items():
-            if name in LOSS_SCALE and hasattr(scaler, name):  # stage 0 has no hysteresis
+            if name in loss_scaler.STATE and hasattr(scaler, name):  # stage 0 has no hysteresis
                 setattr(scaler, name, value)
 
     @torch.no_grad()

@@ -91,7 +91,7 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
     assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / f"predictions-dev.{training.SUFFIXES.get(kind, training.TSV)}").stat().st_size > 100
+    assert (tmp_path / f"predictions-dev.{training.SUFFIXES[kind]}").stat().st_size > 100
     found = save.load(tmp_path, world.device)
     assert (
         found.results["dev"] == result["scores"]["dev"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megabert.checkpoint.background import Background
 from megabert.checkpoint.manifest import read_manifest
-from megabert.checkpoint.store import SAVING, Checkpoints, _Background, _Save
+from megabert.checkpoint.store import SAVING, Checkpoints, _Save
 from megabert.checkpoint.tensors import Stored
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
@@ -80,6 +81,6 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
         checkpoints = Checkpoints(run, world)
         checkpoints._write(folder, Snapshot(shapes, weights, moments, counters, average))
     checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
-    written = _Background("written", lambda: None)
+    written = Background("written", lambda: None)
     checkpoints._commit(_Save(folder, manifest["state"] | {"step": step}, counters, shapes, written))
     return run / "checkpoints" / f"step-{step:08d}"
