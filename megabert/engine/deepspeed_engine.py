@@ -62,8 +62,8 @@ class Engine:
             raise ValueError(f"precision=fp16 is not supported on this {world.device.type}; use bf16 or fp32")
         if config.cuda_graphs:
             check_graphs(config, world.size)
-        settings = to_deepspeed(config, world.size)
-        settings = merge_deepspeed(settings, dict(deepspeed_extra or {}), "--deepspeed_config")
+        extra = dict(deepspeed_extra or {})
+        settings = merge_deepspeed(to_deepspeed(config, world.size), extra, "--deepspeed_config")
         module: Any = model if isinstance(model, nn.Module) else model()
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
@@ -77,8 +77,7 @@ class Engine:
         # What DeepSpeed 0.19.8 leaves undone at stage 0 in 16 bits is done here and in `train_update`:
         # bf16, fp16  `engine._do_optimizer_sanity_check` refuses data_types, so torch itself accumulates in fp32 (grad_dtype)
         # fp16        `engine.backward` scales the loss for ZeRO alone, so we scale it
-        stage_0 = config.zero.stage == 0
-        if stage_0:
+        if stage_0 := config.zero.stage == 0:
             settings.pop("data_types", None)
         apex = config.ops.optimizer == "apex"
         if apex and (reason := apex_kernels.obstacle(config, world.device)):

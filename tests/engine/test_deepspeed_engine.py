@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megabert.engine import loss_scaler
 from megabert.model import ops
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
@@ -91,8 +92,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     if precision == "fp16":  # at the floor of the loss scale an overflow is a bad update like any other
         wrapper = engine._deepspeed.optimizer
-        scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
-        scaler.cur_scale = engine._loss_scale()[1]
+        loss_scaler.of(wrapper).cur_scale = loss_scaler.scale_and_floor(wrapper)[1]
         bad = poisoned_update(engine, "gradient")
         found["at the floor"] = (bad.skipped, bad.overflow)
     else:
@@ -162,7 +162,7 @@ def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
     """(norm of exp_avg of this rank after one fp16 update, growth of the loss scale in it), without clipping, which would
     hide a halved gradient."""
     engine = tiny.engine(tiny.config(precision="fp16", zero__stage=stage, optimizer__clip=0.0), world)
-    scaler = engine._loss_scaler()
+    scaler = loss_scaler.of(engine._deepspeed.optimizer)
     if grows:  # as after 1,000 updates without an overflow, which is the window
         scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
     before = scaler.cur_scale
