@@ -96,14 +96,14 @@ def test_a_killed_extraction_goes_on_to_the_same_bytes(run: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(run: Path, tmp_path: Path) -> None:
-    """100 MB of vectors more, once all threads are busy, take less than 15 MB of memory more."""
+    """260 MB of vectors more, once all threads are busy, take less than 25 MB of memory more."""
     program = (
         "import resource, sys\nfrom megabert.features.__main__ import main\n"
         "for name in ('small', 'large'):\n"
         "    assert main([*sys.argv[1:], '--input', f'{name}.txt', '--output', f'{name}.npz']) == 0\n"
         "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    for name, times in (("small", 300), ("large", 1200)):
+    for name, times in (("small", 1200), ("large", 3600)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{text}\n" for text in TEXTS * times))
     args = ["--model", str(run), "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]
     done = subprocess.run(
@@ -111,4 +111,4 @@ def test_memory_does_not_grow_with_the_input(run: Path, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     before, after = (int(line) * 1024 for line in done.stdout.split("\n") if line.isdecimal())
-    assert (tmp_path / "large.npz").stat().st_size > 60e6 and after - before < 15e6
+    assert (tmp_path / "large.npz").stat().st_size > 390e6 and after - before < 25e6
