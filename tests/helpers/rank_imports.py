@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 
 # Read when the libraries load. One thread a rank: several ranks share the machine.
 os.environ.update(
     CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"
 )
+sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
-import deepspeed  # noqa: F401
-import pytest  # noqa: F401
-import torch  # noqa: F401
-
-import megabert.training.pretraining  # noqa: F401
-from megabert.model import ops  # noqa: F401
+for name in ("deepspeed", "megabert.training.pretraining", "megabert.model.ops", "pytest"):
+    importlib.import_module(name)

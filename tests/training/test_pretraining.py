@@ -15,6 +15,7 @@ import torch
 
 from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest, dataset
+from megabert.model.bert import BertForPreTraining
 from megabert.training.exchange import Refused
 from megabert.training.pretraining import Pretraining, open_data
 from tests.helpers import tiny
@@ -114,12 +115,17 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
         rows.extend(row for batch in batches for row in batch.row_ids.tolist() if row >= 0)
         return torch.ones(6, dtype=torch.float64)
 
-    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums)
+    tokenizer: Any = vocabulary()
+    tokenizer.pieces = [str(number) for number in range(len(tokenizer.special))]
+    sizes = {"vocab_size": len(tokenizer.pieces), "max_positions": 128}
+    module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
+    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module)
     world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
-    workload = Pretraining(cfg, world, engine, Dataset(tmp_path), vocabulary())  # type: ignore[arg-type]
+    workload = Pretraining(cfg, world, engine, Dataset(tmp_path), tokenizer)
     reads.clear()
     first = workload.evaluate(0, lambda: None)
     assert str(inner) in reads and rows == list(range(90))
     reads.clear()
     assert workload.evaluate(100, lambda: None) == first and rows == 2 * list(range(90))
+    assert workload.shown.samples
     assert not reads
