@@ -7,6 +7,7 @@ from typing import Any
 
 from megabert.finetune import huggingface, onnx
 from megabert.finetune.save import Described, Finetuned
+from megabert.pretrained.model_card import table
 
 TASKS = {  # the hub's names; of the rest: TEXTS
     "tag": "token-classification",
@@ -99,12 +100,12 @@ def render(found: Finetuned, name: str, written: onnx.Written | None) -> str:
         f"`{huggingface.architecture(described)}`.",
         example.format(name=name, text=text),
         "## Task",
-        _table(_task(described)),
+        table(_task(described)),
         *_rules(described),
         "## Recipe",
-        _table(_recipe(found)),
+        table(_recipe(found)),
         "## Figures",
-        _table(_figures(found)),
+        table(_figures(found)),
     ]
     if written is not None:
         parts += ["## ONNX", _onnx(written)]
@@ -178,7 +179,3 @@ def _onnx(written: onnx.Written) -> str:
         f"{text} `{place}/{onnx.QUANTISED}`: weights of the products in 8 bits, activations quantised as they come; what "
         "that loses, on the labelled file that was named at export:\n\n" + "\n".join(rows)
     )
-
-
-def _table(rows: Mapping[str, Any]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

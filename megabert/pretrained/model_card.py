@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,6 @@ def _versions(state: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def table(rows: dict[str, Any]) -> str:
+def table(rows: Mapping[str, Any]) -> str:
     """Markdown: what is shown beside each name."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
