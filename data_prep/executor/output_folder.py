@@ -91,7 +91,7 @@ def _of_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def account(output: Path) -> dict[str, Any]:
     """The account of a whole dataset. Raises BadInput where there is none."""
-    if not (output / ACCOUNT).is_file() or (output / WORK).exists():
+    if not (output / ACCOUNT).is_file() or (output / WORK / ACCOUNT).exists():
         raise BadInput(f"--output {output}: holds no whole dataset to add to")
     return _load(output / ACCOUNT)
 
@@ -105,7 +105,10 @@ def tokenizer(output: Path, seq_lens: tuple[int, ...]) -> Path:
 def versions(output: Path, seq_lens: tuple[int, ...]) -> tuple[list[Path], Path]:
     """(folders of a whole dataset and of all that was added to it, the folder of what comes next)."""
     whole = [output]
-    while _is_whole(added := output / ADDED.format(len(whole)), seq_lens) and not (added / WORK).exists():
+    while (
+        _is_whole(added := output / ADDED.format(len(whole)), seq_lens)
+        and not (added / WORK / ACCOUNT).exists()
+    ):
         whole.append(added)
     return whole, added
 
@@ -149,6 +152,8 @@ def _prepare(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], o
     if overwrite:
         clear(output)
     if _is_done(output, account, seq_lens):
+        if (output / WORK).exists():  # killed while it was removed
+            shutil.rmtree(output / WORK)
         return False
     begun = output / WORK / ACCOUNT
     if begun.exists():
@@ -238,6 +243,7 @@ def opened(
             if created:
                 output.rmdir()
             raise
+        (output / WORK / ACCOUNT).unlink()  # first: nobody goes on in a work folder of which a part is gone
         shutil.rmtree(output / WORK)
     finally:
         os.close(handle)

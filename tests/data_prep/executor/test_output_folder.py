@@ -1,10 +1,13 @@
 """What is done stays unless the user is the one who must change something."""
 
+from pathlib import Path
+
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import output_folder
 from data_prep.executor.output_folder import opened
+from megabert.data.shards import MANIFEST
 
 ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
 
@@ -40,3 +43,31 @@ def test_a_whole_dataset_of_before_there_were_reading_versions_is_left_alone(tmp
         opened(tmp_path, changed, (128,), False),
     ):
         pass
+
+
+@pytest.mark.parametrize("files", range(4))
+def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path, monkeypatch):
+    """Whatever files went before the kill, in whatever order: nobody goes on with the rest."""
+
+    class Killed(BaseException):
+        pass
+
+    def removed(folder: Path) -> None:
+        for path in sorted((path for path in folder.rglob("*") if path.is_file()), reverse=True)[:files]:
+            path.unlink()
+        raise Killed
+
+    def build(work: Path) -> None:
+        for name in ("read.json", "same documents.json", "read-0000000.tokens"):
+            (work / name).write_text("{}")
+        output_folder.write_json(tmp_path / output_folder.ACCOUNT, ACCOUNT)
+        (tmp_path / MANIFEST).write_text("{}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output_folder.shutil, "rmtree", removed)
+        with pytest.raises(Killed), opened(tmp_path, ACCOUNT, (128,), False) as work:
+            build(work)
+    assert (tmp_path / output_folder.WORK).exists() and output_folder.account(tmp_path) == ACCOUNT
+    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        assert work is None
+    assert not (tmp_path / output_folder.WORK).exists()
