@@ -12,6 +12,7 @@ where there is none, both sides of branches counted; an element is one column of
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -147,9 +148,11 @@ def read_bounds(ptx: str) -> dict[str, int]:
     """Mangled name -> threads of a block at most, of the kernels that say so."""
     found = {}
     for entry in ptx.split(".entry ")[1:]:
-        bound = re.search(r"\.maxntid (\d+), (\d+), (\d+)", entry.partition("{")[0])
+        bound = re.search(
+            r"\.maxntid ([\d, ]+)", entry.partition("{")[0]
+        )  # for sm_100 without dimensions of 1
         if bound:
-            found[entry.partition("(")[0]] = int(bound[1]) * int(bound[2]) * int(bound[3])
+            found[entry.partition("(")[0]] = math.prod(map(int, bound[1].split(",")))
     return found
 
 

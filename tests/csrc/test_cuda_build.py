@@ -64,7 +64,8 @@ def test_the_readers_read_what_the_tools_say() -> None:
         ("_Z1kPf", "90"): {"registers": 40, "shared": 128, "stack": 16, "spilled": 12}
     }
     ptx = ".visible .entry _Z1kPf(\n.param .u64 p\n)\n.maxntid 32, 4, 1\n{\n}\n.visible .entry _Z1gPf(\n)\n{\n}\n"
-    assert cuda_kernels.read_bounds(ptx) == {"_Z1kPf": 128}
+    ptx += ".visible .entry _Z1hPf(\n)\n.maxntid 256\n.minnctapersm 4\n{\n}\n"
+    assert cuda_kernels.read_bounds(ptx) == {"_Z1kPf": 128, "_Z1hPf": 256}
     code = (
         '\n\t.section\t.text._Z1kPf,"ax",@progbits\n        /*0000*/                   S2R R0, SR_TID.X ;\n'
         ".L_x_0:\n        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;\n"
