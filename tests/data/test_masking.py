@@ -7,6 +7,7 @@ import pytest
 
 from megabert.data.masking import SPAN_BELOW, Masking, Vocabulary, mask, stream_keys
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
+from tests.helpers.streams import key
 
 STRATEGIES = ("token", "word", "span")
 ROWS, LENGTH = 8200, 128  # 1,049,600 tokens
@@ -229,18 +230,8 @@ def test_awkward_rows():
 
 def test_the_random_numbers_are_pinned():
     """Masks of a published run can be drawn again only if these never change; computed with plain Python integers."""
-
-    def reference(*parts):
-        key, top = 0, 2**64
-        for part in parts:
-            key = ((key ^ part) + 0x9E3779B97F4A7C15) % top
-            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % top
-            key = (key ^ key >> 27) * 0x94D049BB133111EB % top
-            key ^= key >> 31
-        return key
-
     rows = np.array([0, 1, 123456789012])
-    assert stream_keys(42, 3, rows).tolist() == [reference(42, 3, r) for r in rows.tolist()]
+    assert stream_keys(42, 3, rows).tolist() == [key(42, 3, r) for r in rows.tolist()]
 
 
 def test_left_to_right_hides_nothing_and_predicts_every_next_id():

@@ -6,24 +6,11 @@ import numpy as np
 import pytest
 
 from megabert.data.order import row_order
+from tests.helpers.streams import shuffled
 
 
 def independent_order(rows, block_rows, seed, epoch):
     """Blocks, then rows in windows of 16 permuted blocks, by plain lists and Python integers."""
-
-    def key(*parts):
-        value, top = 0, 2**64
-        for part in parts:
-            value = ((value ^ part) + 0x9E3779B97F4A7C15) % top
-            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % top
-            value = (value ^ value >> 27) * 0x94D049BB133111EB % top
-            value ^= value >> 31
-        return value
-
-    def shuffled(items, *stream):
-        low = 2 ** len(items).bit_length()
-        return [items[i] for i in sorted(range(len(items)), key=lambda i: (key(*stream, i) // low, i))]
-
     blocks = [
         list(range(b * block_rows, min(rows, (b + 1) * block_rows))) for b in range(-(-rows // block_rows))
     ]

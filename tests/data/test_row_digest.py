@@ -12,20 +12,12 @@ from megabert.data.shards import Dataset
 from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
+from tests.helpers.streams import key
 
 
 def by_hand(pairs) -> int:
     """splitmix64 of stream, epoch and row id, in Python's integers."""
-    total, top = 0, 2**64
-    for row, epoch in pairs:
-        value = 0
-        for part in (int.from_bytes(b"digest"), epoch, row):
-            value = ((value ^ part) + 0x9E3779B97F4A7C15) % top
-            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % top
-            value = (value ^ value >> 27) * 0x94D049BB133111EB % top
-            value ^= value >> 31
-        total += value
-    return total % top
+    return sum(key(int.from_bytes(b"digest"), epoch, row) for row, epoch in pairs) % 2**64
 
 
 def test_the_digest_is_the_documented_sum():

@@ -8,23 +8,14 @@ import pytest
 from megabert.data.order import BlockOrder
 from megabert.data.shard_order import ACTIVE, ShardOrder
 from megabert.data.shards.dataset import OPEN_SHARDS
+from tests.helpers import streams
 
 
 def independent_order(shards, block_rows, seed, epoch):
     """Rows by plain lists and Python integers: shards dealt out in parts to slots, blocks, rows in windows of 16 blocks."""
 
-    def key(*parts):
-        value, top = 0, 2**64
-        for part in parts:
-            value = ((value ^ part) + 0x9E3779B97F4A7C15) % top
-            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % top
-            value = (value ^ value >> 27) * 0x94D049BB133111EB % top
-            value ^= value >> 31
-        return value
-
     def shuffled(items, name, *stream):
-        stream, low = (int.from_bytes(name), seed, epoch, *stream), 2 ** len(items).bit_length()
-        return [items[i] for i in sorted(range(len(items)), key=lambda i: (key(*stream, i) // low, i))]
+        return streams.shuffled(items, int.from_bytes(name), seed, epoch, *stream)
 
     def flat(lists):
         return [item for items in lists for item in items]
