@@ -92,6 +92,15 @@ def columns(path: Path) -> list[str]:
     return [column.strip() for column in next(table, (0, []))[1]]
 
 
+def text_of(value: Any, where: str) -> str:
+    """A field that has to be a text, without the space around it. Raises ValueError naming `where` it is none, or empty."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: is no text but {value!r:.40}")
+    if not value.strip():
+        raise ValueError(f"{where}: empty text; leave it out or write something")
+    return value.strip()
+
+
 def _start(path: Path) -> str:
     return next(lines(path), (0, ""))[1]
 

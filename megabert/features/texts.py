@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megabert.common import tables
 
@@ -21,18 +20,11 @@ def texts_of(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, str
         raise ValueError(f"{path}: columns are of files that end in .tsv, .csv or .jsonl (or those and .gz)")
     if not columns:
         for number, line in tables.lines(path):
-            yield _text(line, f"{path}, line {number}"), None
+            yield tables.text_of(line, f"{path}, line {number}"), None
         return
     for where, values in tables.rows(path, columns):
         found = [
-            _text(value, f"{where}, column {name!r}") for name, value in zip(columns, values, strict=True)
+            tables.text_of(value, f"{where}, column {name!r}")
+            for name, value in zip(columns, values, strict=True)
         ]
         yield found[0], (found[1] if len(found) > 1 else None)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: is no text but {value!r:.40}")
-    if not value.strip():
-        raise ValueError(f"{where}: empty text; leave it out or write something")
-    return value.strip()

@@ -35,7 +35,7 @@ from megabert.distributed.preemption import REQUEUE
 from megabert.finetune import datasets, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.heads import HEADS, KINDS
-from megabert.finetune.run import check
+from megabert.finetune.run import check, check_counts
 from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, describe
 from megabert.pretrained import Pretrained
@@ -138,9 +138,7 @@ def settings_of(args: argparse.Namespace, task: Task) -> Settings:
         given[name] = default if given[name] is None else given[name]
     settings = Settings(**given)
     check(settings)
-    for name, least in (("log_interval", 1), ("limit", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    check_counts(args)
     return settings
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megabert.data.tokenizer import SPECIAL_PIECES
-from megabert.finetune import datasets, encoding, huggingface, metrics
+from megabert.finetune import datasets, huggingface, metrics
 from megabert.finetune.batches import collate
 from megabert.finetune.encoding import NO_SPANS, Item
 from megabert.finetune.prediction import reshape
@@ -210,18 +210,9 @@ def _quantise(path: Path, output: Path) -> None:
 
 
 def _labelled(found: Finetuned, dev: str) -> tuple[list[Any], list[Item]]:
-    described = found.described
-    examples = datasets.read(described.task, dev)
-    items = encoding.encode(
-        described.task,
-        examples,
-        found.tokenizer,
-        described.labels,
-        described.max_length,
-        stride=described.stride,
-        long=described.long,
-    )
-    return examples, items
+    task = found.described.task
+    examples = datasets.read(task, dev)
+    return examples, found.items(task, examples)
 
 
 def _scores(found: Finetuned, path: Path, examples: Sequence[Any], items: Sequence[Item]) -> dict[str, float]:

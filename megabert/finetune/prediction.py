@@ -27,7 +27,7 @@ from megabert.common.spool import Spool
 from megabert.data.packing import groups as groups_of
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
-from megabert.finetune import datasets, encoding, metrics, save
+from megabert.finetune import datasets, metrics, save
 from megabert.finetune import scores as behind
 from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
 from megabert.finetune.encoding import Item
@@ -158,12 +158,7 @@ def predict_with(
     given: dict[Path, Form] = dict(forms) | ({scores: behind.FORM} if scores else {})
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[Item]]:
-        items = encoding.encode(
-            *(task, examples, found.tokenizer, described.labels, described.max_length),
-            stride=described.stride,
-            long=described.long,
-        )
-        return examples, items
+        return examples, found.items(task, examples)
 
     with ExitStack() as stack:
         files = PredictionFiles(given, output, facts)

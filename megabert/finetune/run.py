@@ -10,6 +10,7 @@ linearly; at every evaluation the weights that did best on the dev set are kept,
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -77,6 +78,13 @@ def check(settings: RunSettings) -> None:
             raise ValueError(
                 f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
             )
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raises ValueError naming an option of a command that is no setting and that is out of range."""
+    for name, least in (("log_interval", 1), ("limit", 0)):
+        if getattr(args, name, least) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
 
 
 def configure(

@@ -10,7 +10,7 @@ Nothing in it is ever unpickled; it appears whole or not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from megabert.common.tensor_file import write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.deepspeed_engine import DTYPES
-from megabert.finetune import heads
+from megabert.finetune import encoding, heads
 from megabert.finetune.batches import Layout
+from megabert.finetune.encoding import Item
+from megabert.finetune.examples import Example
 from megabert.finetune.heads import Finetuner, Shape
 from megabert.finetune.tasks import Task
 from megabert.pretrained import TOKENIZER_FILES
@@ -72,6 +74,14 @@ class Finetuned:
     module: Finetuner
     results: dict[str, Any]
     weights_sha256: str
+
+    def items(self, task: Task, examples: Sequence[Example]) -> list[Item]:
+        """Examples as the model was trained on its own; `task` is its own, perhaps with other columns. Raises ValueError as
+        `encoding.encode` does."""
+        d = self.described
+        return encoding.encode(
+            *(task, examples, self.tokenizer, d.labels, d.max_length), stride=d.stride, long=d.long
+        )
 
 
 def save(

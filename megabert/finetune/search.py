@@ -22,7 +22,9 @@ from megabert.common.logs import log
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE, Stop
+from megabert.distributed.process_group import World
 from megabert.distributed.together import together
+from megabert.distributed.watchdog import Watchdog
 from megabert.finetune.run import RESULT, Run, RunSettings, write_json
 from megabert.training.session import Session
 
@@ -156,20 +158,37 @@ def train_all(
     together(world, lambda: claim(output, common))
     watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
     ranks.apart = True
-    results = []
+    found = train_missing(output, runs, begin, world, stop, watchdog)
+    if found is None:
+        return REQUEUE
+    results = list(found.values())
+    rows = summarise(results, axes, metric)
+    log.info(table(rows))
+    if world.is_main:
+        write_summary(output, shlex.join(sys.argv), common, rows, results)
+    return OK
+
+
+def train_missing(
+    output: Path,
+    runs: Mapping[str, S],
+    begin: Callable[[Path, str, S], Run],
+    world: World,
+    stop: Stop,
+    watchdog: Watchdog,
+) -> dict[str, dict[str, Any]] | None:
+    """The results of all runs by name, those that have none yet trained in OUTPUT/NAME; None: asked to stop, and saved. A
+    collective. `runs` and `begin` as in `train_all`."""
+    results = {}
     for name, chosen in runs.items():
         folder = output / name
         result = world.broadcast(result_of(folder) if world.is_main else None)
         if result is None:
             result = begin(folder, name, chosen).train(stop, watchdog)
         if result is None:
-            return REQUEUE
-        results.append(result)
-    rows = summarise(results, axes, metric)
-    log.info(table(rows))
-    if world.is_main:
-        write_summary(output, shlex.join(sys.argv), common, rows, results)
-    return OK
+            return None
+        results[name] = result
+    return results
 
 
 def write_summary(

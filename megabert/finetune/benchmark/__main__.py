@@ -26,7 +26,7 @@ import argparse
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ from megabert.finetune.benchmark import evaluation, splits, submission, suites, 
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Example
 from megabert.finetune.run import check as check_settings
-from megabert.finetune.run import write_json
-from megabert.finetune.training import FineTuning, Settings
+from megabert.finetune.run import check_counts, write_json
+from megabert.finetune.training import Data, FineTuning, Settings
 from megabert.pretrained import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
@@ -170,21 +170,18 @@ def train(
     log_interval: int = 100,
 ) -> dict[str, dict[str, Any]] | None:
     """The results of all runs of a task, those that are not there yet trained; None: asked to stop, and saved."""
-    task, data, results = plan.entry.task, None, {}
-    for name, chosen in plan.runs.items():
-        result = world.broadcast(search.result_of(folder / name) if world.is_main else None)
-        if result is None:
-            data = data or preparation.encoded(
-                *(task, examples.splits, start.tokenizer, plan.settings, examples.labels)
-            )
-            watchdog.progress()
-            said = f"{plan.entry.name}/{name}"
-            run = FineTuning(folder / name, said, data, start, chosen, world, log_interval)
-            result = run.train(stop, watchdog)
-        if result is None:
-            return None
-        results[name] = result
-    return results
+
+    @cache
+    def data() -> Data:  # only where a run is not there yet
+        task = plan.entry.task
+        return preparation.encoded(task, examples.splits, start.tokenizer, plan.settings, examples.labels)
+
+    def begin(place: Path, name: str, chosen: Settings) -> FineTuning:
+        encoded = data()
+        watchdog.progress()
+        return FineTuning(place, f"{plan.entry.name}/{name}", encoded, start, chosen, world, log_interval)
+
+    return search.train_missing(folder, plan.runs, begin, world, stop, watchdog)
 
 
 def finished(output: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -224,9 +221,7 @@ def hand_in(output: Path, suite: str) -> None:
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every task in turn: its runs, their evaluation, the tables of what is there so far."""
     stop, world = ranks.join(), ranks.world
-    for name, least in (("log_interval", 1), ("limit", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    check_counts(args)
     entries = suites.find(args.suite, Path(args.data), args.tasks)
     start = pretrained.load(args.model, args.tokenizer)
     plans = [plan(args, entry, start) for entry in entries]

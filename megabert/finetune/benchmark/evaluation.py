@@ -8,14 +8,14 @@ TASK/benchmark.json   written last: what the tables are made of
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megabert.common.atomic_io import sha256_of
 from megabert.distributed.process_group import World
-from megabert.finetune import datasets, encoding, metrics, save, search
+from megabert.finetune import datasets, metrics, save, search
 from megabert.finetune.benchmark import splits, summary
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Example
@@ -31,11 +31,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def files_of(entry: Entry) -> dict[str, str]:
     """SHA-256 of each file that runs are trained or scored on."""
-    return {name: _sha256(path) for name, path in {"train": entry.train, **entry.dev}.items()}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return {name: sha256_of(path) for name, path in {"train": entry.train, **entry.dev}.items()}
 
 
 def load(folder: Path, world: World) -> Finetuned:
@@ -56,12 +52,7 @@ def predict(
     null_threshold: float = 0.5,
 ) -> list[Any]:
     """One prediction an example, on every rank. A collective."""
-    described = found.described
-    items = encoding.encode(
-        *(task, examples, found.tokenizer, described.labels, described.max_length),
-        stride=described.stride,
-        long=described.long,
-    )
+    described, items = found.described, found.items(task, examples)
     progress()
     logits = logits_of(found.module, items, described.layout, world, progress=progress)
     shaped = [reshape(values, task.kind) for values in logits]
@@ -133,7 +124,7 @@ def evaluate(
     `examples` by split; `facts` are copied into what comes out. A collective.
     """
     rows = search.summarise(list(results.values()), axes, entry.task.metrics[0])
-    unlabelled = {name: _sha256(path) for name, path in entry.test.items()}
+    unlabelled = {name: sha256_of(path) for name, path in entry.test.items()}
     known = {"runs": sorted(results), "test_sha256": unlabelled, **facts}
     done = world.broadcast(read(folder / EVALUATED) if world.is_main else None)
     if done is not None and all(done.get(name) == value for name, value in known.items()):

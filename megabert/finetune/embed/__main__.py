@@ -24,7 +24,6 @@ if __name__ == "__main__":
     sys.exit(start("embed"))  # before the slow imports
 
 import argparse
-import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,6 +33,7 @@ import torch
 
 from megabert import pretrained
 from megabert.common.arguments import Parser, called_as
+from megabert.common.atomic_io import sha256_of
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
@@ -42,7 +42,7 @@ from megabert.finetune.embed import metrics, pairs, training
 from megabert.finetune.embed.model import POOLS
 from megabert.finetune.embed.pairs import Columns, Pairs, Scored
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings
-from megabert.finetune.run import check
+from megabert.finetune.run import check, check_counts
 from megabert.pretrained import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
@@ -107,13 +107,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_counts(args: argparse.Namespace) -> None:
-    """Raises ValueError naming an option that no setting is and that is out of range."""
-    for name, least in (("limit", 0), ("log_interval", 1)):
-        if getattr(args, name, least) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-
-
 def settings_of(args: argparse.Namespace) -> Settings:
     """The options that are settings of a run. Raises ValueError naming one that is out of range."""
     settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings) if hasattr(args, f.name)})
@@ -169,7 +162,7 @@ def facts(args: argparse.Namespace, start: Pretrained) -> dict[str, Any]:
     found["model_sha256"] = pretrained.fingerprint(start.weights)
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
-            found[f"{name}_sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            found[f"{name}_sha256"] = sha256_of(Path(path))
     return found
 
 

@@ -138,7 +138,7 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         raise ValueError(f"{path}: is a table; name the columns of its texts with --text")
     else:
         for number, line in tables.lines(path):
-            text = _text(line, f"{path}, line {number}")
+            text = tables.text_of(line, f"{path}, line {number}")
             yield text, text, [], 0.0
 
 
@@ -149,21 +149,15 @@ def _table(path: Path, columns: Columns) -> Iterator[Row]:
     for where, values in tables.rows(path, wanted, columns.headed):
         if columns.label and str(values[-1]) != columns.positive:
             continue
-        texts = [_text(values[i], f"{where}, column {name!r}") for i, name in enumerate(columns.text)]
+        texts = [
+            tables.text_of(values[i], f"{where}, column {name!r}") for i, name in enumerate(columns.text)
+        ]
         others = []
         for name, value in zip(columns.negative, values[size:], strict=False):
             listed = value if isinstance(value, list) else [value]
-            others += [_text(text, f"{where}, column {name!r}") for text in listed]
+            others += [tables.text_of(text, f"{where}, column {name!r}") for text in listed]
         score = _score(values[-1], f"{where}, column {columns.score!r}") if columns.score else 0.0
         yield texts[0], texts[-1], others, score
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: is no text but {value!r:.40}")
-    if not value.strip():
-        raise ValueError(f"{where}: empty text; leave it out or write something")
-    return value.strip()
 
 
 def _score(value: Any, where: str) -> float:
