@@ -22,26 +22,10 @@ from megabert.finetune.embed.pairs import Columns, Pairs
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings
 from tests.helpers import finetune_problem
 from tests.helpers import pairs as problem
+from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
 SETTINGS = Settings(lr=3e-3, batch=16, epochs=2, max_length=16, precision="fp32", zero=0, micro_batch=8)
-
-
-class Never:
-    """A stop that is requested at the n-th question."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.left = at
-
-    @property
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def updated(self, seconds: float) -> None:
-        """It reads no clock."""
-
-    saved = updated
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +43,7 @@ def run(base: Path, folder: Path, world: World, settings: Settings, stop: Any = 
     assert isinstance(learned, Pairs)
     start = pretrained.load(base / "run")
     own = EmbeddingRun(folder, "name", Data(learned, {"dev": judged}), start, settings, world, 2)
-    return own.train(stop or Never(), Watchdog(world, "", 0))
+    return own.train(stop or StopAt(), Watchdog(world, "", 0))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +70,7 @@ def test_a_run_learns_and_is_searched_as_it_was_judged(trained, base, world) -> 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(trained, base, tmp_path, world) -> None:
     settings = replace(SETTINGS, evaluations=2)
     for ask in (3, 4):  # inside a window, after an evaluation
-        assert run(base, tmp_path, world, settings, Never(ask)) is None
+        assert run(base, tmp_path, world, settings, StopAt(ask)) is None
     parts = run(base, tmp_path, world, settings)
     folder, whole = trained
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
