@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,17 @@ def messages() -> None:
     from megabert.common import logs
 
     logs.setup()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """What the test makes of the signals that stop a run ends with it."""
+    from megabert.distributed.preemption import SIGNALS
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

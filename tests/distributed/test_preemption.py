@@ -14,13 +14,7 @@ import pytest
 from megabert.distributed import preemption
 from megabert.distributed.preemption import Stop, end_of_time, parse_duration
 
-
-@pytest.fixture(autouse=True)
-def handlers():
-    before = {number: signal.getsignal(number) for number in preemption.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.mark.parametrize(

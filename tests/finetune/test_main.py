@@ -3,14 +3,11 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megabert.common.errors import USER_ERROR
-from megabert.distributed.preemption import SIGNALS
 from megabert.finetune.__main__ import main, parse, task_of
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
@@ -22,12 +19,7 @@ BERT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 
 from megabert import pretrained
 from megabert.common.errors import USER_ERROR
-from megabert.distributed.preemption import SIGNALS
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, metrics
 from megabert.finetune.benchmark import __main__ as command
@@ -27,12 +24,7 @@ from tests.helpers import finetune_problem, glue_folder
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.fixture(scope="module")
