@@ -54,6 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
+    add("--keep", action="store_true", help="leave the folders of finished runs in RUN/runs, to fine-tune their models")
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the track's table (and make --plot)")
     add("--plot", type=Path, help="all curves of the track, .svg or .png")
@@ -81,7 +82,8 @@ def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records)
         run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
         entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)
         kept.write()
-        shutil.rmtree(run)
+        if not args.keep:
+            shutil.rmtree(run)
 
 
 def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, seed: int) -> dict[str, object]:
