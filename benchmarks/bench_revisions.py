@@ -4,8 +4,9 @@
     python benchmarks/bench_revisions.py --base ../other-tree --bench step -- --data DATA --model mini --dropout 0.1
 
 Each tree runs its own script with the arguments after `--`; which tree goes first changes every round. `ratio` is the
-median over the rounds of ours over the base's rate, above 1 is better; its spread is the least and the largest. With
-`--within` the exit code is 1 where the ratio is below one less that share.
+median over the rounds of ours over the base's rate, above 1 is better; its spread is the least and the largest. `ops` has
+a rate for each operation that both trees measure, at its size. With `--within` the exit code is 1 where a ratio is below
+one less that share.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from benchmarks.common import hardware
 
 ROOT = hardware.ROOT
 LOADER = "ours, token, updates of 2048 rows"
-RATES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "step": lambda tree: tree["results"][0]["results"]["ours"]["real_tokens_per_sec"]["p50"],
-    "data": lambda tree: tree["results"][0]["rows_per_sec"][LOADER]["p50"],
-    "prep": lambda tree: tree["ours"],
+RATES: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
+    "step": lambda tree: {"tokens/s": tree["results"][0]["results"]["ours"]["real_tokens_per_sec"]["p50"]},
+    "data": lambda tree: {"rows/s": tree["results"][0]["rows_per_sec"][LOADER]["p50"]},
+    "prep": lambda tree: {"MB/s": tree["ours"]},
+    "ops": lambda tree: {
+        f"{of['op']} {of['size']}, {of['what']}, calls/s": 1 / of["seconds"]["ours"]["p50"]
+        for of in tree["results"]
+        if "ours" in of["seconds"]
+    },
 }
-FIXED = {"step": [], "data": [], "prep": ["--repeats", "1", "--workers", "1"]}
+FIXED = {"step": [], "data": [], "prep": ["--repeats", "1", "--workers", "1"], "ops": []}
 
 
 @contextmanager
@@ -63,8 +69,8 @@ def tree_of(base: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def rate_in(tree: Path, bench: str, arguments: list[str], scratch: Path) -> float:
-    """The rate that the tree's own benchmark measures. Raises ValueError with the end of its output when it fails."""
+def rates_in(tree: Path, bench: str, arguments: list[str], scratch: Path) -> dict[str, float]:
+    """The rates that the tree's own benchmark measures. Raises ValueError with the end of its output when it fails."""
     target = scratch / "result.json"
     command = [
         sys.executable,
@@ -82,6 +88,16 @@ def rate_in(tree: Path, bench: str, arguments: list[str], scratch: Path) -> floa
     return RATES[bench](json.loads(target.read_text()))
 
 
+def compare(base: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Of each rate that both trees have: the median ratio, the ratios of the rounds, and the rates."""
+    figures = {}
+    for name in (name for name in ours[0] if name in base[0]):
+        rates = {"base": [of[name] for of in base], "ours": [of[name] for of in ours]}
+        ratios = [new / old for new, old in zip(rates["ours"], rates["base"], strict=True)]
+        figures[name] = {"ratio": statistics.median(ratios), "ratios": ratios, "rates": rates}
+    return figures
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -95,29 +111,28 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     arguments = [os.path.abspath(a) if os.path.exists(a) else a for a in args.arguments]
-    rates: dict[str, list[float]] = {"base": [], "ours": []}
+    rates: dict[str, list[dict[str, float]]] = {"base": [], "ours": []}
     try:
         with tree_of(args.base) as base, tempfile.TemporaryDirectory() as scratch:
             for number in range(args.rounds):
                 sides = {"base": base, "ours": ROOT}
                 for name in list(sides)[:: 1 if number % 2 else -1]:  # neither is always first
-                    rates[name].append(rate_in(sides[name], args.bench, arguments, Path(scratch)))
-                print(
-                    f"round {number + 1}: ours {rates['ours'][-1]:,.1f}, base {rates['base'][-1]:,.1f}",
-                    flush=True,
-                )
+                    rates[name].append(rates_in(sides[name], args.bench, arguments, Path(scratch)))
+                print(f"round {number + 1} of {args.rounds}", flush=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ratios = [ours / base for ours, base in zip(rates["ours"], rates["base"], strict=True)]
-    ratio = statistics.median(ratios)
-    print(
-        f"ratio {ratio:.3f}   bench_{args.bench}, ours over {args.base}; {min(ratios):.3f} to {max(ratios):.3f}"
-    )
+    figures = compare(rates["base"], rates["ours"])
+    for name, of in figures.items():
+        old, new = (statistics.median(of["rates"][side]) for side in ("base", "ours"))
+        print(
+            f"ratio {of['ratio']:.3f} ({min(of['ratios']):.3f} to {max(of['ratios']):.3f})   ours {new:,.1f}, "
+            f"base {old:,.1f}   {name}"
+        )
     if args.json:
-        report = {"benchmark": "revisions", "bench": args.bench, "base": args.base, "ratio": ratio}
-        hardware.write_json(args.json, report | {"ratios": ratios, "rates": rates})
-    return int(args.within is not None and ratio < 1 - args.within)
+        report = {"benchmark": "revisions", "bench": args.bench, "base": args.base, "figures": figures}
+        hardware.write_json(args.json, report)
+    return int(args.within is not None and min(of["ratio"] for of in figures.values()) < 1 - args.within)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
-    add("--keep", action="store_true", help="leave the folders of finished runs in RUN/runs, to fine-tune their models")
+    add(
+        "--keep",
+        action="store_true",
+        help="leave the folders of finished runs in RUN/runs, to fine-tune their models",
+    )
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the track's table (and make --plot)")
     add("--plot", type=Path, help="all curves of the track, .svg or .png")

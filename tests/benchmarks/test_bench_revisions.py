@@ -47,7 +47,7 @@ def test_the_ratio_of_two_trees(trees: Path, capsys: pytest.CaptureFixture[str])
         assert bench_revisions.main([*options, *within, "--", "--log", str(trees / "log")]) == code
     order = (trees / "log").read_text().split()
     assert order[:6] == ["ours", "base", "base", "ours", "ours", "base"]
-    found = json.loads((trees / "r.json").read_text())
+    found = json.loads((trees / "r.json").read_text())["figures"]["rows/s"]
     assert len(found["ratios"]) == 3 and found["ratio"] == pytest.approx(191 / 200)
     assert "0.945 to 0.955" in capsys.readouterr().out
 
@@ -59,3 +59,22 @@ def test_a_benchmark_that_fails_and_a_revision_that_is_none(
     assert "bench_step.py" in capsys.readouterr().err
     assert bench_revisions.main(["--base", "no-such-revision", "--bench", "data"]) == 2
     assert "no-such-revision" in capsys.readouterr().err
+
+
+def test_operations_are_compared_one_by_one_where_both_trees_have_them() -> None:
+    def measured(**seconds: float) -> dict[str, float]:
+        results = [
+            {
+                "op": op,
+                "size": "8 x 4",
+                "what": "forward",
+                "seconds": {"ours": {"p50": s}, "torch": {"p50": 9}},
+            }
+            for op, s in seconds.items()
+        ]
+        return bench_revisions.RATES["ops"]({"results": results})
+
+    base = [measured(layer=0.5, mlm_loss=1.0), measured(layer=0.5, mlm_loss=2.0)]
+    found = bench_revisions.compare(base, [measured(layer=0.25, other=1.0), measured(layer=1.0, other=1.0)])
+    assert list(found) == ["layer 8 x 4, forward, calls/s"]
+    assert found["layer 8 x 4, forward, calls/s"]["ratios"] == [2.0, 0.5]
