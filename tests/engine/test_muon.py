@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megabert.config import OptimizerConfig
 from megabert.engine import optimizers
+from megabert.engine.deepspeed_import import import_deepspeed
 from megabert.engine.muon import Matrix, find_matrices, orthogonalize, plan_exchange, share_out
 from megabert.engine.optimizers import Segment
 from tests.engine.test_deepspeed_engine import allow_fp16
@@ -202,8 +203,7 @@ def test_runs_in_fewer_bits_and_recorded_ones_learn_and_skip(name, one):
 
 def deepspeeds_own(world: Any) -> dict[str, Tensor]:
     """Weights after the same updates by what DeepSpeed makes of `"type": "Muon"`."""
-    import deepspeed
-
+    deepspeed = import_deepspeed(world)
     model = tiny.model(tiny.config())
     params = {"lr": LR, "momentum": 0.95, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
     params["torch_adam"] = True  # its own Adam would be compiled first, for minutes
