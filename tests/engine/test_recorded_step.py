@@ -87,11 +87,11 @@ class Shared:
 
 
 def with_and_without(world: Any) -> dict[str, Any]:
-    """Both ways: on 1 rank with 4 micro-steps an update, all recorded, by the native operations where they are built; on 2
+    """Both ways, by the native operations where they are built: on 1 rank with 4 micro-steps an update, all recorded; on 2
     ranks with 2, of which the last one is not."""
     found: dict[str, Any] = {}
-    native = world.size == 1 and not ops.MISSING
-    chosen = dict.fromkeys(("ops__attention", "ops__mlm_loss", "ops__layer"), "native") if native else {}
+    parts = ("ops__attention", "ops__mlm_loss", "ops__layer")
+    chosen = {} if ops.MISSING else dict.fromkeys(parts, "native")
     for name, graphs in (("eager", False), ("recorded", True)):
         cfg = tiny.config(
             precision="bf16",
@@ -126,6 +126,10 @@ def with_and_without(world: Any) -> dict[str, Any]:
     return found
 
 
+# The dropout of torch's backends, of tensors on the CPU alone (`row_dropout.follows_rows`).
+ON_THE_HOST = set() if not ops.MISSING else {"tolist in row_dropout.py:dropout"}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_20_recorded_updates_are_the_eager_ones(ranks):
@@ -133,4 +137,5 @@ def test_20_recorded_updates_are_the_eager_ones(ranks):
         assert found["eager"] == found["recorded"]
         skipped = [step for step, (_, _, skipped) in enumerate(found["recorded"]) if skipped]
         assert skipped == [VETOED] and len(found["recorded"]) == (STEPS if ranks == 1 else 8)
-        assert found["recorded, places"] == 1 and found["recorded, reads"] == {}
+        assert found["recorded, places"] == 1
+        assert found["recorded, reads"].keys() <= ON_THE_HOST

@@ -307,7 +307,9 @@ def test_bf16_weights_train(norm: str, choice: OpsConfig) -> None:
     assert all(torch.isfinite(g).all() for g in grads.values())
 
 
-@pytest.mark.parametrize("choice", [native, pytest.param(fused_softmax, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "choice", [native, pytest.param(FUSED_SOFTMAX, marks=[needs_library, pytest.mark.slow])]
+)
 def test_twenty_bf16_steps_are_torchs_and_repeat_bit_for_bit(choice: OpsConfig) -> None:
     def losses(choice: OpsConfig) -> list[float]:
         built = model(choice, dropout=0.0, attention_dropout=0.0).bfloat16()
