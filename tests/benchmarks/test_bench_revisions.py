@@ -76,5 +76,5 @@ def test_operations_are_compared_one_by_one_where_both_trees_have_them() -> None
 
     base = [measured(layer=0.5, mlm_loss=1.0), measured(layer=0.5, mlm_loss=2.0)]
     found = bench_revisions.compare(base, [measured(layer=0.25, other=1.0), measured(layer=1.0, other=1.0)])
-    assert list(found) == ["layer 8 x 4, forward, calls/s"]
-    assert found["layer 8 x 4, forward, calls/s"]["ratios"] == [2.0, 0.5]
+    assert list(found) == ["layer 8 x 4, ours, calls/s"]
+    assert found["layer 8 x 4, ours, calls/s"]["ratios"] == [2.0, 0.5]
