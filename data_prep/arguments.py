@@ -105,6 +105,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--decontaminate", nargs="+", default=[], metavar="FILE",
         help="evaluation files (TSV, CSV, JSON, JSON lines, CoNLL, lines): documents that overlap with a text of theirs are "
         "dropped and listed in DIR/contaminated.jsonl")  # fmt: skip
+    add("--drop-urls", nargs="+", default=[], metavar="FILE",
+        help="lists of hosts and URLs, one a line (# begins a comment, .gz is read): documents of these hosts, of what is below "
+        "them, or of these pages are dropped")  # fmt: skip
+    add("--url-field", metavar="NAME",
+        help="field or column that holds a document's URL (default: url; WikiExtractor's documents say it in their tag)")  # fmt: skip
     add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
         help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
@@ -164,6 +169,8 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
     """What decides the bytes of a build. Raises BadInput for a rule that is none and for what does not go together."""
     if "none" in args.dedup and len(args.dedup) > 1:
         raise BadInput("--dedup: none stands alone")
+    if args.url_field and not args.drop_urls:
+        raise BadInput(f"--url-field: {args.url_field} takes --drop-urls")
     return BuildOptions(
         seq_lens=tuple(args.seq_len),
         max_sequences=args.max_sequences,
@@ -182,6 +189,7 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         quality=_classifier("quality", args.quality_model, args.quality_label, args.min_quality),
         mask=tuple(name for name in masking.KINDS if name in args.mask),
         decontaminate=tuple(args.decontaminate),
+        drop_urls=tuple(args.drop_urls),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
         vocab_size=args.vocab_size,
         model_type=args.model_type,
@@ -190,7 +198,13 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         sample_alpha=args.sample_alpha,
         rows_per_shard=args.rows_per_shard,
         read=ReadOptions(
-            args.format, args.text_documents, args.text_field, args.keep_titles, args.encoding, args.split
+            format=args.format,
+            text_documents=args.text_documents,
+            text_field=args.text_field,
+            keep_titles=args.keep_titles,
+            encoding=args.encoding,
+            split=args.split,
+            url_field=(args.url_field or "url") if args.drop_urls else "",
         ),
     )
 

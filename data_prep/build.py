@@ -21,6 +21,7 @@ from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
 from data_prep.filters import classifiers
+from data_prep.filters.url_lists import UrlList
 from data_prep.options import BuildOptions
 from data_prep.pipeline import Made, Ready, Stages, make_ready, run_stages
 from data_prep.readers.tasks import Corpus, Piece, list_pieces
@@ -196,6 +197,7 @@ def account_of(
         digest.update(repr(piece).encode())
     named = {
         "evaluation files": {file.path: file.sha256 for file in decontaminate.files(options.decontaminate)},
+        "url lists": {path: UrlList.of(path).sha256 for path in options.drop_urls},
         "models": {c.path: classifiers.digest(c.path) for c in (options.language, options.quality) if c},
     }
     return {name: files for name, files in named.items() if files} | {
@@ -217,6 +219,8 @@ def account_of(
 def own_options(corpus: Corpus) -> dict[str, Any]:
     """What a corpus reads and keeps in its own way, as accounts list it."""
     own: dict[str, Any] = {} if corpus.read is None else {"read": asdict(corpus.read)}
+    if corpus.read is not None and not corpus.read.url_field:
+        del own["read"]["url_field"]
     if corpus.languages is not None:
         own["languages"] = list(corpus.languages)
     return own if corpus.filters is None else own | {"filters": list(corpus.filters)}

@@ -24,6 +24,7 @@ TRAINING = (
 LATER: dict[str, Any] = {
     "cut": "sentences",
     "decontaminate": (),
+    "drop_urls": (),
     "mask": (),
     "language": None,
     "quality": None,
@@ -64,6 +65,7 @@ class BuildOptions:
     mask: tuple[str, ...] = ()  # what is masked in texts: text.masking.KINDS
     rules: Rules = field(default_factory=Rules)
     decontaminate: tuple[str, ...] = ()  # files of evaluation texts that no document may overlap with
+    drop_urls: tuple[str, ...] = ()  # lists of hosts and URLs whose documents are dropped
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
@@ -147,8 +149,9 @@ class BuildOptions:
         for name in rules.LATER:
             if listed["rules"][name] is None:
                 del listed["rules"][name]
-        if listed["read"]["split"] == ReadOptions.split:
-            del listed["read"]["split"]
+        for name in ("split", "url_field"):
+            if listed["read"][name] == getattr(ReadOptions, name):
+                del listed["read"][name]
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)

@@ -17,10 +17,21 @@ from tqdm import tqdm
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage
 from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
+from data_prep.filters.url_lists import UrlList
 from data_prep.readers.documents import LATER_RULES
 from data_prep.readers.tasks import Piece, Task, group
 from data_prep.report import pair_checks, summary
-from data_prep.stages import decontaminate, dedup, read, sequences, shuffle, train_tokenizer, unpack, write
+from data_prep.stages import (
+    decontaminate,
+    dedup,
+    read,
+    sequences,
+    shuffle,
+    train_tokenizer,
+    unpack,
+    url_list,
+    write,
+)
 from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data.tokenizer import Tokenizer
@@ -108,6 +119,9 @@ class Ready:
 
 def make_ready(stages: Stages, job: Job, pieces: list[tuple[int, Piece]], given: Tokenizer | None) -> Ready:
     tasks, unpacked = _tasks(stages, job, pieces)
+    if job.options.drop_urls:
+        lists = tuple(UrlList.of(path) for path in job.options.drop_urls)
+        stages.map("URL lists", url_list.index, job, [lists], unit="list")
     tokenizer = _tokenizer(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
     if job.options.decontaminate:
@@ -125,6 +139,8 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
     if unpacked:
         stages.journal.consume(unpacked, documents)
+    if options.drop_urls:
+        url_list.check(total(documents.results), options.read.url_field, allow)
     if options.decontaminate:
         stages.map("list", decontaminate.collect, job, [len(tasks)])
     compared, mask = _mark_duplicates(stages, job, documents)

@@ -15,6 +15,7 @@ class ReadOptions:
     """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
 
     `text_field` is as `megabert.common.fields` takes it, `split` the part of a saved dataset that is read, or "all".
+    `url_field` holds a document's URL; "" where nobody asks for it.
     """
 
     format: str = AUTO
@@ -23,6 +24,7 @@ class ReadOptions:
     keep_titles: bool = False
     encoding: str = AUTO
     split: str = "train"
+    url_field: str = ""
 
     @staticmethod
     def choices(name: str) -> tuple[str, ...]:
@@ -93,3 +95,4 @@ class Document:
     offset: int
     text: bytes | str
     markup: bool
+    url: str | None = None  # where it is known and asked for

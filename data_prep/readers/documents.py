@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
@@ -111,7 +112,8 @@ def _elements(
     for offset, body in formats.split_elements(chunks, begin, piece.format, path, problems, edge):
         if piece.format == "wiki":
             text = formats.wiki_body(body, options.keep_titles)
-            yield Document(path, offset + len(body) - len(text), text, True)
+            url = formats.wiki_url(body) if options.url_field else None
+            yield Document(path, offset + len(body) - len(text), text, True, url)
         elif (article := mediawiki.article(body, offset, path, options.keep_titles, problems)) is not None:
             yield Document(path, offset, article, True)
 
@@ -154,14 +156,17 @@ def _lines(
         if offset < start:
             continue
         if piece.format == "jsonl":
-            text = _json_text(body, offset, path, options, problems)
-            if text is not None:
-                yield Document(path, offset, text, False)
+            record = _json_text(body, offset, path, options, problems)
+            if record is not None:
+                yield Document(path, offset, record[0], False, record[1])
         else:
             yield Document(path, offset, body, False)
 
 
-def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems) -> str | None:
+def _json_text(
+    line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems
+) -> tuple[str, str | None] | None:
+    """(text, URL) of a record; None where there is no text."""
     field = options.text_field
     try:
         record = json.loads(line.decode())
@@ -191,4 +196,14 @@ def _json_text(line: bytes, offset: int, path: str, options: ReadOptions, proble
     joined = fields.join(texts)
     if joined is None:
         problems.dropped[formats.NULL] += 1
-    return joined
+        return None
+    return joined, _json_url(record, options.url_field) if options.url_field else None
+
+
+def _json_url(record: dict[str, Any], field: str) -> str | None:
+    """The URL of a record, None where it has none that is a text."""
+    try:
+        url = fields.find(record, field)
+    except KeyError:
+        return None
+    return url if isinstance(url, str) else None

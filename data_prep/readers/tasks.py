@@ -327,11 +327,9 @@ def read_piece(
 def _documents(piece: Piece, options: ReadOptions, problems: Problems, folder: str) -> Iterator[Document]:
     for part in [piece] if piece.opened else _opened(piece, options, problems):
         if part.format in TABLES:
-            rows = arrow.read_table(
-                part.path, part.format, part.start, part.end, options.text_field, problems
-            )
-            for row, text in rows:
-                yield Document(part.path, row, text, False)
+            rows = arrow.read_table(part.path, part.format, part.start, part.end, options, problems)
+            for row, text, url in rows:
+                yield Document(part.path, row, text, False, url)
         else:
             yield from documents.text_documents(part, options, problems, folder)
 

@@ -73,6 +73,8 @@ def render(s: dict[str, Any]) -> str:
         _table(list(s["dropped"]["reasons"].items()), ("reason", "documents")),
         f"<p>{s['dropped']['repeated_paragraphs']:,} repeated paragraphs.</p>",
     ]
+    if "without_url" in s["dropped"]:
+        parts.append(f"<p>{s['dropped']['without_url']:,} documents have no URL and stayed.</p>")
     for reason, texts in s["examples"].items():
         quotes = "".join(f"<blockquote>{html.escape(text)}</blockquote>" for text in texts)
         parts.append(f"<h3>{html.escape(reason)}</h3>{quotes}")

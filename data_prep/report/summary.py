@@ -10,6 +10,7 @@ from typing import Any
 
 from data_prep.common.errors import Problems
 from data_prep.executor.work_files import Done, total
+from data_prep.filters.url_lists import WITHOUT_URL
 from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
 from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
@@ -93,7 +94,8 @@ def facts(
             "reasons": dict(sorted(everything.dropped.items())),
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
         }
-        | ({"lines": lines} if (lines := _lines(everything)) else {}),
+        | ({"lines": lines} if (lines := _lines(everything)) else {})
+        | ({"without_url": everything.counts[WITHOUT_URL]} if account["options"].get("drop_urls") else {}),
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")}
         | {name: everything.counts[name] for name in MASKED if everything.counts[name]},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
@@ -142,6 +144,8 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     ]  # fmt: skip
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
+    if without := dropped.get("without_url"):
+        lines.insert(2, ("", f"{without:,} documents have no URL and stayed"))
     if (untold := s["untold"])["files"]:
         said = (
             f"{untold['files']:,} text files do not tell what a document is: each was taken as one, cut every 8 MiB, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from data_prep.common.errors import Problems
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.filters import quality, rules
+from data_prep.filters.url_lists import WITH_URL, WITHOUT_URL
 from data_prep.readers.tasks import Task, read_piece
-from data_prep.stages import decontaminate
+from data_prep.stages import decontaminate, url_list
 from data_prep.text import clean, masking, minhash
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from megabert.data.tokenizer import Tokenizer
@@ -41,8 +43,16 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
     return _encoders[key]
 
 
-def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tuple[list[str], int]]:
-    """(paragraphs, UTF-8 bytes) of each document of a task."""
+class Text(NamedTuple):
+    """A cleaned document; `size` is that of its text as it was read, in UTF-8 bytes."""
+
+    paragraphs: list[str]
+    size: int
+    url: str | None
+
+
+def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text]:
+    """The documents of a task."""
     clock = time.perf_counter
     before = clock()
     for piece in task.pieces:
@@ -63,7 +73,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[tupl
             done.counts["control characters"] += controls
             if job.options.mask:
                 text = masking.mask(text, job.options.mask, done.counts)
-            found = clean.paragraphs(text, document.markup, done.counts), len(raw)
+            found = Text(clean.paragraphs(text, document.markup, done.counts), len(raw), document.url)
             done.seconds["clean"] += clock() - before
             yield found
             before = clock()
@@ -83,13 +93,13 @@ def _read_task(job: Job, task: Task) -> Done:
     done, problems = Done(size=task.size), Problems(job.on_error)
     encoder = encoder_of(job)[1]
     with _TaskFiles(job, task, done) as out:
-        pending: list[tuple[list[str], int]] = []
+        pending: list[Text] = []
         clock = time.perf_counter
-        for paragraphs, size in texts(task, job, done, problems):
+        for text in texts(task, job, done, problems):
             before = clock()
-            encoder.add(paragraphs)
+            encoder.add(text.paragraphs)
             done.seconds["encode"] += clock() - before
-            pending.append((paragraphs, size))
+            pending.append(text)
             if encoder.pending >= CHARACTERS_AT_ONCE:
                 out.add(_encode(encoder, done), pending)
                 pending = []
@@ -136,13 +146,13 @@ class _TaskFiles:
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
         return self
 
-    def add(self, batch: DocumentBatch, texts: list[tuple[list[str], int]]) -> None:
-        """Judge and keep documents; `texts` holds their (paragraphs, bytes)."""
+    def add(self, batch: DocumentBatch, texts: list[Text]) -> None:
+        """Judge and keep documents, whose words `batch` holds."""
         done, job = self._done, self._job
         before = time.perf_counter()
         table = np.zeros(len(texts), DOCUMENT)
         table["hash"] = quality.document_hashes(batch.words, job.options.seed)
-        table["bytes"] = [size for _, size in texts]
+        table["bytes"] = [text.size for text in texts]
         table["sentences"] = batch.encoded.document_sizes
         table["tokens"] = batch.encoded.document_tokens()
         done.counts["documents read"] += len(table)
@@ -191,9 +201,7 @@ class _TaskFiles:
         table["hash"] = quality.document_hashes(left.words, self._job.options.seed)
         return left
 
-    def _judge(
-        self, batch: DocumentBatch, table: np.ndarray, texts: list[tuple[list[str], int]]
-    ) -> np.ndarray:
+    def _judge(self, batch: DocumentBatch, table: np.ndarray, texts: list[Text]) -> np.ndarray:
         """bool [d]: the documents to keep; the others are counted under their reasons."""
         verdicts = quality.judge(batch.words, self._rules)
         reasons = {number: rules.REASONS[number] for number in np.unique(verdicts[verdicts > 0]).tolist()}
@@ -203,6 +211,9 @@ class _TaskFiles:
         if self._weight < 1:
             codes[(codes == 0) & ~hashing.chosen(table["hash"], self._weight)] = -2
             reasons[-2] = "left out by weight"
+        if self._job.options.drop_urls:
+            reasons[-6] = url_list.REASON
+            self._drop_listed(codes, texts)
         if self._job.options.decontaminate:
             reasons[-3] = decontaminate.REASON
             self._drop_overlaps(batch, codes, texts)
@@ -211,11 +222,12 @@ class _TaskFiles:
             if classifier:
                 reasons[number] = reason
                 for i in np.flatnonzero(codes == 0).tolist():
-                    if not classifier.keeps(" ".join(texts[i][0])):
+                    if not classifier.keeps(" ".join(texts[i].paragraphs)):
                         codes[i] = number
         for number, reason in reasons.items():
             here = np.flatnonzero(codes == number)
-            examples = [" ".join(" ".join(texts[i][0]).split()) for i in here[: work_files.EXAMPLES].tolist()]
+            few = [texts[i].paragraphs for i in here[: work_files.EXAMPLES].tolist()]
+            examples = [" ".join(" ".join(paragraphs).split()) for paragraphs in few]
             self._done.drop(
                 reason,
                 len(here),
@@ -225,15 +237,21 @@ class _TaskFiles:
             )
         return codes == 0
 
-    def _drop_overlaps(
-        self, batch: DocumentBatch, codes: np.ndarray, texts: list[tuple[list[str], int]]
-    ) -> None:
+    def _drop_listed(self, codes: np.ndarray, texts: list[Text]) -> None:
+        """Give the kept documents whose URL is listed the code -6, and count those that have none."""
+        listed = url_list.opened(self._job)
+        for i, text in enumerate(texts):
+            self._done.counts[WITH_URL if text.url else WITHOUT_URL] += 1
+            if text.url and codes[i] == 0 and text.url in listed:
+                codes[i] = -6
+
+    def _drop_overlaps(self, batch: DocumentBatch, codes: np.ndarray, texts: list[Text]) -> None:
         """Give the kept documents that overlap with an evaluation text the code -3, and list them."""
         lines = ""
         for match in decontaminate.find(self._job, batch.words):
             if codes[match.document] == 0:
                 codes[match.document] = -3
-                text = " ".join(" ".join(texts[match.document][0]).split())
+                text = " ".join(" ".join(texts[match.document].paragraphs).split())
                 lines += decontaminate.listed(self._job, match, text)
         self._files["contaminated"].write(np.frombuffer(lines.encode("utf-8", "replace"), np.uint8))
 
