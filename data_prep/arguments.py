@@ -112,6 +112,8 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="field or column that holds a document's URL (default: url; WikiExtractor's documents say it in their tag)")  # fmt: skip
     add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
         help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
+    add("--dedup-substrings", type=int, default=d.dedup_substrings, metavar="N",
+        help="cut out any N words in a row that were there before, and what is longer, wherever it begins; 50 is usual, 0 cuts none")  # fmt: skip
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
     g = p.add_argument_group("rows")
     add = g.add_argument
@@ -191,6 +193,7 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         decontaminate=tuple(args.decontaminate),
         drop_urls=tuple(args.drop_urls),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
+        dedup_substrings=args.dedup_substrings,
         vocab_size=args.vocab_size,
         model_type=args.model_type,
         lowercase=args.lowercase,

@@ -14,6 +14,7 @@ from data_prep.text.clean import Form
 
 BLOCK_ROWS = 256
 SHORTEST_SENTENCE = 8  # tokens
+SHORTEST_SUBSTRING = 8  # words; what is shorter every text repeats
 DEDUP = ("documents", "near", "paragraphs")
 TRAINING = (
     *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
@@ -25,6 +26,7 @@ LATER: dict[str, Any] = {
     "cut": "sentences",
     "decontaminate": (),
     "drop_urls": (),
+    "dedup_substrings": 0,
     "mask": (),
     "language": None,
     "quality": None,
@@ -67,6 +69,7 @@ class BuildOptions:
     decontaminate: tuple[str, ...] = ()  # files of evaluation texts that no document may overlap with
     drop_urls: tuple[str, ...] = ()  # lists of hosts and URLs whose documents are dropped
     dedup: tuple[str, ...] = ("documents",)
+    dedup_substrings: int = 0  # words in a row that are cut out where they were there before; 0: none are
     vocab_size: int = 30_000
     model_type: str = "unigram"
     model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
@@ -98,6 +101,7 @@ class BuildOptions:
             ("sample_alpha", 0, 1),
             ("character_coverage", 0.9, 1),
             ("max_sentence", 0, 8192),
+            ("dedup_substrings", 0, 10_000),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
             value = getattr(self, name)
@@ -106,6 +110,10 @@ class BuildOptions:
         if 0 < self.max_sentence < SHORTEST_SENTENCE:
             raise BadInput(
                 f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}"
+            )
+        if 0 < self.dedup_substrings < SHORTEST_SUBSTRING:
+            raise BadInput(
+                f"--dedup-substrings: must be 0 or at least {SHORTEST_SUBSTRING}, is {self.dedup_substrings}"
             )
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")

@@ -27,6 +27,7 @@ from data_prep.stages import (
     read,
     sequences,
     shuffle,
+    substrings,
     train_tokenizer,
     unpack,
     url_list,
@@ -150,6 +151,8 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
         sequences.Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
         for task, done in zip(tasks, documents.results, strict=True)
     ]
+    if options.dedup_substrings:
+        kept = _cut_substrings(stages, job, kept, compared)
 
     datasets = []
     for seq_len, place in output_folder.folders(folder, options.seq_lens).items():
@@ -219,6 +222,18 @@ def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[S
     found = find_duplicates(stages, job, dedup.Runs("paragraphs", "keep", tasks), paragraphs, made)
     made.append(stages.map("trim", dedup.mask_paragraphs, job, dedup.task_masks(tasks, [found])))
     return made, "trim"
+
+
+def _cut_substrings(
+    stages: Stages, job: Job, kept: list[sequences.Kept], made: list[Stage]
+) -> list[sequences.Kept]:
+    """What tasks keep without substrings that were there before; the stages that it took are added to `made`."""
+    windows = stages.map("windows", substrings.windows, job, kept)
+    count = sum(done.facts["windows"] for done in windows.results)
+    found = find_duplicates(stages, job, dedup.Runs(substrings.KIND, "windows", len(kept)), count, made)
+    stages.journal.consume(windows, made[-1])
+    made.append(stages.map("cut", substrings.cut, job, substrings.cuts(kept, found)))
+    return [replace(its, cut=True) for its in kept]
 
 
 def find_duplicates(

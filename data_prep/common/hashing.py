@@ -39,6 +39,25 @@ def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
     return found
 
 
+def of_windows(parts: np.ndarray, size: int) -> np.ndarray:
+    """uint64 [n - size + 1]: a hash of each `size` neighbours among the hashes `parts` [n]; [0] where there are fewer.
+
+    Runs of 1, 2, 4, … are made from two of half their length, and a window from those that its length is a sum of.
+    """
+    count = max(len(parts) - size + 1, 0)
+    found: np.ndarray | None = None
+    done, length, run = 0, 1, parts
+    while length <= size:
+        if size & length:
+            part = run[done : done + count]
+            found = part.copy() if found is None else mix64(found * GOLDEN64 + part)
+            done += length
+        run = mix64(run[: max(len(run) - length, 0)] * GOLDEN64 + run[length:])
+        length *= 2
+    assert found is not None
+    return found
+
+
 def chosen(hashes: np.ndarray, share: float) -> np.ndarray:
     """bool [n]: a fair `share` of uniform `hashes`, independent of what a limit on the hashes themselves would choose."""
     return mix64(hashes ^ GOLDEN64) < np.uint64(min(int(share * (1 << 64)), (1 << 64) - 1))

@@ -75,6 +75,8 @@ def render(s: dict[str, Any]) -> str:
     ]
     if "without_url" in s["dropped"]:
         parts.append(f"<p>{s['dropped']['without_url']:,} documents have no URL and stayed.</p>")
+    if cut := s["dropped"].get("repeated_substrings"):
+        parts.append(f"<p>{cut:,} repeated substrings of {s['dropped']['words_of_substrings']:,} words.</p>")
     for reason, texts in s["examples"].items():
         quotes = "".join(f"<blockquote>{html.escape(text)}</blockquote>" for text in texts)
         parts.append(f"<h3>{html.escape(reason)}</h3>{quotes}")

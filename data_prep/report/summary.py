@@ -95,6 +95,7 @@ def facts(
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
         }
         | ({"lines": lines} if (lines := _lines(everything)) else {})
+        | (_substrings(everything) if account["options"].get("dedup_substrings") else {})
         | ({"without_url": everything.counts[WITHOUT_URL]} if account["options"].get("drop_urls") else {}),
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")}
         | {name: everything.counts[name] for name in MASKED if everything.counts[name]},
@@ -107,6 +108,14 @@ def facts(
             if name in everything.histograms
         },
         "datasets": datasets,
+    }
+
+
+def _substrings(everything: Done) -> dict[str, int]:
+    """Substrings that were cut, and the words in them."""
+    return {
+        "repeated_substrings": everything.counts["repeated substrings"],
+        "words_of_substrings": everything.counts["words of repeated substrings"],
     }
 
 
@@ -144,6 +153,10 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     ]  # fmt: skip
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
+    if cut := dropped.get("repeated_substrings"):
+        lines.insert(
+            2, ("", f"{cut:,} repeated substrings ({dropped['words_of_substrings']:,} words) cut out")
+        )
     if without := dropped.get("without_url"):
         lines.insert(2, ("", f"{without:,} documents have no URL and stayed"))
     if (untold := s["untold"])["files"]:

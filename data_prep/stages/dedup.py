@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
+from data_prep.executor.work_files import (
+    DOCUMENT,
+    KEYED,
+    PARAGRAPH,
+    SUBSTRING,
+    TASK_SHIFT,
+    Done,
+    Job,
+    Writer,
+)
 from data_prep.stages import read
 from data_prep.text import minhash
 
@@ -38,7 +47,8 @@ class Runs:
     def open(self, job: Job, first: int = 0, runs: int | None = None) -> list[np.ndarray]:
         last = self.count if runs is None else first + runs
         names = (f"{self.source}-{run:07d}.{self.kind}-keys" for run in range(first, last))
-        return [work_files.mapped(job, name, KEYED) for name in names]
+        dtype = SUBSTRING if self.kind == "substrings" else KEYED
+        return [work_files.mapped(job, name, dtype) for name in names]
 
 
 @dataclass(frozen=True)
@@ -154,12 +164,25 @@ def find(job: Job, part: KeyRange) -> Done:
     )
     if kind == "near":
         dropped, kept = _near(job, records)
+    elif kind == "substrings":
+        dropped, kept = _again(records)
     else:
         dropped, kept = minhash.exact_duplicates(records["key"], records["number"])
     found = np.empty(len(dropped), PARTNERS)
     found["number"], found["kept"] = dropped, kept
     work_files.write(job, f"{kind}-{part.index:06d}.drop", found, done)
     return done
+
+
+def _again(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of each of SUBSTRING `records` that an earlier one equals, ascending; that of the first of these)."""
+    records = records[np.lexsort((records["number"], records["check"], records["key"]))]
+    first = np.ones(len(records), bool)
+    first[1:] = (records["key"][1:] != records["key"][:-1]) | (records["check"][1:] != records["check"][:-1])
+    kept = records["number"][first][np.cumsum(first) - 1]
+    dropped, kept = records["number"][~first], kept[~first]
+    order = np.argsort(dropped)
+    return dropped[order], kept[order]
 
 
 def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +226,7 @@ def _of_tasks(drops: np.ndarray, first: int, tasks: int) -> np.ndarray:
     return np.array(drops[low:high])
 
 
-def _dropped(job: Job, task: int, drops: Drops) -> tuple[np.ndarray, np.ndarray]:
+def dropped(job: Job, task: int, drops: Drops) -> tuple[np.ndarray, np.ndarray]:
     """(place in the task, number that was kept) of what is dropped of a task, each place once."""
     found = np.concatenate([_of_tasks(part, task, 1) for part in drops.open(job)])
     places, first = np.unique(work_files.task_and_place(found["number"])[1], return_index=True)
@@ -219,7 +242,7 @@ def mask_documents(job: Job, item: TaskMask) -> Done:
     keep = np.ones(len(table), bool)
     starts = np.cumsum(table["tokens"], dtype=np.int64) - table["tokens"]
     for drops in item.drops:
-        places, kept = _dropped(job, item.task, drops)
+        places, kept = dropped(job, item.task, drops)
         new = keep[places]
         places, kept = places[new], kept[new]
         keep[places] = False
@@ -259,7 +282,7 @@ def mask_paragraphs(job: Job, item: TaskMask) -> Done:
     before = work_files.read(job, f"keep-{item.task:07d}.mask", "bool")
     (drops,) = item.drops
     repeated = np.zeros(len(paragraphs), bool)
-    repeated[_dropped(job, item.task, drops)[0]] = True
+    repeated[dropped(job, item.task, drops)[0]] = True
     after = before & ~np.repeat(repeated, paragraphs["sentences"])
     work_files.write(job, f"trim-{item.task:07d}.mask", after, done)
     lengths = work_files.read(job, f"read-{item.task:07d}.sentences", "uint32")

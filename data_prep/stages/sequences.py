@@ -26,23 +26,31 @@ _AT_ONCE = 1 << 15  # sequences written together
 
 @dataclass(frozen=True)
 class Kept:
-    """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim)."""
+    """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim).
+
+    `cut`: repeated substrings are to be left out of that, too.
+    """
 
     task: int
     units: tuple[int, ...]
     corpus: int
     mask: str
+    cut: bool = False
 
     def load(self, job: Job) -> list[tuple[np.ndarray, Encoded]]:
         """(DOCUMENT [d], documents) of each unit; a document that was dropped has size 0."""
         table, units = read.load(job, self.task, list(self.units))
         mask = work_files.read(job, f"{self.mask}-{self.task:07d}.mask", "bool") if self.mask else None
-        parts, d, s = [], 0, 0
+        of_tokens = work_files.mapped(job, f"cut-{self.task:07d}.mask", "bool") if self.cut else None
+        parts, d, s, t = [], 0, 0, 0
         for unit in units:
             d_end, s_end = d + len(unit.document_sizes), s + len(unit.sentence_lengths)
             left = unit if mask is None else unit.select_sentences(mask[s:s_end])
+            t_end = t + len(left.tokens)
+            if of_tokens is not None:
+                left = left.select_tokens(np.asarray(of_tokens[t:t_end]))
             parts.append((table[d:d_end], left))
-            d, s = d_end, s_end
+            d, s, t = d_end, s_end, t_end
         return parts
 
 

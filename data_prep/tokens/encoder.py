@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.common.errors import BadInput
+from data_prep.common.hashing import sums
 from data_prep.common.lexicon import Lexicon, word_hashes
 from data_prep.filters import quality
 from data_prep.filters.folding import FOLDED, fold
@@ -83,6 +84,15 @@ class Encoded:
         return Encoded(
             self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes
         )
+
+    def select_tokens(self, keep: np.ndarray) -> Encoded:
+        """The tokens where the bool array `keep` [t] is true; sentences without any left are gone."""
+        if keep.all():
+            return self
+        lengths = sums(keep, np.append(0, np.cumsum(self.sentence_lengths)))
+        document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
+        sizes = np.bincount(document[lengths > 0], minlength=len(self.document_sizes)).astype(np.int64)
+        return Encoded(self.tokens[keep], lengths[lengths > 0], sizes)
 
     def document_tokens(self) -> np.ndarray:
         """int64 [d]: tokens of each document."""
