@@ -171,7 +171,7 @@ def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
     elif proto.trainer_spec.treat_whitespace_as_suffix:
         problem = "treat_whitespace_as_suffix=true"
     elif UNUSED in kinds:
-        problem = "pieces marked unused"
+        problem = "pieces marked unused (a BPE model has them for added words of more than two pieces)"
     elif USER_DEFINED in kinds and kind == "bpe":
         problem = "user_defined_symbols of a BPE model"
     if problem:
