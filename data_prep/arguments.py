@@ -61,6 +61,9 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--character-coverage", type=float, default=d.character_coverage, metavar="SHARE",
         help="of the sample's characters that get a piece; 1 for small alphabets and code")  # fmt: skip
     add("--byte-fallback", action="store_true", help="pieces for bytes in place of [UNK]")
+    add("--keep-whitespace", action="store_true",
+        help="runs of spaces, tabs and line ends become tokens that decode to what they were, for code and formulas; takes "
+        "--normalization none")  # fmt: skip
     add("--lowercase", action="store_true", help="train an uncased tokenizer")
     add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
     add("--sample-alpha", type=float, default=d.sample_alpha,
@@ -194,6 +197,7 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         drop_urls=tuple(args.drop_urls),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
         dedup_substrings=args.dedup_substrings,
+        keep_whitespace=args.keep_whitespace,
         vocab_size=args.vocab_size,
         model_type=args.model_type,
         lowercase=args.lowercase,

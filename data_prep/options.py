@@ -11,6 +11,7 @@ from data_prep.filters.classifiers import Classifier
 from data_prep.filters.rules import Rules
 from data_prep.readers.tasks import Corpus, ReadOptions
 from data_prep.text.clean import Form
+from megabert.data.tokenizer import Tokenizer
 
 BLOCK_ROWS = 256
 SHORTEST_SENTENCE = 8  # tokens
@@ -34,6 +35,7 @@ LATER: dict[str, Any] = {
     "model_form": "NFKC",
     "character_coverage": 0.9995,
     "byte_fallback": False,
+    "keep_whitespace": False,
 }
 
 
@@ -75,6 +77,7 @@ class BuildOptions:
     model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
     character_coverage: float = 0.9995  # of the sample's characters; the rest is [UNK]
     byte_fallback: bool = False  # pieces for bytes in place of [UNK]
+    keep_whitespace: bool = False  # runs of spaces, tabs and line feeds become tokens, for code
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
@@ -125,6 +128,24 @@ class BuildOptions:
             )
         if self.byte_fallback and self.kind == "wordpiece":
             raise BadInput("--byte-fallback: is SentencePiece's; WordPiece has none")
+
+        if self.keep_whitespace and self.kind == "wordpiece":
+            raise BadInput(
+                "--keep-whitespace: WordPiece forgets whitespace; take --model-type unigram or bpe"
+            )
+        if self.keep_whitespace and {self.normalization, self.model_form} != {"none"}:
+            raise BadInput("--keep-whitespace: takes --normalization none, which changes no character")
+
+    def check_tokenizer(self, given: Tokenizer) -> None:
+        """Raises BadInput where a tokenizer does with whitespace other than these options say."""
+        if given.keeps_whitespace == self.keep_whitespace:
+            return
+        if self.keep_whitespace:
+            why = "is WordPiece, which forgets" if given.kind == "wordpiece" else "was not trained to keep"
+            raise BadInput(f"--keep-whitespace: {given.path} {why} whitespace; leave one of the two out")
+        raise BadInput(
+            f"--tokenizer {given.path}: keeps whitespace; give --keep-whitespace --normalization none"
+        )
 
     @property
     def kind(self) -> str:

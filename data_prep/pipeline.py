@@ -119,6 +119,8 @@ class Ready:
 
 
 def make_ready(stages: Stages, job: Job, pieces: list[tuple[int, Piece]], given: Tokenizer | None) -> Ready:
+    if given is not None:
+        job.options.check_tokenizer(given)
     tasks, unpacked = _tasks(stages, job, pieces)
     if job.options.drop_urls:
         lists = tuple(UrlList.of(path) for path in job.options.drop_urls)

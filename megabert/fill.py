@@ -55,7 +55,8 @@ class Filler:
     def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
         """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask, with more than one where the model
         was trained left to right (it has never seen a [MASK]), or for too long a text."""
-        text, pair = text.strip(), pair.strip()
+        if not self.found.tokenizer.keeps_whitespace:
+            text, pair = text.strip(), pair.strip()
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
         text, pair = self.found.tokenizer.plain(text), self.found.tokenizer.plain(pair)

@@ -73,7 +73,8 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
             done.counts["control characters"] += controls
             if job.options.mask:
                 text = masking.mask(text, job.options.mask, done.counts)
-            found = Text(clean.paragraphs(text, document.markup, done.counts), len(raw), document.url)
+            paragraphs = clean.paragraphs(text, document.markup, done.counts, job.options.keep_whitespace)
+            found = Text(paragraphs, len(raw), document.url)
             done.seconds["clean"] += clock() - before
             yield found
             before = clock()

@@ -12,6 +12,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from data_prep.stages import train_wordpiece, url_list
 from data_prep.stages.read import texts
 from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import word_facts
+from megabert.data.tokenizer import KEPT_BLANKS
 
 SAMPLED_TASKS = 128  # of a corpus
 THREADS = 2
@@ -77,18 +79,22 @@ def sample(job: Job, share: Share) -> Done:
             documents.append(text.paragraphs)
         if size <= 0:
             break
-    words = word_facts(documents, job.options.normalization, job.folds())
+    options = job.options
+    facts_of = partial(
+        word_facts, form=options.normalization, folded=job.folds(), keep_whitespace=options.keep_whitespace
+    )
+    words = facts_of(documents)
     rules = job.options_of(share.task.corpus).rules
     kept = iter((quality.judge_lines(words, rules) == 0).tolist())
     documents = [[paragraph for paragraph in paragraphs if next(kept)] for paragraphs in documents]
-    words = word_facts(documents, job.options.normalization, job.folds())
+    words = facts_of(documents)
     wanted = quality.judge(words, rules) == 0
     wanted &= quality.document_hashes(words, job.options.seed) >= job.held_limit
     lines: list[str] = []
     size = share.size
     for i in np.flatnonzero(wanted).tolist():
         for paragraph in documents[i]:
-            for sentence in sentences.split(paragraph):
+            for sentence in _lines_of(paragraph) if options.keep_whitespace else sentences.split(paragraph):
                 cut = sentence[:MAX_SENTENCE].split(" ")
                 lines.append(" ".join(clean.clean_word(word, job.options.normalization) for word in cut))
                 size -= len(sentence)
@@ -98,6 +104,15 @@ def sample(job: Job, share: Share) -> Done:
     data = "".join(line + "\n" for line in lines).encode()
     work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(data, np.uint8), done)
     return done
+
+
+def _lines_of(paragraph: str) -> list[str]:
+    """Lines of a paragraph that keeps its whitespace, each after a tab.
+
+    A tab is a symbol, as a line end is, which parts a line from the space that SentencePiece puts before it: what is learned
+    of indented lines then holds for them where they stand.
+    """
+    return ["\t" + line for line in paragraph.split("\n") if line.strip(clean.BLANKS)]
 
 
 def train_item(job: Job, count: int) -> Done:
@@ -131,6 +146,9 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         raise BadInput("--input: no text to train a tokenizer on (every file or document is empty)")
     # A model lists the options that it was given: none that was not asked for.
     given: dict[str, Any] = {"byte_fallback": True} if options.byte_fallback else {}
+    if options.keep_whitespace:
+        given |= {"user_defined_symbols": list(KEPT_BLANKS), "remove_extra_whitespaces": False}
+        given["allow_whitespace_only_pieces"] = True
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),

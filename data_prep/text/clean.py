@@ -26,6 +26,10 @@ TAG = re.compile(
     r"\b[^<>\n]{0,200}>?",
     re.IGNORECASE,
 )
+BLANKS = " \t\n"  # that --keep-whitespace keeps
+# Where a paragraph begins that keeps its whitespace: before a run of blanks with a line end, after and before something else.
+KEPT_EDGE = re.compile(r"(?<=[^ \t\n])(?=[ \t]*\n[ \t\n]*[^ \t\n])")
+KEPT_WORD = re.compile(r"[ \t\n]*[^ \t\n]+(?:[ \t\n]+\Z)?")
 BLANK_LINES = re.compile(r"\n\s*\n")
 FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
 # Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
@@ -71,16 +75,21 @@ def is_hard_wrapped(text: str) -> bool:
     return followed[len(followed) // 2] >= 40 and followed[len(followed) * 19 // 20] <= 120
 
 
-def paragraphs(text: str, markup: bool, counts: Counter[str] | None = None) -> list[str]:
+def paragraphs(
+    text: str, markup: bool, counts: Counter[str] | None = None, keep_whitespace: bool = False
+) -> list[str]:
     """Paragraphs of a document; whitespace inside them is still as it was.
 
-    `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over);
+    With `keep_whitespace` they are its lines, each with the line ends and blanks before it: joined they are the text with a
+    space before it, as SentencePiece puts one there. `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over);
     these are counted in `counts`.
     """
     if markup and "<" in text:
         text, tags = TAG.subn(" ", text)
         if counts is not None:
             counts["markup tags"] += tags
+    if keep_whitespace:
+        return KEPT_EDGE.split(" " + text) if text.strip(BLANKS) else [""]
     if not text.isascii():
         text = _part_sentences(text, counts)
     if not markup and is_hard_wrapped(text):
@@ -104,6 +113,11 @@ def _part_sentences(text: str, counts: Counter[str] | None) -> str:
     for stop in FULL_STOPS:
         text = text.replace(stop, stop + "\n")
     return text
+
+
+def kept_words(paragraph: str) -> list[str]:
+    """The words of a paragraph, each with the blanks before it and the last with those after it."""
+    return KEPT_WORD.findall(paragraph)
 
 
 def clean_word(word: str, form: Form = "NFC") -> str:

@@ -129,13 +129,18 @@ class DocumentBatch:
         return DocumentBatch(facts, sentences, np.where(keep, self.paragraph_sizes, 0))
 
 
-def word_facts(documents: list[list[str]], form: clean.Form, folded: bool = False) -> quality.WordFacts:
+def word_facts(
+    documents: list[list[str]], form: clean.Form, folded: bool = False, keep_whitespace: bool = False
+) -> quality.WordFacts:
     """Words of a few documents, each a list of paragraphs, without a cache; folded where overlaps are looked for."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
         for paragraph in paragraphs:
-            words += paragraph.split()
+            if keep_whitespace:
+                words += [word.strip(clean.BLANKS) for word in clean.kept_words(paragraph)]
+            else:
+                words += paragraph.split()
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
@@ -190,7 +195,11 @@ class WordEncoder:
 
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         """Word numbers int64 [w] of all that waits, and the word offsets int64 [p + 1] of its paragraphs."""
-        lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
+        if self.tokenizer.keeps_whitespace:
+            words = [clean.kept_words(paragraph) for paragraph in self._paragraphs]
+            lists = pa.array(words, pa.list_(pa.string()))
+        else:
+            lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         found = lists.flatten().dictionary_encode()
         distinct = found.dictionary
         hashes = word_hashes(distinct)
@@ -232,6 +241,8 @@ class WordEncoder:
     def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Encode words: WORD [w] but for start, their tokens, and FOLDED [w] where that is asked for."""
         clean_word, form = clean.clean_word, self.form
+        if self.tokenizer.keeps_whitespace:
+            return self._learn_kept(new)
         cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
         plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
         encoded = self.tokenizer.encode_batch(plain)
@@ -239,9 +250,22 @@ class WordEncoder:
             pieces = [clean_word(new[i][k : k + MAX_WORD], form) for k in range(0, len(new[i]), MAX_WORD)]
             encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
             plain[i] = "".join(pieces)
+        return self._described(plain, encoded)
+
+    def _learn_kept(self, new: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """As `_learn`, of words with the blanks around them."""
+        parts = [[word[k : k + MAX_WORD] for k in range(0, len(word), MAX_WORD)] for word in new]
+        encoded = iter(self.tokenizer.encode_chunks(list(chain.from_iterable(parts))))
+        ids = [[token for _ in its for token in next(encoded)] for its in parts]
+        return self._described([word.strip(clean.BLANKS) for word in new], ids)
+
+    def _described(
+        self, plain: list[str], encoded: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """What `_learn` returns, of words as filters see them and their tokens."""
         ends = sentences.ends(plain)
-        rows = np.zeros(len(new), WORD)
-        rows["length"] = np.fromiter(map(len, encoded), np.int32, len(new))
+        rows = np.zeros(len(plain), WORD)
+        rows["length"] = np.fromiter(map(len, encoded), np.int32, len(plain))
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = quality.describe(plain, ends)
         tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))

@@ -20,8 +20,6 @@ import functools
 import hashlib
 import os
 import re
-import sys
-import unicodedata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -32,14 +30,17 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.canonical_json import canonical
-from megabert.common.plain_text import plain, plain_with_places
+from megabert.common.plain_text import plain
 from megabert.common.scripts import begins_unit
 from megabert.data.casing import CONFIG, FIELDS, NOTHING_SAID, Casing, read_casing
+from megabert.data.offsets import places_in, without_blanks
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}  # of a SentencePiece model
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_START = "\u2581"  # SentencePiece's mark of a space before the piece
 CONTINUATION = "##"  # WordPiece's mark of a piece inside a word
+KEPT_BLANKS = ("\n", "\t")  # symbols of a SentencePiece model that keeps whitespace; spaces are its own
+USER_DEFINED = 4  # SentencePiece's number of a symbol
 MAX_BYTES = 256 << 20  # a model of a million pieces takes about 20 MB
 MAX_WORD = 100  # characters; BERT makes a longer word [UNK]
 CHUNK = 4096  # texts handed to a thread at once
@@ -57,6 +58,9 @@ class Tokenizer:
 
     kind: str
     file_name: str
+    keeps_whitespace = (
+        False  # runs of spaces, tabs and line feeds are in its ids, and decode to what they were
+    )
     processor: Any
     data: bytes
 
@@ -139,6 +143,10 @@ class Tokenizer:
         """`text` as data_prep has it before it encodes its words: without invisible characters and HTML entities."""
         return plain(text)
 
+    def encode_chunks(self, chunks: Sequence[str]) -> list[list[int]]:
+        """Token ids of parts of a text whose whitespace is kept, each as it stands there, without a space put before it."""
+        raise NotImplementedError
+
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts from anywhere, which a dataset would hold had it been built of them."""
         return self.encode_batch([self.plain(text) for text in texts])
@@ -156,7 +164,7 @@ class Tokenizer:
         as_encoded = [self.plain(text) for text in texts]
         encoded = self._encode_with_offsets(as_encoded)
         return [
-            (ids, _places_in(text, seen, _without_blanks(seen, np.array(offsets, np.int64).reshape(-1, 2))))
+            (ids, places_in(text, seen, without_blanks(seen, np.array(offsets, np.int64).reshape(-1, 2))))
             for text, seen, (ids, offsets) in zip(texts, as_encoded, encoded, strict=True)
         ]
 
@@ -172,33 +180,6 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
-
-
-@functools.cache
-def _blank() -> np.ndarray:
-    """bool [every code point]: whether Unicode calls it a separator, a control or a format character."""
-    kinds = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-    return np.array([unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
-
-
-def _without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
-    """`offsets` with each first character moved past the blanks at it: SentencePiece counts them to the token after."""
-    blank = _blank()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
-    solid = np.append(np.flatnonzero(~blank), len(text))  # characters that are none
-    offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
-    return offsets
-
-
-def _places_in(text: str, seen: str, offsets: np.ndarray) -> np.ndarray:
-    """`offsets` in the text as it was `seen` (`plain`), as offsets in the text itself."""
-    if seen == text:
-        return offsets
-    found, places = plain_with_places(text)
-    assert found == seen, "a text's plain form is one"
-    starts, ends = np.append(places[:, 0], len(text)), np.append(0, places[:, 1])
-    first = starts[offsets[:, 0]]
-    last = ends[offsets[:, 1]]
-    return np.stack([first, np.where(offsets[:, 0] == offsets[:, 1], first, last)], 1)
 
 
 def _in_brackets(piece: str) -> bool:
@@ -224,12 +205,30 @@ class _SentencePiece(Tokenizer):
     kind, file_name = "sentencepiece", "tokenizer.model"
 
     @functools.cached_property
-    def _takes_text_as_it_is(self) -> bool:
-        """Whether the model was trained on text of which nothing was changed."""
+    def _proto(self) -> Any:
         from sentencepiece import sentencepiece_model_pb2
 
         messages: Any = sentencepiece_model_pb2
-        return messages.ModelProto.FromString(self.data).normalizer_spec.name == "identity"
+        return messages.ModelProto.FromString(self.processor.serialized_model_proto())
+
+    @functools.cached_property
+    def _takes_text_as_it_is(self) -> bool:
+        """Whether the model was trained on text of which nothing was changed."""
+        return bool(self._proto.normalizer_spec.name == "identity")
+
+    def _keeps_whitespace(self) -> bool:
+        """Whether the model's flags and its pieces for line feed and tab say so; trained with --keep-whitespace."""
+        ids = [self.processor.piece_to_id(piece) for piece in KEPT_BLANKS]
+        if self.unk_id in ids:
+            return False
+        spec, pieces = self._proto.normalizer_spec, self._proto.pieces
+        symbols = all(pieces[i].type == USER_DEFINED for i in ids)
+        return bool(
+            symbols
+            and self._takes_text_as_it_is
+            and spec.add_dummy_prefix
+            and not spec.remove_extra_whitespaces
+        )
 
     def plain(self, text: str) -> str:
         return text if self._takes_text_as_it_is else plain(text)
@@ -266,9 +265,20 @@ class _SentencePiece(Tokenizer):
             and pieces[processor.encode("a a")[0]] == first
             and not any(WORD_START in p[1:].lstrip(WORD_START) for p in pieces)
         )
+        self.keeps_whitespace = self.word_local and self._keeps_whitespace()
+        if self.keeps_whitespace:  # a word may begin with a line feed or a tab
+            begins = [processor.piece_to_id(piece) for piece in KEPT_BLANKS]
+            self.word_start[begins] = self.unit_start[begins] = True
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return self.processor.encode(list(texts), out_type=int, num_threads=threads)
+
+    def encode_chunks(self, chunks: Sequence[str]) -> list[list[int]]:
+        # A symbol before a chunk takes the space that the model puts before a text, and no piece holds both.
+        encoded = self.processor.encode(
+            [KEPT_BLANKS[0] + chunk for chunk in chunks], out_type=int, num_threads=1
+        )
+        return [ids[2:] for ids in encoded]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         return [self._without_space(ids) for ids in self.encode_texts(words)]

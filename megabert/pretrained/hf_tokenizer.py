@@ -146,8 +146,9 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
         built.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     else:
         built.decoder = decoders.Metaspace(WORD_START, "first")
+    before = " " if spec.add_dummy_prefix and not spec.remove_extra_whitespaces else ""  # as for any text
     for piece in proto.pieces:
-        if piece.type == USER_DEFINED and built.normalizer.normalize_str(piece.piece) != piece.piece:
+        if piece.type == USER_DEFINED and built.normalizer.normalize_str(piece.piece) != before + piece.piece:
             raise ValueError(
                 f"{tokenizer.path}: its user-defined symbol {piece.piece!r:.40} is changed by its own normalization, "
                 "which tokenizer.json cannot except it from"
@@ -172,10 +173,17 @@ def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
         problem = "treat_whitespace_as_suffix=true"
     elif UNUSED in kinds:
         problem = "pieces marked unused (a BPE model has them for added words of more than two pieces)"
-    elif USER_DEFINED in kinds and kind == "bpe":
+    elif kind == "bpe" and not all(
+        _stands_alone(piece.piece, proto) for piece in proto.pieces if piece.type == USER_DEFINED
+    ):
         problem = "user_defined_symbols of a BPE model"
     if problem:
         raise ValueError(f"{tokenizer.path}: {problem} cannot be expressed in tokenizer.json")
+
+
+def _stands_alone(symbol: str, proto: Any) -> bool:
+    """Whether a user-defined symbol of a BPE model is one character that no other piece has: it is never merged anyway."""
+    return len(symbol) == 1 and sum(symbol in piece.piece for piece in proto.pieces) == 1
 
 
 def _character_rules(proto: Any) -> list[Any]:
