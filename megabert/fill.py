@@ -9,6 +9,7 @@ A run that was trained left to right fills in one [MASK], from what stands befor
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,8 @@ class Filler:
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
         text, pair = self.found.tokenizer.plain(text), self.found.tokenizer.plain(pair)
-        encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
-        ids, most = np.array(encoded.ids), self.found.config.model.max_positions
+        encoded, first = self._encode(text, pair)
+        ids, most = np.array(encoded), self.found.config.model.max_positions
         length = len(ids)
         masks = torch.from_numpy((ids == self.found.tokenizer.mask_id).nonzero()[0])
         if not len(masks):
@@ -71,7 +72,7 @@ class Filler:
         causal = self.found.config.data.masking.causal
         if causal and len(masks) > 1:
             raise ValueError(f"the run was trained left to right and fills in one {MASK}, not {len(masks)}")
-        inputs = pack([ids], [encoded.type_ids.count(0)], causal=causal).inputs()
+        inputs = pack([ids], [first], causal=causal).inputs()
         keep = torch.cat(
             [masks - int(causal), masks.new_zeros(1)]
         )  # the masks (or what is before), then [CLS]
@@ -85,6 +86,23 @@ class Filler:
         if pair and self.found.config.model.nsp and not {POOLER, NSP_HEAD} & {*self.found.initialised}:
             follows = float(self.model.nsp_logits(hidden[-1:]).softmax(-1)[0, 0])
         return Filled(words, follows)
+
+    def _encode(self, text: str, pair: str) -> tuple[list[int], int]:
+        """(ids of a text, or of two with their separators, how many are of the first)."""
+        tokenizer = self.found.tokenizer
+        if not tokenizer.keeps_whitespace:
+            encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
+            return encoded.ids, encoded.type_ids.count(0)
+        first = [tokenizer.cls_id, *self._kept(text), tokenizer.sep_id]
+        return first + ([*self._kept(pair), tokenizer.sep_id] if pair else []), len(first)
+
+    def _kept(self, text: str) -> list[int]:
+        """Ids of a text whose whitespace is kept. A [MASK] stands for a word and one space before it."""
+        before, *after = re.split(f" ?{re.escape(MASK)}", text)
+        ids = self.found.tokenizer.encode_texts([before])[0]
+        for part in self.found.tokenizer.encode_chunks(after):
+            ids += [self.found.tokenizer.mask_id, *part]
+        return ids
 
     def _word(self, i: int) -> str:
         """A piece as it is shown: letters that go on with the word before them begin with ##."""

@@ -60,6 +60,17 @@ def test_words_are_those_of_the_pipeline(kind: str, text: str, tmp_path: Path) -
         assert [word.removeprefix("##") for word, _ in words] == pieces
 
 
+def test_whitespace_around_masks_is_what_a_dataset_would_hold(tmp_path: Path) -> None:
+    found = pretrained.load(runs.make(tmp_path / "run", "whitespace"))
+    filler, kept = fill.Filler(found), found.tokenizer
+    given, whole = "  the\n\t  [MASK] fox\n [MASK]s ", "  the\n\t  the fox\n thes "
+    ids = filler._encode(given, "")[0]
+    word = kept.encode_batch(["the"])[0]
+    assert word[0] != kept.unk_id and kept.keeps_whitespace
+    unmasked = [id_ for i in ids[1:-1] for id_ in (word if i == kept.mask_id else [i])]
+    assert kept.decode(unmasked) == whole and len(filler.fill(given, "a\n", top=2).words) == 2
+
+
 def test_a_pair_has_segments_and_a_next_sentence_answer(tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     export.export(run, tmp_path / "hf")

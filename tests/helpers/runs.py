@@ -22,6 +22,11 @@ TEXT = [
     "A language model learns which words follow which, and how often they do so (naïvely).",
 ] * 50
 PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+KEPT = {
+    "user_defined_symbols": "\n,\t",
+    "remove_extra_whitespaces": False,
+    "normalization_rule_name": "identity",
+}
 KINDS = ("unigram", "bpe", "uncased", "cased")
 
 
@@ -43,9 +48,9 @@ def sentencepiece_model(**changes: Any) -> bytes:
 def tokenizer(folder: Path, kind: str = "unigram") -> Tokenizer:
     """A tokenizer file in `folder`, under the name it has in a run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    if kind in ("unigram", "bpe"):
+    if kind in ("unigram", "bpe", "whitespace"):
         path = folder / "tokenizer.model"
-        path.write_bytes(sentencepiece_model(model_type=kind))
+        path.write_bytes(sentencepiece_model(**(KEPT if kind == "whitespace" else {"model_type": kind})))
         return Tokenizer.load(path)
     return Tokenizer.load(wordpiece.write(folder / "vocab.txt", cased=kind == "cased"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,24 @@ def test_a_bpe_model_takes_words_and_keeps_the_ids_of_all_other_text(
     assert len(again.encode_batch(["photosynthesi"])[0]) == 1 and again.encode_batch(
         added
     ) == new.encode_batch(added)
+
+
+def test_what_is_on_the_way_to_new_bpe_words_changes_no_other_text(tmp_path: Path) -> None:
+    old = runs.tokenizer(tmp_path, "bpe")
+    rng = random.Random(2)
+    known = sorted({w.lower() for text in runs.TEXT for w in text.split() if w.isascii() and w.isalpha()})
+    words = sorted({rng.choice(known) + rng.choice(known) for _ in range(60)})
+    new, parts = extend.extended(old, words)
+    assert len(parts) > 2 * len(words)
+    texts = []
+    for _ in range(2000):
+        a, b, c = (rng.choice(known) for _ in range(3))
+        texts += [
+            a[rng.randrange(len(a)) :] + b[: rng.randint(1, len(b))] + c,
+            a + b[: rng.randint(1, len(b))],
+        ]
+    texts = [text for text in texts if not text.startswith(tuple(words))]
+    assert len(texts) > 3500 and new.encode_batch(texts) == old.encode_batch(texts)
 
 
 def test_a_model_goes_on_with_a_larger_bpe_vocabulary(tmp_path: Path) -> None:

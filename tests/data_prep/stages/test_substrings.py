@@ -49,7 +49,7 @@ def corpus():
             other[at:at] = run
     documents[7][:] = ["over", "and"] * 30  # one that repeats itself
     documents[40][:] = documents[9][:25]  # of which nothing stays
-    documents[50][:] = documents[11][-15:] + documents[12][:15]
+    documents[50][:] = documents[11][-8:] + documents[12][:8]  # stood together, but in no document
     return documents
 
 
@@ -113,7 +113,7 @@ def test_planted_substrings_are_cut_and_nothing_else(large, tmp_path, monkeypatc
     expected = by_hand(documents)
     assert texts == [" ".join(words) for words in expected]
     gone = sum(map(len, documents)) - sum(map(len, expected))
-    assert everything.counts[substrings.CUT_WORDS] == gone > 500
+    assert everything.counts[substrings.CUT_WORDS] == gone > 400
     assert everything.dropped == {substrings.LOST: sum(not words for words in expected)}
     assert expected[40] == [] and expected[7] == ["over", "and"] * (SIZE // 2)
 
