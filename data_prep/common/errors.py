@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megabert.common.errors import FAILED
+from megabert.common.errors import FAILED, Failed
 
 
 class BadInput(ValueError):
@@ -46,3 +46,9 @@ class Problems:
             where = path if at is None else f"{path}: {unit} {at}"
             raise Unfinished(f"{where}: {detail or reason} (--on-error skip drops it and goes on)")
         self.counts[reason] += 1
+
+    def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
+        """Report a file or folder that can't be read. A network that fails is no bad input: its error is raised again."""
+        if isinstance(error, Failed):
+            raise error
+        self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")

@@ -12,6 +12,7 @@ import numpy as np
 from data_prep.common.records import Piece
 from data_prep.executor.output_folder import INPUTS
 from megabert.common.atomic_io import write_whole
+from megabert.common.remote import is_url
 
 
 def _hash(path: str) -> int:
@@ -20,7 +21,7 @@ def _hash(path: str) -> int:
 
 def write(folder: Path, pieces: Iterable[tuple[int, Piece]]) -> None:
     """Leave the files of `pieces` in `folder`, as ascending hashes of their real paths, uint64."""
-    paths = {os.path.realpath(piece.path) for _, piece in pieces}
+    paths = {piece.path if is_url(piece.path) else os.path.realpath(piece.path) for _, piece in pieces}
     hashes = np.array(sorted(map(_hash, paths)), "<u8")
     write_whole(folder / INPUTS, hashes.tobytes())
 

@@ -14,7 +14,7 @@ from typing import Any
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import ReadOptions
 from data_prep.readers import formats
-from data_prep.readers.decompress import open_regular
+from data_prep.readers.files import open_regular
 from megabert.common import arrow_tables, fields
 from megabert.common.arrow_tables import BadTable
 

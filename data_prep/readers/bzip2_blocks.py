@@ -11,7 +11,7 @@ import bz2
 from collections.abc import Iterator
 
 from data_prep.common.errors import BadInput
-from data_prep.readers.decompress import open_regular
+from data_prep.readers.files import open_regular
 from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
 BLOCK, END = 0x314159265359, 0x177245385090  # pi and the square root of pi in BCD

@@ -10,17 +10,16 @@ from __future__ import annotations
 import bz2
 import contextlib
 import lzma
-import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import zstandard
 
 from data_prep.common.errors import BadInput
+from data_prep.readers.files import open_regular
 from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
 MAGIC = (
@@ -45,16 +44,6 @@ class Edge:
     """Where a range ends in unpacked bytes; for a range of a bzip2 file None until reading gets there."""
 
     end: int | None = None
-
-
-def open_regular(path: str) -> BinaryIO:
-    """The file, open for reading. Raises BadInput for a pipe, device or socket, without waiting on it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise BadInput(f"{path}: not a regular file")
-    return file
 
 
 def compression_of(head: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, formats, mediawiki, unpacked
+from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
 from megabert.common import arrow_tables, fields
@@ -47,9 +47,9 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Pie
     if encoding != encodings.UTF8:
         head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
     if format_ == AUTO:
-        suffix = os.path.splitext(path)[1]
+        stem, suffix = os.path.splitext(files.name(path))
         if suffix in decompress.SUFFIXES:
-            suffix = os.path.splitext(os.path.splitext(path)[0])[1]
+            suffix = os.path.splitext(stem)[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])
     piece = replace(piece, format=format_, encoding=encoding)
     if format_ != "text" or options.text_documents != AUTO:

@@ -1,6 +1,6 @@
 """Files that an input names, in an order that follows from names alone; nothing is opened but small JSON files.
 
-An input is a file, a folder or a glob. A folder is walked through links, each folder once, hidden names left out. A
+An input is a file, a folder or a glob, here or at a URL. A folder is walked through links, each folder once, hidden names left out. A
 dataset that Hugging Face `datasets` saved is the shards its state names. Of a dictionary of them, and of tables that are
 named after their splits, one split is read.
 """
@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers.decompress import open_regular
-from megabert.common import arrow_tables
+from data_prep.readers.files import open_regular
+from megabert.common import arrow_tables, remote
 from megabert.common.arrow_tables import SPLITS, STATE
+from megabert.common.remote import is_url
 
 MAGIC = re.compile(r"[*?\[]")
 BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")  # of the library, and no text
@@ -34,7 +35,9 @@ def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[
 
     Raises BadInput when nothing is there, or no such split; what can't be read follows the policy.
     """
-    if os.path.isdir(item):
+    if is_url(item):
+        yield from _expand_url(item, problems, split)
+    elif os.path.isdir(item):
         yield from _walk(item, problems, split)
     elif os.path.lexists(item):
         yield item
@@ -47,6 +50,25 @@ def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[
                 yield from _walk(path, problems, split)
             else:
                 yield path
+
+
+def _expand_url(item: str, problems: Problems, split: str) -> Iterator[str]:
+    if remote.MAGIC.search(item):
+        found = remote.matching(item)
+        if "**" in item:
+            found = {url: folder for url, folder in found.items() if not folder}
+        if not found:
+            raise BadInput(f"--input {item}: no file matches it")
+    else:
+        try:
+            found = {item: remote.status(item).folder}
+        except FileNotFoundError:
+            raise BadInput(f"--input {item}: no such file or folder") from None
+    for url, folder in found.items():
+        if folder:
+            yield from _walk(url, problems, split)
+        else:
+            yield url
 
 
 def _match(pattern: str) -> list[str]:
@@ -68,23 +90,20 @@ def _match(pattern: str) -> list[str]:
 def _walk(top: str, problems: Problems, split: str) -> list[str]:
     """Files below a folder, sorted by path."""
     found: list[str] = []
-    seen: set[tuple[int, int]] = set()  # folders
+    seen: set[tuple[int, int] | str] = set()  # folders
     waiting = [top]
     while waiting:
         folder = waiting.pop()
         try:
-            status = os.stat(folder)
-            if (status.st_dev, status.st_ino) in seen:
+            identity = _identity(folder)
+            if identity in seen:
                 continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(
-                folder
-            ) as entries:  # which knows a folder from a file without another look at the disk
-                kinds = {entry.name: _is_folder(entry) for entry in entries if not entry.name.startswith(".")}
+            seen.add(identity)
+            kinds = {name: kind for name, kind in _kinds(folder).items() if not name.startswith(".")}
             names = sorted(kinds)
             folders = [os.path.join(folder, name) for name in names if kinds[name]]
         except OSError as error:
-            problems.bad(folder, None, "unreadable folder", f"can't be read: {error.strerror}")
+            problems.unreadable(folder, error, "folder")
             continue
         files = [os.path.join(folder, name) for name in names if not kinds[name]]
         if SPLITS in names:
@@ -102,6 +121,22 @@ def _walk(top: str, problems: Problems, split: str) -> list[str]:
         found += _of_split(folder, files, split, problems)
         waiting += reversed(folders)
     return sorted(found)
+
+
+def _identity(folder: str) -> tuple[int, int] | str:
+    """What is the same for a folder by whatever links it is reached."""
+    if is_url(folder):
+        return folder
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _kinds(folder: str) -> dict[str, bool]:
+    """Names in a folder, and whether each is a folder itself."""
+    if is_url(folder):
+        return remote.names(folder)
+    with os.scandir(folder) as entries:  # which knows a folder from a file without another look at the disk
+        return {entry.name: _is_folder(entry) for entry in entries}
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -152,7 +187,7 @@ def _listed(folder: str, file: str, problems: Problems) -> list[str]:
         return _names(folder, file)
     except OSError as error:
         path = os.path.join(folder, file)
-        problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
+        problems.unreadable(path, error)
     except BadInput:
         if problems.policy == "stop":
             raise

@@ -9,7 +9,6 @@ comes out is cut as the unpacked file would be.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +24,7 @@ from data_prep.readers import (
     decompress,
     documents,
     encodings,
+    files,
     find_files,
     formats,
     pydoc_corpus,
@@ -160,6 +160,8 @@ def _look_at(options: ReadOptions, policy: str, path: str) -> Looked | BadInput:
 
 
 def _real(path: str) -> str:
+    if files.is_url(path):
+        return path
     if os.path.islink(path):
         return os.path.realpath(path)
     folder, name = os.path.split(path)
@@ -190,7 +192,7 @@ def _ratio(piece: Piece) -> float:
     try:
         if piece.format == "parquet":
             return arrow.ratio(piece.path)
-        with decompress.open_regular(piece.path) as file:
+        with files.open_regular(piece.path) as file:
             return decompress.ratio(file.read(SNIFF), piece.compression)
     except (BadInput, OSError):
         return EXPANSION
@@ -199,33 +201,33 @@ def _ratio(piece: Piece) -> float:
 def _cut(path: str, options: ReadOptions, problems: Problems) -> list[Piece]:
     """Pieces of one file; none when it is empty or bad."""
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
+        status = files.status(path)
+        if not status.regular:
             problems.bad(path, None, "not a regular file")
             return []
-        if not status.st_size:
+        if not status.size:
             problems.counts["empty file"] += 1
             return []
         whole = Piece(
-            path, "", options.format, size=status.st_size, encoding=encodings.check(options.encoding),
-            stamp=(status.st_size, status.st_mtime_ns),
+            path, "", options.format, size=status.size, encoding=encodings.check(options.encoding),
+            stamp=(status.size, status.stamp),
         )  # fmt: skip
-        suffix = os.path.splitext(path)[1]
+        suffix = os.path.splitext(files.name(path))[1]
         small = min(SMALL, RANGE_BYTES // EXPANSION)
-        if suffix in NAMED and status.st_size < (small // EXPANSION if NAMED[suffix] else small):
+        if suffix in NAMED and status.size < (small // EXPANSION if NAMED[suffix] else small):
             format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
             return [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]
         return _opened(whole, options, problems)
     except OSError as error:
-        problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
+        problems.unreadable(path, error)
     return []
 
 
 def _opened(whole: Piece, options: ReadOptions, problems: Problems) -> list[Piece]:
     """Pieces of a file by its first bytes; none when they do not tell what it is."""
-    with decompress.open_regular(whole.path) as file:
+    with files.open_regular(whole.path) as file:
         head = file.read(SNIFF)
-    suffix = os.path.splitext(whole.path)[1]
+    suffix = os.path.splitext(files.name(whole.path))[1]
     compression = decompress.compression_of(head)
     named = decompress.SUFFIXES.get(suffix)
     if named and compression != named:
@@ -253,7 +255,7 @@ def _ranges(whole: Piece, head: bytes, options: ReadOptions) -> list[Piece]:
     whole = documents.inspect(whole, text[:SNIFF], options, whole=all_of_it)
     if whole.format in TABLES:
         parts = max(size // step, 1)
-        if whole.format == "arrow" and parts == 1:
+        if whole.format == "arrow" and (parts == 1 or files.is_url(path)):  # to skip batches is to fetch them
             return [whole]
         count = arrow.row_groups(path) if whole.format == "parquet" else arrow.batches(path)
         edges = sorted({i * count // parts for i in range(parts + 1)})
@@ -347,17 +349,17 @@ def _watched(piece: Piece, items: Iterator[Item], problems: Problems) -> Iterato
             raise Unfinished(changed or str(error)) from None  # what was read of other files stays
         problems.counts["damaged or truncated file"] += 1
     except OSError as error:
-        problems.bad(path, None, "unreadable file", f"can't be read: {error.strerror}")
+        problems.unreadable(path, error)
 
 
 def _change(piece: Piece) -> str | None:
     """What to say of a file that is not the one that was planned; None where it is."""
-    status = os.stat(piece.path)
-    if piece.stamp is None or piece.stamp == (status.st_size, status.st_mtime_ns):
+    status = files.status(piece.path)
+    if piece.stamp is None or piece.stamp == (status.size, status.stamp):
         return None
     return (
         f"{piece.path}: changed while it was read ({piece.stamp[0]} bytes when the build began, now "
-        f"{status.st_size}); let it be finished first, or give a copy"
+        f"{status.size}); let it be finished first, or give a copy"
     )
 
 

@@ -21,7 +21,8 @@ import zstandard
 
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Piece
-from data_prep.readers.decompress import PLAIN_CHUNK, open_regular, read_chunks
+from data_prep.readers.decompress import PLAIN_CHUNK, read_chunks
+from data_prep.readers.files import open_regular
 
 MEMBER_BYTES = 4 << 20  # unpacked; smaller ones that lie together are one
 MOST_MEMBER = 64 << 20  # unpacked; a file with a larger frame is not read by frames
@@ -157,7 +158,7 @@ def _loaded(path: str, inode: int, changed: int) -> tuple[list[Member], list[int
 def members_of(path: str, compression: str) -> list[Member] | None:
     """Members of a file that can be read from anywhere, None where it can't. Only heads and tables are read."""
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         found = _seek_table(file, size) if compression == "zst" else None
         if compression == "gz":
             found = _bgzip_blocks(file, size)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import decompress, find_files, tasks
+from data_prep.readers import files, find_files, tasks
 from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks, read_piece
 from tests.helpers.prep_reading import plan, read_all
 
@@ -194,4 +194,4 @@ def test_tasks_grow_with_the_corpus(tmp_path, monkeypatch):
 def test_opening_checks_again(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(BadInput, match="not a regular file"):
-        decompress.open_regular(str(tmp_path / "pipe"))
+        files.open_regular(str(tmp_path / "pipe"))

@@ -1,0 +1,248 @@
+"""Files at URLs (s3://, gs://, hf://, https://, …) through fsspec: listed, read by ranges, written whole.
+
+A protocol is there where its package is installed. What fails on the way is tried again after growing waits, then it is
+`Failed`; a file that is not there, or may not be read, is said at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from megabert.common.errors import Failed
+from megabert.common.retry import tried_again
+
+T = TypeVar("T")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+MAGIC = re.compile(r"[*\[]")  # `?` begins the query of an https:// URL
+PACKAGES = {  # of a protocol, by pip's name
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs"),
+    "hf": "huggingface_hub",
+}
+# What a file's entry says of its content, by the protocols' names for it: other than size, and never a time of reading.
+MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "LastModified", "Last-Modified", "mtime", "created")  # fmt: skip
+FIRST, BLOCK = (
+    1 << 18,
+    8 << 20,
+)  # bytes asked for at once: at a place that is read first, and where reading goes on
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is at a URL. `stamp` changes when the content does, as far as the server tells."""
+
+    size: int
+    stamp: int
+    folder: bool
+
+
+def is_url(path: str) -> bool:
+    return URL.match(path) is not None
+
+
+def _is_web(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def join(url: str, *names: str) -> str:
+    """The URL of a file below a folder."""
+    return "/".join((url.rstrip("/"), *names))
+
+
+def _protocol(url: str) -> str:
+    found = URL.match(url)
+    assert found, url
+    return found[1].lower()
+
+
+def _filesystem(url: str) -> Any:
+    """fsspec's file system of a URL. Raises ValueError naming the package that is missing."""
+    protocol = _protocol(url)
+    package = PACKAGES.get(protocol, "")
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(f"{url}: URLs take fsspec: pip install fsspec {package}".rstrip()) from None
+    try:
+        return fsspec.filesystem(protocol, use_listings_cache=False)
+    except ImportError:
+        missing = f": pip install {package}" if package else ", which is not installed"
+        raise ValueError(f"{url}: {protocol}:// takes a package of its own{missing}") from None
+    except ValueError as error:  # fsspec's, for a protocol that it does not know
+        raise ValueError(f"{url}: {error}") from None
+
+
+def _asked(url: str, action: Callable[[Any, str], T]) -> T:
+    """`action(file system, its name of url)`, tried again. Raises OSError naming the URL, Failed where another start may help.
+
+    The libraries of the protocols raise what they like for a network that fails: all of it is `Failed`.
+    """
+    system = _filesystem(url)
+    path = system._strip_protocol(url)
+
+    def attempt() -> T:
+        try:
+            return action(system, path)
+        except Failed:
+            raise
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from None
+        except ValueError as error:
+            raise ValueError(f"{url}: {' '.join(str(error).split())}") from None
+        except Exception as error:
+            if isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403):
+                raise PermissionError(errno.EACCES, f"no permission ({error})", url) from None
+            reason = str(error) or type(error).__name__
+            raise Failed(errno.EIO, " ".join(reason.split()), url) from error
+
+    return tried_again(attempt)
+
+
+def status(url: str) -> Status:
+    """What is at a URL; https:// has a folder where the URL ends with `/`. Raises FileNotFoundError."""
+    if _is_web(url) and url.endswith("/"):
+        return Status(0, 0, folder=True)
+    entry = _asked(url, lambda system, path: system.info(path))
+    if entry["type"] == "directory":
+        return Status(0, 0, folder=True)
+    if entry["size"] is None:
+        raise ValueError(f"{url}: the server does not say its size; download it first")
+    said = repr([(name, str(entry[name])) for name in MARKS if entry.get(name) is not None])
+    stamp = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+    return Status(int(entry["size"]), stamp, folder=False)
+
+
+def exists(url: str) -> bool:
+    try:
+        status(url)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def names(url: str) -> dict[str, bool]:
+    """Names in a folder, and whether each is a folder itself. Raises FileNotFoundError."""
+    entries = _asked(join(url, ""), lambda system, path: system.ls(path, detail=True))
+    own = _filesystem(url)._strip_protocol(url).rstrip("/")
+    found = {}
+    for entry in entries:
+        path = entry["name"].rstrip("/")
+        if path != own:  # a place-holder of the folder
+            found[path.rsplit("/", 1)[-1]] = entry["type"] == "directory"
+    return found
+
+
+def matching(pattern: str) -> dict[str, bool]:
+    """URLs that a glob matches, sorted, and whether each is a folder.
+
+    Names that begin with a dot are left out below its first wildcard.
+    """
+    system, root = _filesystem(pattern), URL.match(pattern)
+    assert root, pattern
+    base = MAGIC.split(pattern, maxsplit=1)[0].rpartition("/")[0]
+    stem = system._strip_protocol(base) if len(base) > len(root[0]) else ""
+    base = max(base, root[0], key=len)
+    entries = _asked(pattern, lambda system, path: system.glob(path, detail=True))
+    return {
+        base + path[len(stem) :]: entry["type"] == "directory"
+        for path, entry in sorted(entries.items())
+        if not any(name.startswith(".") for name in path[len(stem) :].split("/"))
+    }
+
+
+def opened(url: str) -> BinaryIO:
+    """The file at a URL, open for reading; parts of it are fetched as they are read. Raises OSError."""
+    return cast(BinaryIO, io.BufferedReader(_Ranges(url, status(url)), FIRST))
+
+
+class _Ranges(io.RawIOBase):
+    """A file that is read by ranges: twice as much at once as long as reading goes on where it was."""
+
+    def __init__(self, url: str, found: Status) -> None:
+        self._url, self._size = url, found.size
+        if found.folder:
+            raise IsADirectoryError(errno.EISDIR, "is a folder", url)
+        self._at, self._start, self._block = 0, 0, b""
+        self._length = FIRST
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._size:
+            return 0
+        end = self._start + len(self._block)
+        if not self._start <= self._at < end:
+            if self._block:
+                self._length = min(2 * self._length, BLOCK) if self._at == end else FIRST
+            self._start = self._at
+            self._block = self._fetched(self._at, min(self._at + self._length, self._size))
+        found = self._block[self._at - self._start :][: len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def _fetched(self, start: int, end: int) -> bytes:
+        def fetch(system: Any, path: str) -> bytes:
+            data = _part(system, path, start, end, self._size)
+            if len(data) != end - start:
+                raise Failed(
+                    errno.EIO,
+                    f"asked for bytes {start} to {end}, {len(data)} came (was it changed?)",
+                    self._url,
+                )
+            return data
+
+        return _asked(self._url, fetch)
+
+
+def _part(system: Any, path: str, start: int, end: int, size: int) -> bytes:
+    """Bytes [start, end) of a file of `size` bytes."""
+    if not _is_web(path):
+        data: bytes = system.cat_file(path, start=start, end=end)
+        return data
+    with system.open(path, "rb", cache_type="none", size=size) as file:  # tells a server that gives no ranges
+        file.seek(start)
+        data = file.read(end - start)
+        return data
+
+
+def chunks(url: str) -> Iterator[bytes]:
+    """The bytes of a file from its first to its last, at most BLOCK at a time."""
+    with opened(url) as file:
+        while data := file.read(BLOCK):
+            yield data
+
+
+def read_whole(url: str) -> bytes:
+    """All of a small file."""
+    return b"".join(chunks(url))
+
+
+def upload(path: Path, url: str) -> None:
+    """Put the file `path` at a URL, in place of one that was there."""
+    _asked(url, lambda system, name: (system.makedirs(name.rsplit("/", 1)[0], exist_ok=True), system.put_file(str(path), name)))  # fmt: skip
+
+
+def remove(url: str) -> None:
+    _asked(url, lambda system, path: system.rm_file(path))
