@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megabert.common.retry import tried_again
 
 T = TypeVar("T")
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+CACHE = "MEGABERT_CACHE"  # the variable of the environment that names the folder of fetched files
 MAGIC = re.compile(r"[*\[]")  # `?` begins the query of an https:// URL
 PACKAGES = {  # of a protocol, by pip's name
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
@@ -47,6 +49,11 @@ class Status:
 
 def is_url(path: str) -> bool:
     return URL.match(path) is not None
+
+
+def parent(url: str) -> str:
+    """The URL of the folder that a file or folder is in."""
+    return url.rstrip("/").rsplit("/", 1)[0]
 
 
 def _is_web(url: str) -> bool:
@@ -105,6 +112,19 @@ def _asked(url: str, action: Callable[[Any, str], T]) -> T:
             raise Failed(errno.EIO, " ".join(reason.split()), url) from error
 
     return tried_again(attempt)
+
+
+def below(place: str | os.PathLike[str], *names: str) -> str | Path:
+    """A file or folder below a folder, which is a path or a URL."""
+    shown = os.fspath(place)
+    return join(shown, *names) if is_url(shown) else Path(shown, *names)
+
+
+def cache_folder() -> Path:
+    """Where files of URLs are kept: $MEGABERT_CACHE, else `megabert` in the user's folder of caches."""
+    if named := os.environ.get(CACHE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megabert")
 
 
 def status(url: str) -> Status:

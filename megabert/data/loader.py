@@ -121,7 +121,7 @@ def _source(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, m
     if isinstance(tokenizer, Tokenizer):
         if tokenizer.sha256 != manifest.tokenizer["sha256"]:
             raise ValueError(
-                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
+                f"{tokenizer.path}: not the tokenizer that {dataset.place} was built with (SHA-256 differs)"
             )
         vocabulary = Vocabulary(
             tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
@@ -130,7 +130,7 @@ def _source(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, m
         vocabulary = tokenizer
     if len(vocabulary.special) != manifest.vocab_size:
         raise ValueError(
-            f"{dataset.folder}: manifest says {manifest.vocab_size} pieces, the tokenizer has {len(vocabulary.special)}"
+            f"{dataset.place}: manifest says {manifest.vocab_size} pieces, the tokenizer has {len(vocabulary.special)}"
         )
     if micro_batch < 1:
         raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.canonical_json import compact
+from megabert.common.remote import exists, is_url, join, parent
 from megabert.data.order import Order, by_epoch, mixed_places
 from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows, order_of
 
@@ -53,7 +54,7 @@ class Joined(ABC):
         for part in self.parts:
             self.offsets.append(self.offsets[-1] + part.rows)
         self.rows: int = self.offsets[-1]
-        self.folder: Path = first.folder
+        self.place: str = first.place
         self.tolerant: bool = first.tolerant
         self.problems: list[str] = [problem for part in self.parts for problem in part.problems]
         self.manifest: Manifest = first.manifest.model_copy(
@@ -81,7 +82,7 @@ class Joined(ABC):
         return self.parts[0].tokenizer_path
 
     @property
-    def held_out_path(self) -> Path | None:
+    def held_out_path(self) -> str | Path | None:
         """The first part's: figures stay comparable when text is added."""
         return self.parts[0].held_out_path
 
@@ -242,16 +243,21 @@ def _check_alike(first: AnyDataset, part: AnyDataset) -> None:
     ):
         if mine != its:
             raise ValueError(
-                f"{part.folder}: its {what} is {its}, that of {first.folder} {mine}; build it to fit"
+                f"{part.place}: its {what} is {its}, that of {first.place} {mine}; build it to fit"
             )
 
 
-def added_folder(folder: Path, number: int) -> Path | None:
+def added_folder(folder: str | Path, number: int) -> str | Path | None:
     """Where what was added to a dataset for the `number`th time lies; None where it was not, or is not whole yet.
 
-    Beside its shards; of one of several row lengths in their common folder.
+    Beside its shards; of one of several row lengths in their common folder. `folder` may be a URL.
     """
     name = ADDED.format(number)
+    if isinstance(folder, str) and is_url(folder):
+        own = folder.rstrip("/").rsplit("/", 1)[-1]
+        urls = (join(folder, name), join(parent(folder), name, own))
+        return next((url for url in urls if exists(join(url, MANIFEST))), None)
+    folder = Path(folder)
     for place in (folder / name, folder.parent / name / folder.name):
         if (place / MANIFEST).is_file():
             return place
@@ -261,7 +267,7 @@ def added_folder(folder: Path, number: int) -> Path | None:
 def open_versions(folder: str, tolerant: bool = False) -> Dataset | Versions:
     """A dataset with all that was added to it. Raises ValueError as `Dataset` does."""
     parts = [Dataset(folder, tolerant)]
-    while (added := added_folder(Path(folder), len(parts))) is not None:
+    while (added := added_folder(folder, len(parts))) is not None:
         parts.append(Dataset(added, tolerant))
     return _versions(parts)
 
@@ -292,7 +298,7 @@ def _mixture(members: Sequence[AnyDataset], mix: Mapping[str, float]) -> AnyData
 def told(dataset: AnyDataset) -> list[list[list[Any]]]:
     """Folder and manifest of each part of each dataset of a mixture, as JSON values from which `open_told` opens it."""
     parts = (member.parts if isinstance(member, Versions) else (member,) for member in _members(dataset))
-    return [[[str(part.folder), part.manifest.told()] for part in of_one] for of_one in parts]
+    return [[[part.place, part.manifest.told()] for part in of_one] for of_one in parts]
 
 
 def open_told(
@@ -311,7 +317,7 @@ def described(dataset: AnyDataset) -> dict[str, Any]:
     found: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
     if isinstance(dataset, Joined):
         found["datasets"] = [
-            {"folder": str(part.folder), "fingerprint": part.manifest.fingerprint}
+            {"folder": part.place, "fingerprint": part.manifest.fingerprint}
             | ({"segments": [asdict(s) for s in part.segments]} if isinstance(part, Versions) else {})
             for part in _members(dataset)
         ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from megabert import checkpoint
 from megabert import config as configuration
+from megabert.common.remote import below
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
@@ -29,7 +29,7 @@ def held_out(data: str, config: Config) -> Dataset:
     part = Manifest.load(data).held_out
     if part is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(Path(data) / part["path"], config.data.on_damage == "skip")
+    return Dataset(below(data, part["path"]), config.data.on_damage == "skip")
 
 
 def fixed_batches(

@@ -235,7 +235,7 @@ def open_data(config: Config, world: World) -> AnyDataset:
     told = world.broadcast(mixture.told(dataset) if world.is_main and dataset is not None else None)
     theirs = mixture.open_told(told, data.mix, tolerant)
     if dataset is not None and dataset.manifest.fingerprint != theirs.manifest.fingerprint:
-        problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
+        problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse(world, problem, code)
     return dataset or theirs
 

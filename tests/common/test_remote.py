@@ -1,5 +1,6 @@
 """Files at URLs: what is there, parts of them, faults of the network, and packages that are missing."""
 
+import importlib
 import sys
 
 import pytest
@@ -108,10 +109,9 @@ def test_folders_and_globs(web):
 def test_a_missing_package_is_named(url, said, monkeypatch):
     for module in ("s3fs", "gcsfs", "fsspec.implementations.http"):
         monkeypatch.setitem(sys.modules, module, None)
-    import fsspec.registry  # what it has imported already stays known to it
-
+    registry = importlib.import_module("fsspec.registry")  # what it has imported stays known to it
     for protocol in ("s3", "gs", "https"):
-        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+        monkeypatch.delitem(registry._registry, protocol, raising=False)
     with pytest.raises(ValueError) as refused:
         remote.status(url)
     assert str(refused.value) == said

@@ -60,8 +60,8 @@ def test_files_at_urls_are_read_as_files_on_disk(both, pattern):
 
 def test_large_files_are_cut_and_unpacked_alike(both, monkeypatch):
     folder, url = both
-    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 14)
-    monkeypatch.setattr(tasks, "SMALL", 1 << 12)
+    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 12)
+    monkeypatch.setattr(tasks, "SMALL", 1 << 10)
 
     def cuts(root):
         return [
@@ -139,9 +139,13 @@ def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file
     for number, root in enumerate((folder, url)):
         output = tmp_path / f"out{number}"
         options = ["--tokenizer", str(tokenizer_file), "--workers", "1", "--quiet", "--dedup", "none"]
-        assert main(["build", "--input", str(root), "--output", str(output), "--held-out", "0.1", *options]) == 0
-        digests.append({
-            str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(output.rglob("*.tar"))
-        })
+        assert (
+            main(["build", "--input", str(root), "--output", str(output), "--held-out", "0.1", *options]) == 0
+        )
+        digests.append(
+            {
+                str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in sorted(output.rglob("*.tar"))
+            }
+        )
     assert digests[0] == digests[1] and len(digests[0]) == 2

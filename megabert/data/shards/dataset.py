@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.remote import below, is_url, join, parent
 from megabert.common.retry import tried_again
+from megabert.data.casing import CONFIG
 from megabert.data.order import BlockOrder, Order, by_epoch
 from megabert.data.shard_order import ShardOrder
+from megabert.data.shards import remote_cache
 from megabert.data.shards.layout import BlockLayout, checksums
-from megabert.data.shards.manifest import Manifest
+from megabert.data.shards.manifest import Manifest, Shard
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 ABSENT = " is not in the file, which is cut or missing"
@@ -88,17 +91,20 @@ class Dataset:
 
     Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
     `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected. With a
-    `manifest` that another process has checked, against the shards too, nothing is read or compared.
+    `manifest` that another process has checked, against the shards too, nothing is read or compared. `folder` may be a URL:
+    what is read then lies in `self.folder`, a cache, and a shard is fetched and checked when rows of it are first asked for.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], tolerant: bool = False, manifest: Manifest | None = None
     ) -> None:
-        self.folder, self.tolerant = Path(folder), tolerant
+        self.place, self.tolerant = os.fspath(folder), tolerant
         self.problems: list[str] = []
         self.manifest = m = manifest or Manifest.load(folder)
         self.rows = m.rows
-        for shard in m.shards if manifest is None else ():
+        self._remote = is_url(self.place)
+        self.folder = remote_cache.folder_of(m.fingerprint) if self._remote else Path(folder)
+        for shard in m.shards if manifest is None and not self._remote else ():
             path = self.folder / shard.name
             size = size_of(path)
             if size != shard.bytes:
@@ -118,12 +124,29 @@ class Dataset:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.folder / self.manifest.tokenizer["file"]
+        """The tokenizer file; that of a dataset at a URL is fetched first."""
+        entry = self.manifest.tokenizer
+        if not self._remote:
+            return self.folder / entry["file"]
+        name = entry["file"].removeprefix("../")
+        place = self.place if name == entry["file"] else parent(self.place)
+        path = self.folder / name
+        if entry["kind"] == "wordpiece" and not path.is_file():
+            remote_cache.fetch_unsealed(join(place, CONFIG), self.folder / CONFIG)
+        remote_cache.fetch(join(place, name), path, entry["sha256"])
+        return path
 
     @property
-    def held_out_path(self) -> Path | None:
-        """Folder of the held-out dataset, None where none was cut."""
-        return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
+    def held_out_path(self) -> str | Path | None:
+        """Folder or URL of the held-out dataset, None where none was cut."""
+        return below(self.place, self.manifest.held_out["path"]) if self.manifest.held_out else None
+
+    def _file(self, shard: Shard) -> Path:
+        """Where a shard lies; that of a dataset at a URL is fetched first, or OSError raised."""
+        path = self.folder / shard.name
+        if self._remote:
+            remote_cache.fetch(join(self.place, shard.name), path, shard.sha256, shard.bytes)
+        return path
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
@@ -149,7 +172,7 @@ class Dataset:
         layout, blocks, start = self._full, shard.rows // self._full.rows, 0
         if tail:
             layout, blocks, start = self._last, 1, blocks * self._full.bytes
-        path = self.folder / shard.name
+        path = self._file(shard)
         size = min(size_of(path) or 0, shard.bytes)
         blocks = min(blocks, max(size - start, 0) // layout.bytes)
         if blocks:

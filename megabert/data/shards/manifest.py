@@ -12,6 +12,7 @@ from typing_extensions import TypedDict  # pydantic takes typing's own from Pyth
 
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import compact, digest, sealed
+from megabert.common.remote import below, read_whole
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
@@ -143,10 +144,10 @@ class Manifest(BaseModel):
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
-        """Read and check `folder/manifest.json`. ValueError names the file and the field."""
-        path = Path(folder) / MANIFEST
+        """Read and check `folder/manifest.json`; `folder` may be a URL. ValueError names the file and the field."""
+        path = below(folder, MANIFEST)
         try:
-            text = path.read_bytes()
+            text = path.read_bytes() if isinstance(path, Path) else read_whole(path)
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: not found; a dataset is made by `python -m data_prep build`") from None
         try:

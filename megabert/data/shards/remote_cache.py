@@ -1,0 +1,82 @@
+"""Cache of datasets that lie at URLs: a file is fetched when it is first read, compared with its SHA-256, and kept.
+
+A dataset's files lie under their own names in a folder that is named after its fingerprint, so that another dataset at the same
+URL is never taken for it. One process of a machine fetches a file while the others that need it wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megabert.common import remote
+from megabert.common.atomic_io import appearing_file, write_whole
+from megabert.common.logs import log
+
+TRIES = 2  # of a file that arrives damaged
+
+
+class _Damaged(Exception):
+    """What was fetched is not what was written."""
+
+
+def folder_of(fingerprint: str) -> Path:
+    """Where the files of a dataset are kept."""
+    return remote.cache_folder() / "datasets" / fingerprint[:32]
+
+
+def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
+    """Leave the file at `url` as `path`, where it may be already. Raises OSError, ValueError where it is damaged twice."""
+    if _is_there(path, size):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        if _is_there(path, size):
+            return
+        for left_over in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+            left_over.unlink()
+        for _ in range(TRIES):
+            found = _fetched(url, path, sha256)
+            if found == sha256:
+                return
+            log.warning(f"{url}: its SHA-256 is {found[:12]}…, not {sha256[:12]}… as the manifest says")
+    raise ValueError(f"{url}: is damaged: it was fetched {TRIES} times, and is not what the manifest says")
+
+
+def fetch_unsealed(url: str, path: Path) -> None:
+    """As `fetch`, of a small file that no manifest tells of, and that need not be there."""
+    try:
+        data = remote.read_whole(url)
+    except FileNotFoundError:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, data)
+
+
+def _is_there(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with open(path.with_name(f".{path.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetched(url: str, path: Path, sha256: str) -> str:
+    """SHA-256 of what is at `url`, which becomes `path` where it is `sha256`."""
+    digest = hashlib.sha256()
+    try:
+        with appearing_file(path) as file:
+            for chunk in remote.chunks(url):
+                digest.update(chunk)
+                file.write(chunk)
+            if digest.hexdigest() != sha256:
+                raise _Damaged
+    except _Damaged:
+        pass
+    return digest.hexdigest()
