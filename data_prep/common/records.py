@@ -7,7 +7,8 @@ from dataclasses import dataclass
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
-FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
+WARC = "warc"
+FORMATS = ("text", "wiki", "mediawiki", "jsonl", WARC, *TABLES)
 
 
 @dataclass(frozen=True)

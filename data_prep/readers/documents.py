@@ -14,8 +14,8 @@ from itertools import chain
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked
+from data_prep.common.records import AUTO, TABLES, WARC, Document, Piece, ReadOptions
+from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked, warc
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
 from megabert.common import arrow_tables, fields
@@ -40,6 +40,11 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Pie
         return replace(piece, format=found, encoding=encodings.UTF8)
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
+    if format_ in (AUTO, WARC) and head.startswith(warc.MAGIC):
+        warc.check(path)
+        return replace(piece, format=WARC, encoding=encodings.UTF8)  # each page has an encoding of its own
+    if format_ == WARC:
+        raise BadInput(f"{path}: no WARC file")
     encoding = encodings.check(options.encoding)
     if encoding == AUTO:  # XML is in UTF-8 where it names nothing else, and a dump names nothing else
         is_dump = formats.XML_HEAD.match(head.removeprefix(formats.BOM).lstrip())
@@ -82,6 +87,9 @@ def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folde
     unseen = piece.format == "text" and options.text_documents == AUTO and not piece.documents
     if piece.format == AUTO or piece.encoding == AUTO or unseen:
         piece = inspect(piece, first[:SNIFF], options, whole=len(first) <= SNIFF)
+    if piece.format == WARC:
+        yield from warc.documents(chain([first], chunks), path, problems)
+        return
     synced = begin == 0
     if piece.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
