@@ -20,13 +20,14 @@ from data_prep.arguments import actions, corpora, options_of, parser, part_of, t
 from data_prep.build import build, build_part
 from data_prep.common import recipe
 from data_prep.common.errors import BadInput
-from data_prep.executor import output_folder, pool
+from data_prep.executor import output_folder, pipe, pool, upload
 from data_prep.executor.inputs import Known
 from data_prep.options import TRAINING, BuildOptions
 from data_prep.readers.tasks import Corpus
 from data_prep.report.summary import summary_text
 from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
+from megabert.common.remote import is_url
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
@@ -52,6 +53,8 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
         raise BadInput(
             "build --add: give --output, the dataset, and new --input; no recipe and no --overwrite"
         )
+    if is_url(args.output):
+        raise BadInput(f"--output {args.output}: --add takes a folder")
     base = Path(args.output)
     old = output_folder.account(base)
     stored = base / output_folder.RECIPE
@@ -113,9 +116,17 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.output:
         raise BadInput("build: give --output, the folder of the dataset")
     part = part_of(args)
+    url, folder = _target(args, options)
+    if any(pipe.PIPE in corpus.paths for corpus in inputs) and (
+        part or args.merge or pool.launched_ranks() > 1
+    ):
+        raise BadInput("--input -: one process reads standard input; give --part, --merge and mpirun a file")
+    inputs = pipe.spooled(inputs, folder, sys.stdin.buffer)
     with pool.opened(workers_of(args)) as executor:
         if executor is None:
             return 0
+        if url:
+            upload.check(url, options.seq_lens, args.overwrite)
         if part:
             given, progress = tokenizer_of(args), not args.quiet
             done = build_part(inputs, args.output, options, executor, part, given, args.on_error, progress)
@@ -129,7 +140,7 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             return 0
         summary = build(
             inputs,
-            args.output,
+            folder,
             options,
             executor,
             tokenizer_of(args),
@@ -140,13 +151,28 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             args.merge,
             stored,
         )
-    if summary is None:
+    pipe.spool_of(folder).unlink(missing_ok=True)
+    uploaded = upload.upload(url) if url else 0
+    if uploaded:
+        log.info(f"{url}: {uploaded} files uploaded; the local copy is {folder}")
+    elif summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
+    if summary is None:
         return 0
     print(summary_text(summary, args.output))
     if args.json:
         Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _target(args: argparse.Namespace, options: BuildOptions) -> tuple[str, str]:
+    """(the URL that the dataset goes to or "", the folder that it is built in) of --output. Raises BadInput."""
+    if not is_url(args.output):
+        return "", args.output
+    if args.part or args.merge:
+        raise BadInput(f"--output {args.output}: --part and --merge take a folder that all jobs see")
+    options.check()
+    return args.output, str(upload.staging(args.output))
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -41,9 +41,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="TOML file of options by these names, and a table [corpus.NAME] a corpus: input, weight, and of its own format, "
         "text_documents, text_field, keep_titles, encoding, split, language, filters")  # fmt: skip
     add("--input", nargs="+", metavar="[NAME=]PATH",
-        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSONL (each also "
-        ".gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; NAME= begins a corpus of that name")  # fmt: skip
-    add("--output", metavar="DIR", help="folder of the dataset")
+        help="files, folders, globs (each also at a URL: s3://, gs://, hf://, https://), - (standard input), or the word pydoc: MediaWiki XML dumps, "
+        "WikiExtractor output, text, JSONL, WARC and WET (each also .gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; "
+        "NAME= begins a corpus of that name")  # fmt: skip
+    add("--output", metavar="DIR",
+        help="folder of the dataset, or its URL: it is then built in $MEGABERT_CACHE (default ~/.cache/megabert) and uploaded")  # fmt: skip
     add("--seq-len", type=int, nargs="+", default=list(d.seq_lens), metavar="N",
         help="tokens a row; several make a dataset each, in DIR/seqN")  # fmt: skip
     add("--weight", nargs="+", default=[], metavar="NAME=W",
