@@ -52,8 +52,9 @@ def is_url(path: str) -> bool:
 
 
 def parent(url: str) -> str:
-    """The URL of the folder that a file or folder is in."""
-    return url.rstrip("/").rsplit("/", 1)[0]
+    """The URL of the folder that a file or folder is in; of a bucket or host itself."""
+    above = url.rstrip("/").rsplit("/", 1)[0]
+    return above if is_url(f"{above}/") and not above.endswith("/") else url
 
 
 def _is_web(url: str) -> bool:

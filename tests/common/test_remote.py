@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_urls_are_told_from_paths():
     assert remote.is_url("s3://bucket/key") and remote.is_url("https://host/x?a=b")
     for path in ("data/x", "/data/x", "pipe:cat /etc/passwd", "simplecache::s3://b/k", "C:/x", ""):
         assert not remote.is_url(path)
+
+
+def test_what_is_above_and_below():
+    assert (
+        remote.parent("s3://bucket/a/b/") == "s3://bucket/a"
+        and remote.parent("s3://bucket/a") == "s3://bucket"
+    )
+    assert remote.parent("s3://bucket") == "s3://bucket"
+    assert remote.below("s3://bucket/", "a", "b") == "s3://bucket/a/b" and remote.below("d", "a") == Path(
+        "d/a"
+    )
 
 
 def test_a_file_is_read_by_ranges_that_grow_while_reading_goes_on(web):

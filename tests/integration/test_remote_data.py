@@ -18,12 +18,12 @@ def losses(run):
 def test_two_ranks_train_from_a_url_as_from_a_folder(dataset, tmp_path):
     few = ("schedule.total_steps=6", "eval.interval=3", "checkpoint.interval=3")
     job = Job(dataset, tmp_path / "local", *few)
-    assert job.codes() == [0, 0], job.output()
+    assert job.codes() == [0, 0], job.output
     with serving() as web:
         web.files = {f"/{p.relative_to(dataset)}": p.read_bytes() for p in dataset.rglob("*") if p.is_file()}
         cache = str(tmp_path / "cache")
         job = Job(web.url, tmp_path / "remote", *few, MEGABERT_CACHE=cache)
-        assert job.codes() == [0, 0], job.output()
+        assert job.codes() == [0, 0], job.output
         shards = [path for path, first, _ in web.asked if path.endswith(".tar") and first == 0]
         assert len(shards) == len(set(shards)) > 1, "a shard was fetched by both ranks"
         found = [
