@@ -55,7 +55,7 @@ class RaceData:
         path = Dataset(self.train).held_out_path
         if path is None:
             raise ValueError(f"{self.train}: no search split; the text is too small")
-        return path
+        return Path(path)
 
     def identity(self) -> dict[str, str]:
         """What a result was measured on: the held-out documents, and the fingerprints of both datasets."""

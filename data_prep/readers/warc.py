@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import Document
@@ -65,7 +65,7 @@ def documents(chunks: Iterator[bytes], path: str, problems: Problems) -> Iterato
     kinds = (WarcRecordType.conversion, WarcRecordType.response, WarcRecordType.resource)
     stream = _Stream(chunks)
     with _one_line(path):
-        for record in ArchiveIterator(stream, parse_http=False, stream_detect=False):
+        for record in ArchiveIterator(cast(BinaryIO, stream), parse_http=False, stream_detect=False):
             place, size = int(record.stream_pos), record.headers.get("Content-Length") or ""
             if size.isdigit() and int(size) > MAX_DOCUMENT:
                 problems.bad(
@@ -108,7 +108,8 @@ def _text(record: Any, problems: Problems) -> str | None:
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str
 
-    body, charset = record.reader.read(), "utf-8"  # as WET files are
+    body: bytes = record.reader.read()
+    charset: str | None = "utf-8"  # as WET files are
     kind = (record.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
     if record.is_http:
         page = WarcRecord()  # of its own: what can't be unpacked would end the file's records
@@ -127,13 +128,13 @@ def _text(record: Any, problems: Problems) -> str | None:
 
 def _encoding(body: bytes, charset: str | None, html: bool) -> str:
     """What a page is encoded in: as its header says, in UTF-8 where that fits, as it says itself, as it looks."""
-    from resiliparse.parse.encoding import detect_encoding
+    from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 
-    for name in (charset, "utf-8"):
+    named = map_encoding_to_html5(charset, fallback_utf8=False) if charset else None
+    for name in (named, "utf-8"):
         try:
             if name and body.decode(name) is not None:
                 return name
         except (LookupError, UnicodeError):
             continue
-    found: str = detect_encoding(body, from_html_meta=html)
-    return found
+    return detect_encoding(body, from_html_meta=html) or "utf-8"

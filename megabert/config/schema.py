@@ -118,7 +118,7 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """Where rows come from."""
 
-    path: str = Field("", description="dataset folder written by data_prep (also --data)")
+    path: str = Field("", description="dataset folder written by data_prep, or its URL (also --data)")
     mix: dict[str, float] = Field(
         {}, description='other dataset folders and their shares of all rows: {"data/books" = 0.3}'
     )

@@ -28,7 +28,7 @@ def s3(monkeypatch):
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     system = s3fs.S3FileSystem(use_listings_cache=False)
-    system.mkdir("corpora")
+    system.makedirs("corpora", exist_ok=True)  # what moto holds outlives its server
     yield system
     s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
