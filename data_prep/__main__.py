@@ -198,6 +198,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "build":
             return _build(args, argv)
+        if is_url(args.folder):
+            raise BadInput(
+                f"{args.command} {args.folder}: takes a folder; what is fetched of a URL is compared with its SHA-256"
+            )
         if args.command == "verify":
             return _verify(args)
         from data_prep.report import inspect_dataset

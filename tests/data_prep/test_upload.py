@@ -109,6 +109,11 @@ def test_another_dataset_at_the_url_is_refused_and_replaced(build, place, tmp_pa
     assert len(few) == len(Manifest.load(url).shards) < many
 
 
+def test_other_commands_take_folders(caplog):
+    assert main(["verify", "memory://x"]) == 2 and main(["inspect", "memory://x"]) == 2
+    assert caplog.text.count("memory://x: takes a folder") == 2
+
+
 @pytest.mark.parametrize("option", [("--part", "1/2"), ("--merge",), ("--add",)])
 def test_what_takes_a_folder_says_so(build, option, caplog):
     assert build(*option) == 2

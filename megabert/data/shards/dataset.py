@@ -8,6 +8,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megabert.data.shards.manifest import Manifest, Shard
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 ABSENT = " is not in the file, which is cut or missing"
+FETCHED_AT_ONCE = 8  # shards of a dataset at a URL
 OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
 
 
@@ -245,6 +247,11 @@ class Dataset:
         fresh = np.array(sorted(wanted - self._ahead), np.int64)
         self._ahead = wanted
         sections = fresh // blocks
+        if self._remote:  # several at a time
+            last = len(self.manifest.shards) - 1
+            needed = {min(number, last) for number in np.unique(sections).tolist()}
+            with ThreadPoolExecutor(FETCHED_AT_ONCE) as threads:
+                list(threads.map(self._file, (self.manifest.shards[i] for i in sorted(needed))))
         for number in sorted(set(sections.tolist())):
             self._advise(number, fresh[sections == number] % blocks)
 

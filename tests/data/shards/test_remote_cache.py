@@ -101,6 +101,14 @@ def test_one_fetches_while_others_wait(web, local):
     assert shards_asked(web) == [f"shard-{i:06d}" for i in range(4)]
 
 
+def test_shards_are_fetched_ahead(web, local):
+    dataset = Dataset(f"{web.url}/data")
+    dataset.read_ahead(np.array([3, 70, 199]))
+    assert shards_asked(web) == ["shard-000000", "shard-000001", "shard-000003"]
+    assert same(dataset.read(np.array([199, 70, 3])), local.read(np.array([199, 70, 3])))
+    assert len(shards_asked(web)) == 3
+
+
 def test_what_a_killed_process_left_is_no_shard(web, local):
     dataset = Dataset(f"{web.url}/data")
     dataset.folder.mkdir(parents=True)
