@@ -116,8 +116,8 @@ def test_a_network_that_fails_is_never_skipped(web):
 
 
 def test_a_suffix_stands_before_the_query(web):
-    web.files["/c/a.jsonl.gz"] = gzip.compress(b'{"text": "one"}\n')
-    assert read_all([f"{web.url}/c/a.jsonl.gz?token=a.b/c.d"])[0] == ["one"]
+    web.files["/c/a.txt.gz"] = gzip.compress(b"one")
+    assert read_all([f"{web.url}/c/a.txt.gz?token=a.b/c.d"])[0] == ["one"]
 
 
 def test_what_was_built_from_is_known_by_its_url(both, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_what_was_built_from_is_known_by_its_url(both, tmp_path, monkeypatch):
     assert all(known(piece.path) for _, piece in pieces) and not known(f"{url}/other")
 
 
-def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file):
+def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file, caplog):
     from data_prep.__main__ import main
 
     folder, url = both
@@ -149,3 +149,7 @@ def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file
             }
         )
     assert digests[0] == digests[1] and len(digests[0]) == 2
+    again = ["build", "--input", url, "--output", str(output), "--held-out", "0.1", *options]
+    assert main(again) == 0 and "whole already" in caplog.text
+    fsspec.filesystem("memory").pipe(f"{url}/deep/d.txt", b"Another text of the same length, or not.")
+    assert main(again) == 2 and "holds a dataset of another build (input files" in caplog.text
