@@ -25,7 +25,7 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def build(place, tmp_path, tokenizer_file):
     (tmp_path / "in.txt").write_text(
-        "".join(f"Line {i} tells of a river that runs to the sea. " * 9 + "\n" for i in range(900))
+        "".join(f"Line {i} tells of a river that runs to the sea. " * 9 + "\n" for i in range(450))
     )
 
     def call(*extra, output=place[0]):
