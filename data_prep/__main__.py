@@ -117,9 +117,8 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
         raise BadInput("build: give --output, the folder of the dataset")
     part = part_of(args)
     url, folder = _target(args, options)
-    if any(pipe.PIPE in corpus.paths for corpus in inputs) and (
-        part or args.merge or pool.launched_ranks() > 1
-    ):
+    piped = any(pipe.PIPE in corpus.paths for corpus in inputs)
+    if piped and (part or args.merge or pool.launched_ranks() > 1):
         raise BadInput("--input -: one process reads standard input; give --part, --merge and mpirun a file")
     inputs = pipe.spooled(inputs, folder, sys.stdin.buffer)
     with pool.opened(workers_of(args)) as executor:
@@ -151,7 +150,8 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             args.merge,
             stored,
         )
-    pipe.spool_of(folder).unlink(missing_ok=True)
+    if piped:
+        pipe.spool_of(folder).unlink()
     uploaded = upload.upload(url) if url else 0
     if uploaded:
         log.info(f"{url}: {uploaded} files uploaded; the local copy is {folder}")

@@ -23,13 +23,18 @@ def spool_of(folder: str) -> Path:
 
 
 def spooled(corpora: Sequence[Corpus], folder: str, stdin: BinaryIO) -> list[Corpus]:
-    """The corpora with a file in the place of standard input. Raises BadInput where it is named twice."""
+    """The corpora with a file in the place of standard input.
+
+    Raises BadInput where it is named twice, or there is such a file of a build that was stopped.
+    """
     count = sum(corpus.paths.count(PIPE) for corpus in corpora)
     if not count:
         return list(corpora)
     if count > 1:
         raise BadInput(f"--input {PIPE}: standard input can be read once, and is named {count} times")
     path = spool_of(folder)
+    if path.exists():
+        raise BadInput(f"{path}: is there already; go on with --input {path}, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing_file(path) as file:
         shutil.copyfileobj(stdin, file, CHUNK)

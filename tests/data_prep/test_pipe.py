@@ -47,11 +47,13 @@ def test_a_build_that_failed_keeps_what_came(options, tmp_path, monkeypatch, cap
     kept = tmp_path / "out.stdin"
     assert kept.read_bytes().startswith(TEXT)
     assert f"goes on with --input {kept}" in caplog.text
+    assert main(["build", "--input", "-", "--output", str(output), *options]) == 2
+    assert f"{kept}: is there already; go on with --input {kept}" in caplog.text
     kept.write_bytes(TEXT)
     assert (
         main(["build", "--input", str(kept), "--output", str(output), *options, "--encoding", "utf-8"]) == 0
     )
-    assert shards_of(output)
+    assert shards_of(output) and kept.read_bytes() == TEXT
 
 
 def test_standard_input_is_read_once(tmp_path):

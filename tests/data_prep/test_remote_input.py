@@ -7,6 +7,7 @@ import hashlib
 import fsspec
 import pytest
 
+from data_prep.arguments import corpora
 from data_prep.common.errors import BadInput, Problems
 from data_prep.executor.inputs import Known
 from data_prep.readers import tasks
@@ -93,6 +94,14 @@ def test_what_is_not_there_is_one_line(both):
         with pytest.raises(BadInput) as refused:
             plan([item])
         assert str(refused.value) == said
+
+
+def test_a_corpus_of_urls_has_a_name():
+    found = corpora(["wiki=s3://b/k", "https://h/x?a=b", "hf://d", "books=gs://b/*.txt"], [])
+    assert [(corpus.name, corpus.paths) for corpus in found] == [
+        ("wiki", ("s3://b/k", "https://h/x?a=b", "hf://d")),
+        ("books", ("gs://b/*.txt",)),
+    ]
 
 
 def test_a_file_that_changes_is_noticed(both):
