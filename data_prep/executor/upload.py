@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megabert.common.atomic_io import sha256_of, write_whole
 from megabert.data.shards import MANIFEST
 
 STEM = "shard-"
+PROBE = ".writable"
 
 
 def staging(url: str) -> Path:
@@ -28,12 +30,16 @@ def staging(url: str) -> Path:
 
 
 def check(url: str, seq_lens: tuple[int, ...], overwrite: bool) -> None:
-    """Raises BadInput where a dataset that was not uploaded from here is at `url`, and is not to be replaced."""
+    """Before the work: raises BadInput where a dataset that was not uploaded from here is at `url`, and is not to be replaced,
+    and OSError where nothing can be written."""
     done = _Uploaded(url)
     names = [MANIFEST] if len(seq_lens) == 1 else [f"seq{n}/{MANIFEST}" for n in seq_lens]
     for name in names:
         if not overwrite and remote.exists(remote.join(url, name)) and not done.is_there(name):
             raise BadInput(f"--output {url}: already holds a dataset; --overwrite replaces it")
+    with tempfile.NamedTemporaryFile() as empty:
+        remote.upload(Path(empty.name), remote.join(url, PROBE))
+    remote.remove(remote.join(url, PROBE))
 
 
 def upload(url: str) -> int:

@@ -77,14 +77,14 @@ def documents(chunks: Iterator[bytes], path: str, problems: Problems) -> Iterato
                 if stream.error:
                     break
                 raise BadInput(f"{path}: truncated or damaged: the WARC record at byte {place} is cut")
-            text = None
+            text, uri = None, record.headers.get("WARC-Target-URI", "")
             if record.record_type in kinds:
                 try:
                     text = _text(record, problems)
                 except (OSError, RuntimeError) as error:
                     problems.bad(path, place, "damaged page", f"a page that can't be unpacked ({error})")
             if text is not None:
-                yield Document(f"{path}: {record.headers.get('WARC-Target-URI', '')}", place, text, False)
+                yield Document(f"{path}: {uri}", place, text, False, uri)
     if stream.error:
         raise stream.error
     if stream.read(1):

@@ -261,8 +261,14 @@ def read_whole(url: str) -> bytes:
 
 
 def upload(path: Path, url: str) -> None:
-    """Put the file `path` at a URL, in place of one that was there."""
-    _asked(url, lambda system, name: (system.makedirs(name.rsplit("/", 1)[0], exist_ok=True), system.put_file(str(path), name)))  # fmt: skip
+    """Put the file `path` at a URL, in place of one that was there. A bucket that is not there is never made."""
+
+    def put(system: Any, name: str) -> None:
+        if _protocol(url) in ("file", "local"):
+            system.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
+        system.put_file(str(path), name)
+
+    _asked(url, put)
 
 
 def remove(url: str) -> None:

@@ -63,6 +63,8 @@ def test_manifests_come_last_and_an_upload_goes_on(build, place, monkeypatch):
 
     def fails_at(number):
         def send(path, to):
+            if to.endswith(upload.PROBE):
+                return whole(path, to)
             if len(sent) == number:
                 raise OSError(5, "gone", to)
             sent.append(to.removeprefix(f"{url}/"))
@@ -107,6 +109,20 @@ def test_another_dataset_at_the_url_is_refused_and_replaced(build, place, tmp_pa
     assert Manifest.load(url).seq_len == 128
     few = [name for name in names(url, system) if name.startswith("shard-")]
     assert len(few) == len(Manifest.load(url).shards) < many
+
+
+def test_a_place_that_takes_nothing_is_said_before_the_work(build, place, tmp_path, monkeypatch, caplog):
+    def refuses(path, to):
+        raise PermissionError(13, "no permission", to)
+
+    monkeypatch.setattr(remote, "upload", refuses)
+    assert build() == 2
+    assert f"{place[0]}/.writable: no permission" in caplog.text and not (tmp_path / "cache").exists()
+
+
+def test_a_file_url_makes_its_folders(build, tmp_path):
+    assert build(output=f"file://{tmp_path}/far/away") == 0
+    assert Dataset(tmp_path / "far" / "away").rows
 
 
 def test_other_commands_take_folders(caplog):

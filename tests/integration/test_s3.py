@@ -70,3 +70,9 @@ def test_a_bucket_that_is_not_there_is_one_line(s3):
     )
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("--input s3://nowhere/x: no such file or folder")
+    done = command(
+        "-m", "data_prep", "build", "--input", "pydoc", "--output", "s3://nowhere/x", "--workers", 1
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].endswith("s3://nowhere/x/.writable: no such file or folder")
+    assert not s3.exists("nowhere")

@@ -49,6 +49,7 @@ def test_the_texts_of_a_wet_file_are_documents_as_they_are(tmp_path):
             d for piece in pieces for d in tasks.read_piece(piece, tasks.ReadOptions(), Problems("stop"))
         ]
         assert [d.path for d in found] == [f"{path}: http://a.example/1", f"{path}: http://a.example/2"]
+        assert [d.url for d in found] == ["http://a.example/1", "http://a.example/2"]
         assert found[1].offset == len(wet()[0] + wet()[1])
 
 
