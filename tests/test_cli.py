@@ -137,7 +137,7 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
             continue
         value = " ".join(map(str, value)) if isinstance(value, list) else value
         name = action.option_strings[-1]
-        (about,) = re.findall(rf"^  (?:-\w, )?{name}\b.*(?:\n {{4,}}.*)*", text, re.M)
+        (about,) = re.findall(rf"^  (?:-\w, )?{name}(?![-\w]).*(?:\n {{4,}}.*)*", text, re.M)
         assert " ".join(about.split()).endswith(f"(default: {value})"), about
     for (of, option), default in EXAMPLES.items():
         if of == call:
