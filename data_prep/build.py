@@ -20,14 +20,13 @@ from data_prep.executor import inputs, output_folder, work_files
 from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
-from data_prep.filters import classifiers
 from data_prep.filters.url_lists import UrlList
 from data_prep.options import BuildOptions
 from data_prep.pipeline import Made, Ready, Stages, make_ready, run_stages
 from data_prep.readers.tasks import Corpus, Piece, list_pieces
 from data_prep.report import html_report, summary
 from data_prep.stages import decontaminate, read
-from megabert.common.atomic_io import write_whole
+from megabert.common.atomic_io import sha256_of, write_whole
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
@@ -198,7 +197,7 @@ def account_of(
     named = {
         "evaluation files": {file.path: file.sha256 for file in decontaminate.files(options.decontaminate)},
         "url lists": {path: UrlList.of(path).sha256 for path in options.drop_urls},
-        "models": {c.path: classifiers.digest(c.path) for c in (options.language, options.quality) if c},
+        "models": {c.path: sha256_of(Path(c.path)) for c in (options.language, options.quality) if c},
     }
     return {name: files for name, files in named.items() if files} | {
         output_folder.VERSION: output_folder.READING_VERSION,

@@ -1,4 +1,4 @@
-"""64-bit hashes of words and of runs of words.
+"""64-bit hashes of words and of runs of words, and SHA-256 of files that options name.
 
 They are the same in every process, on every machine and for every seed of Python. A word is a run of bytes and a document a
 run of words. The hash of a run is a sum over its parts, each mixed with its place, so that it costs array operations and no
@@ -8,9 +8,27 @@ somebody who wants a collision.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 
+from data_prep.common.errors import BadInput
+from megabert.common.atomic_io import sha256_of
 from megabert.common.hash_mixer import GOLDEN64, mix64
+
+
+def of_bytes(data: bytes) -> int:
+    """64 bits of BLAKE2b."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def of_file(path: str, option: str) -> str:
+    """SHA-256 in hex of a file that `option` names. Raises BadInput where it can't be read."""
+    try:
+        return sha256_of(Path(path))
+    except OSError as error:
+        raise BadInput(f"{option} {path}: can't be read: {error.strerror}") from None
 
 
 def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.ndarray:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.common import hashing
 from data_prep.common.records import Piece
 from data_prep.executor.output_folder import INPUTS
 from megabert.common.atomic_io import write_whole
@@ -16,7 +16,7 @@ from megabert.common.remote import is_url
 
 
 def _hash(path: str) -> int:
-    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little")
+    return hashing.of_bytes(os.fsencode(path))
 
 
 def write(folder: Path, pieces: Iterable[tuple[int, Piece]]) -> None:

@@ -17,8 +17,8 @@ from data_prep.common.errors import BadInput
 from megabert.common import remote
 from megabert.common.atomic_io import sha256_of, write_whole
 from megabert.data.shards import MANIFEST
+from megabert.data.shards.manifest import SHARD
 
-STEM = "shard-"
 PROBE = ".writable"
 
 
@@ -69,7 +69,7 @@ def _is_manifest(name: str) -> bool:
 def _remove_shards(url: str, folder: Path) -> None:
     """Those of a larger dataset that nothing will replace."""
     for name in remote.names(url):
-        if name.startswith(STEM) and not (folder / name).exists():
+        if name.startswith(SHARD.partition("{")[0]) and not (folder / name).exists():
             remote.remove(remote.join(url, name))
 
 

@@ -36,6 +36,7 @@ DOCUMENT = np.dtype(
 )
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])  # a key to group by and who has it
+CUT, CUT_WORDS = "repeated substrings", "words of repeated substrings"  # that were cut, as they are counted
 SUBSTRING = np.dtype([*KEYED.descr, ("check", "<u8")])  # of a hash of 128 bits the other 64
 SEQUENCE = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1")])
 

@@ -6,7 +6,6 @@ Tricks for Efficient Text Classification") is a package that is needed only here
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,9 +61,3 @@ def _load(path: str) -> Any:
         return fasttext.load_model(path)
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"{path}: not a fastText model ({error})") from None
-
-
-def digest(path: str) -> str:
-    """SHA-256 of a model file, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,6 @@ in no list of 10 million entries is taken for one of them once in 10^11.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import re
 import zlib
 from array import array
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_prep.common import hashing
 from data_prep.common.errors import BadInput
 
 WITH_URL, WITHOUT_URL = "documents with URL", "documents without URL"  # what they are counted under
@@ -38,11 +38,7 @@ class UrlList:
     @staticmethod
     def of(path: str) -> UrlList:
         """Raises BadInput for a file that can't be read."""
-        try:
-            with open(path, "rb") as file:
-                return UrlList(path, hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError as error:
-            raise BadInput(f"--drop-urls {path}: can't be read: {error.strerror}") from None
+        return UrlList(path, hashing.of_file(path, "--drop-urls"))
 
     def keys(self) -> np.ndarray:
         """uint64 [n] of its entries. Raises BadInput naming the line that is none, and for a file without any."""
@@ -110,5 +106,4 @@ def _entry(text: str, where: str) -> str:
 
 
 def _key(name: str) -> int:
-    data = name.encode("utf-8", "backslashreplace")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return hashing.of_bytes(name.encode("utf-8", "backslashreplace"))

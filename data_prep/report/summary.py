@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.common.errors import Problems
-from data_prep.executor.work_files import Done, total
+from data_prep.executor.work_files import CUT, CUT_WORDS, Done, total
 from data_prep.filters.url_lists import WITHOUT_URL
 from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
 from data_prep.readers.tasks import Corpus, Task
@@ -114,8 +114,8 @@ def facts(
 def _substrings(everything: Done) -> dict[str, int]:
     """Substrings that were cut, and the words in them."""
     return {
-        "repeated_substrings": everything.counts["repeated substrings"],
-        "words_of_substrings": everything.counts["words of repeated substrings"],
+        "repeated_substrings": everything.counts[CUT],
+        "words_of_substrings": everything.counts[CUT_WORDS],
     }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.common import hashing
 from data_prep.common.errors import BadInput
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.work_files import Done, Job
@@ -35,14 +35,11 @@ class EvaluationFile:
 
 def files(paths: tuple[str, ...]) -> list[EvaluationFile]:
     """Raises BadInput for a file that can't be read."""
-    found = []
-    for index, path in enumerate(paths):
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise BadInput(f"--decontaminate {path}: can't be read: {error.strerror}") from None
-        found.append(EvaluationFile(index, path, hashlib.sha256(data).hexdigest()))
-    return found
+    digests = [hashing.of_file(path, "--decontaminate") for path in paths]
+    return [
+        EvaluationFile(index, path, sha256)
+        for index, (path, sha256) in enumerate(zip(paths, digests, strict=True))
+    ]
 
 
 def index(job: Job, listed: tuple[EvaluationFile, ...]) -> Done:

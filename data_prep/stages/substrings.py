@@ -20,7 +20,7 @@ import numpy as np
 
 from data_prep.common import hashing
 from data_prep.executor import work_files
-from data_prep.executor.work_files import SUBSTRING, TASK_SHIFT, Done, Job
+from data_prep.executor.work_files import CUT, CUT_WORDS, SUBSTRING, TASK_SHIFT, Done, Job
 from data_prep.stages import dedup, read
 from data_prep.stages.sequences import Kept
 from data_prep.tokens.encoder import Encoded
@@ -28,8 +28,6 @@ from megabert.common.hash_mixer import GOLDEN64, mix64
 
 KIND = "substrings"
 LOST = "repeated substrings alone"
-CUT = "repeated substrings"
-CUT_WORDS = "words of repeated substrings"
 EXAMPLE_TOKENS = 60
 AT_ONCE = 1 << 18  # records written together
 

@@ -15,6 +15,7 @@ from data_prep.executor.work_files import Done, Job
 from data_prep.options import BLOCK_ROWS
 from data_prep.stages.shuffle import Part
 from megabert.data import shards
+from megabert.data.shards.manifest import SHARD
 from megabert.data.tokenizer import Tokenizer
 
 
@@ -72,7 +73,7 @@ def process_shard(job: Job, plan: ShardPlan) -> Done:
             for bucket, first, rows in plan.pieces
         ]
         arrays.append(np.concatenate(parts).reshape(plan.rows, *shape))
-    path = Path(part.folder, f"shard-{plan.index:06d}.tar")
+    path = Path(part.folder, SHARD.format(plan.index))
     ids, bounds, labels = arrays
     entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
     done.facts["shard"] = entry

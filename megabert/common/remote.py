@@ -32,10 +32,8 @@ PACKAGES = {  # of a protocol, by pip's name
 }
 # What a file's entry says of its content, by the protocols' names for it: other than size, and never a time of reading.
 MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "LastModified", "Last-Modified", "mtime", "created")  # fmt: skip
-FIRST, BLOCK = (
-    1 << 18,
-    8 << 20,
-)  # bytes asked for at once: at a place that is read first, and where reading goes on
+FIRST = 1 << 18  # bytes asked for at once at a place that is read first
+BLOCK = 8 << 20  # at most, where reading goes on
 
 
 @dataclass(frozen=True)

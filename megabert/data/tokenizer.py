@@ -58,9 +58,7 @@ class Tokenizer:
 
     kind: str
     file_name: str
-    keeps_whitespace = (
-        False  # runs of spaces, tabs and line feeds are in its ids, and decode to what they were
-    )
+    keeps_whitespace = False  # whether runs of spaces, tabs and line feeds decode to what they were
     processor: Any
     data: bytes
 

@@ -20,7 +20,7 @@ TRIES = 2  # of a file that arrives damaged
 
 
 class _Damaged(Exception):
-    """What was fetched is not what was written."""
+    """What was fetched is not what was written; says its SHA-256."""
 
 
 def folder_of(fingerprint: str) -> Path:
@@ -39,10 +39,10 @@ def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
         for left_over in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
             left_over.unlink()
         for _ in range(TRIES):
-            found = _fetched(url, path, sha256)
-            if found == sha256:
-                return
-            log.warning(f"{url}: its SHA-256 is {found[:12]}…, not {sha256[:12]}… as the manifest says")
+            try:
+                return _fetch_once(url, path, sha256)
+            except _Damaged as found:
+                log.warning(f"{url}: its SHA-256 is {found!s:.12}…, not {sha256[:12]}… as the manifest says")
     raise ValueError(f"{url}: is damaged: it was fetched {TRIES} times, and is not what the manifest says")
 
 
@@ -67,16 +67,12 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetched(url: str, path: Path, sha256: str) -> str:
-    """SHA-256 of what is at `url`, which becomes `path` where it is `sha256`."""
+def _fetch_once(url: str, path: Path, sha256: str) -> None:
+    """What is at `url` becomes `path`. Raises _Damaged where it is not `sha256`."""
     digest = hashlib.sha256()
-    try:
-        with appearing_file(path) as file:
-            for chunk in remote.chunks(url):
-                digest.update(chunk)
-                file.write(chunk)
-            if digest.hexdigest() != sha256:
-                raise _Damaged
-    except _Damaged:
-        pass
-    return digest.hexdigest()
+    with appearing_file(path) as file:
+        for chunk in remote.chunks(url):
+            digest.update(chunk)
+            file.write(chunk)
+        if digest.hexdigest() != sha256:
+            raise _Damaged(digest.hexdigest())
