@@ -28,7 +28,7 @@ case $step-$venv in
     rm -rf build
     ;;
   finish-/*)
-    packages ca-certificates g++ libgomp1 python3 python3-dev # torch.compile makes C++ and builds it
+    packages ca-certificates g++ iproute2 libgomp1 python3 python3-dev # torch.compile makes C++ and builds it
     "$venv/bin/megabert" doctor
     ;;
   *) fail "image.sh ${step:-STEP} ${venv:-VENV}: give build or finish, and the environment's absolute path" ;;

@@ -24,6 +24,20 @@ mkdir -p "$RUNS" || fail "RUNS=$RUNS cannot be made; set it in launch/env.sh"
 cd "$PROJECT"
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
+# read_places WORDS: the absolute paths among them, each as far as the folder in front of its first wildcard
+read_places() {
+  local words word
+  read -r -a words <<<"$1"
+  for word in "${words[@]}"; do
+    if [[ $word != /* ]]; then continue; fi
+    word=${word%%[*?[]*}
+    if [ ! -e "$word" ]; then word=${word%/*}; fi
+    if [[ -e $word && $word/ != "$PROJECT"/* ]]; then echo "${word%/}"; fi
+  done
+}
+mapfile -t read_from < <(read_places "${CORPUS:-} ${PREP:-}")
+mounted=("$PROJECT" "$RUNS" "$DATA" "$DATA_128" "$DATA_512" "${read_from[@]}")
+
 # shellcheck disable=SC2034 # read by the scripts
 inside=() # what stands before a command so that it runs in the environment
 # shellcheck disable=SC2034
@@ -37,10 +51,10 @@ elif [ "$CONTAINER_RUNTIME" = apptainer ]; then
   command -v apptainer >/dev/null || fail "apptainer is not on PATH; load its module in launch/env.sh"
   mkdir -p "$DATA"
   # shellcheck disable=SC2034
-  inside=(apptainer exec --nv --bind "$PROJECT,$RUNS,$DATA,$DATA_128,$DATA_512" --pwd "$PROJECT" "$CONTAINER")
+  inside=(apptainer exec --nv --bind "$(IFS=, && echo "${mounted[*]}")" --pwd "$PROJECT" "$CONTAINER")
 else
   mounts=
-  for path in "$PROJECT" "$RUNS" "$DATA" "$DATA_128" "$DATA_512"; do mounts+="${mounts:+,}$path:$path"; done
+  for path in "${mounted[@]}"; do mounts+="${mounts:+,}$path:$path"; done
   # shellcheck disable=SC2034
   options=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PROJECT")
 fi

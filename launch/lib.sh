@@ -84,7 +84,10 @@ attempt() {
 verdict() {
   local said
   said=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
-  if [[ $said == ' ' ]]; then said=" $2 "; fi
+  if [[ $said == ' ' ]]; then
+    said=" $2 "
+    if [ "$2" = 0 ]; then said=" 4 "; fi # deepspeed's launcher says 0 where its own child was killed
+  fi
   if [[ $said == *" 3 "* ]]; then
     echo 3
   elif [[ $said == *" 2 "* && $said != *" 4 "* ]]; then

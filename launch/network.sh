@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 NETWORK=$1
 shift
+command -v ip >/dev/null || fail "NETWORK=$NETWORK is looked up with ip, which node $(hostname) has not here; install iproute2"
 here=$(in_network "$NETWORK")
 [ -n "$here" ] || fail "node $(hostname) has no address in NETWORK=$NETWORK; set it in launch/env.sh"
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=${here% *}} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${here% *}}

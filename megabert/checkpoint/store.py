@@ -339,9 +339,12 @@ class Checkpoints:
         return next((text for text, _ in found if text), "")
 
     def _steps(self) -> list[int]:
-        """Committed steps, newest first."""
-        found = (STEP.fullmatch(entry.name) for entry in self.folder.glob("step-*"))
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        """Committed steps, newest first. Raises OSError where the folder is there and cannot be listed: that is not "none"."""
+        try:
+            names = tried_again(lambda: os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        return sorted((int(match[1]) for match in map(STEP.fullmatch, names) if match), reverse=True)
 
     def _warn(self, text: str) -> None:
         if self.world.is_main:
@@ -371,8 +374,8 @@ def _remove(doomed: list[Path]) -> None:
 
 
 def committed_step(folder: Path) -> int | None:
-    """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide."""
+    """The step in pointer.json; None when there is none or it is damaged: the folders themselves then decide. Raises OSError."""
     try:
-        return int(json.loads((folder / POINTER).read_bytes())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(tried_again((folder / POINTER).read_bytes))["step"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from megabert.common.file_lock import lock
+from megabert.common.logs import log
 
 
 @contextmanager
@@ -22,25 +28,29 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
     _refuse(target, mark, overwrite)
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
-    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+    temporary, replaced = _beside(target, "new"), _beside(target, "old")
     temporary.mkdir()
+    writing = os.open(temporary, os.O_RDONLY)
     try:
+        lock(writing, temporary, "what a kill leaves there is not removed")
+        _remove_left_over(target, temporary)
         yield temporary
         for path in sorted(temporary.rglob("*"), reverse=True):
             sync(path)
         sync(temporary)
         _put(temporary, target, replaced)
         sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        for path in _hidden(target, "old"):
+            shutil.rmtree(path, ignore_errors=True)
     finally:
+        os.close(writing)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def appearing_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes `path`, in place of one that was there, when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path, "tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -56,6 +66,30 @@ def write_whole(path: Path, data: bytes) -> None:
     """The file `path` with `data` in it, in place of one that was there."""
     with appearing_file(path) as file:
         file.write(data)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """A name beside `path` that nobody has: process numbers repeat, in containers all the time."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def _hidden(target: Path, kind: str) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"))
+
+
+def _remove_left_over(target: Path, own: Path) -> None:
+    """Remove the folders of processes that were killed while they wrote `target`: those that nobody holds a lock of."""
+    for path in _hidden(target, "new"):
+        if path == own:
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+        except OSError:  # at work, or no locks: it may be somebody's
+            log.debug(f"{path}: left where it is")
+        finally:
+            os.close(descriptor)
 
 
 def _put(temporary: Path, target: Path, replaced: Path) -> None:

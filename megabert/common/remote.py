@@ -100,17 +100,27 @@ def _asked(url: str, action: Callable[[Any, str], T]) -> T:
             return action(system, path)
         except Failed:
             raise
-        except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from None
         except ValueError as error:
             raise ValueError(f"{url}: {' '.join(str(error).split())}") from None
         except Exception as error:
-            if isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403):
-                raise PermissionError(errno.EACCES, f"no permission ({error})", url) from None
-            reason = str(error) or type(error).__name__
+            said = _answer(url, error)
+            status = getattr(said, "status", 0)
+            if isinstance(said, FileNotFoundError) or status in (404, 410):
+                raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from None
+            if isinstance(said, PermissionError) or status in (401, 403):
+                raise PermissionError(errno.EACCES, f"no permission ({said})", url) from None
+            reason = str(said) or type(said).__name__
             raise Failed(errno.EIO, " ".join(reason.split()), url) from error
 
     return tried_again(attempt)
+
+
+def _answer(url: str, error: BaseException) -> BaseException:
+    """What a server said: fsspec takes whatever a web server answers to a question about a file, and no answer too, for a file
+    that is not there."""
+    if _is_web(url) and isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
 
 
 def below(place: str | os.PathLike[str], *names: str) -> str | Path:

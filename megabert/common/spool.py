@@ -7,7 +7,6 @@ that state. A spool of another command (other `facts`) begins anew.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,8 @@ from typing import IO, Any
 
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical
+from megabert.common.file_lock import lock
+from megabert.common.retry import tried_again
 
 PROGRESS, LOCK = "progress.json", "lock"
 
@@ -49,29 +50,33 @@ class Spool:
         self.folder.mkdir(exist_ok=True)
         self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self.lock, self.folder / LOCK, "let no second command write this output")
         except BlockingIOError:
             os.close(self.lock)
             raise ValueError(
                 f"{self.folder}: another process is writing it; wait for it, or stop it"
             ) from None
-        sizes = self._read()
-        for name in self.names:
-            self.files[name] = open(self.folder / name, "r+b" if self.resumed else "w+b")
-            self.files[name].truncate(sizes.get(name, 0))
-            self.files[name].seek(0, os.SEEK_END)
+        try:
+            sizes = self._read()
+            for name in self.names:
+                self.files[name] = open(self.folder / name, "r+b" if self.resumed else "w+b")
+                self.files[name].truncate(sizes.get(name, 0))
+                self.files[name].seek(0, os.SEEK_END)
+        except BaseException:
+            os.close(self.lock)
+            raise
         self.sizes, self.on_disk = sizes, time.monotonic()
         return self
 
     def _read(self) -> dict[str, int]:
-        """Bytes of each file; the state and `resumed` are set where the folder is one of the same command."""
+        """Bytes of each file; the state and `resumed` are set where the folder is one of the same command. Raises OSError."""
         path = self.folder / PROGRESS
         try:
-            tree = json.loads(path.read_bytes())
+            tree = json.loads(tried_again(path.read_bytes))
             same = tree["facts"] == self.facts and all(
                 (self.folder / name).stat().st_size >= tree["sizes"][name] for name in self.names
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             same = False
         if not same:
             path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from typing import Any
 from megabert.common import arrow_tables, fields
 
 ENDINGS = (".tsv", ".csv", ".jsonl")
+FIELD = 1 << 24  # characters of a field of CSV at most
 
 
 def ending(path: Path) -> str:
@@ -141,6 +142,7 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(number of its first line, fields) of each row; empty lines are none."""
+    csv.field_size_limit(FIELD)
     reader = csv.reader((line for _, line in _raw_lines(path)), strict=True)
     while True:
         number = reader.line_num + 1

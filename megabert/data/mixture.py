@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from megabert.common.canonical_json import compact
+from megabert.common.logs import log
 from megabert.common.remote import exists, is_url, join, parent
 from megabert.data.order import Order, by_epoch, mixed_places
 from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows, order_of
 
+OPEN_SHARDS = 512  # kept open at once by a mixture: 64 of each dataset are read from in turn
 WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
 
 
@@ -54,6 +56,7 @@ class Joined(ABC):
         for part in self.parts:
             self.offsets.append(self.offsets[-1] + part.rows)
         self.rows: int = self.offsets[-1]
+        self.keep_open(OPEN_SHARDS)
         self.place: str = first.place
         self.tolerant: bool = first.tolerant
         self.problems: list[str] = [problem for part in self.parts for problem in part.problems]
@@ -64,6 +67,11 @@ class Joined(ABC):
                 "fingerprint": self.fingerprint(),
             }
         )
+
+    def keep_open(self, shards: int) -> None:
+        """Of all parts together at most so many shards, and one of each: every one takes a file descriptor."""
+        for part in self.parts:
+            part.keep_open(max(1, shards // len(self.parts)))
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -256,12 +264,22 @@ def added_folder(folder: str | Path, number: int) -> str | Path | None:
     if isinstance(folder, str) and is_url(folder):
         own = folder.rstrip("/").rsplit("/", 1)[-1]
         urls = (join(folder, name), join(parent(folder), name, own))
-        return next((url for url in urls if exists(join(url, MANIFEST))), None)
+        return next((url for url in urls if _is_published(join(url, MANIFEST))), None)
     folder = Path(folder)
     for place in (folder / name, folder.parent / name / folder.name):
         if (place / MANIFEST).is_file():
             return place
     return None
+
+
+def _is_published(url: str) -> bool:
+    """Whether there is a file. Where a bucket may not be listed, S3 refuses a name that is not there: with the dataset itself
+    readable, that is taken for no."""
+    try:
+        return exists(url)
+    except PermissionError:
+        log.debug(f"{url}: may not be asked for, taken as not there")
+        return False
 
 
 def open_versions(folder: str, tolerant: bool = False) -> Dataset | Versions:

@@ -7,20 +7,17 @@ not keep it: they may outlive the process for seconds.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
 import time
 from pathlib import Path
 
-from megabert.common.logs import log
+from megabert.common.file_lock import lock
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 
 PATIENCE = 5.0  # seconds that a process which was just killed may need to be gone
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # file systems that have none
 
 _held: dict[str, int] = {}  # run folder -> descriptor of its lock, open until this process ends
 
@@ -45,7 +42,7 @@ def _take(run_dir: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, path, "start no second job on this run folder")
             break
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -53,13 +50,6 @@ def _take(run_dir: Path, patience: float) -> None:
                 os.close(descriptor)
                 raise ValueError(text) from None
             time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.warning(
-                f"{path}: this file system has no locks ({error.strerror}); start no second job on this run folder"
-            )
-            break
     job = os.environ.get("SLURM_JOB_ID", "")
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}) + "\n"
     os.ftruncate(descriptor, 0)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from megabert.checkpoint import Checkpoints, load_weights, store, tensors
-from megabert.common import tensor_file
+from megabert.common import retry, tensor_file
 from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
@@ -364,3 +364,37 @@ def test_training_goes_on_while_a_slow_rank_writes(tmp_path):
     """A save takes no collective, and each rank writes its half."""
     expected = [True, None, "step-00000002", True, [], True]
     assert run_ranks(2, overlapped, str(tmp_path)) == [expected] * 2
+
+
+# -- reading that fails --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ("listing", "pointer"))
+def test_checkpoints_that_cannot_be_listed_are_not_none(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path)
+    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0, 0.0))
+    opened, listed = store.Path.read_bytes, os.listdir
+    left = [4]
+
+    def failing(real: Any, fails: Any) -> Any:
+        def call(path: Any) -> Any:
+            if fails(path) and left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+            return real(path)
+
+        return call
+
+    if broken == "listing":
+        monkeypatch.setattr(os, "listdir", failing(listed, lambda path: True))
+    else:
+        monkeypatch.setattr(
+            store.Path, "read_bytes", failing(opened, lambda path: path.name == store.POINTER)
+        )
+    with pytest.raises(OSError, match="Input/output error"):
+        Checkpoints(tmp_path, ALONE).latest()
+    left[0] = 3  # tried four times
+    found = Checkpoints(tmp_path, ALONE).latest()
+    assert found is not None and found.name == "step-00000020"

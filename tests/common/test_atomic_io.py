@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from pathlib import Path
@@ -40,6 +41,27 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         (folder / "mark").write_text("new")
         raise OSError("no space")
     assert (target / "mark").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_kill_left_is_in_nobodys_way_and_goes(tmp_path: Path) -> None:
+    target = tmp_path / "best"
+    for kind in ("new", "old"):  # by a process with our number, as in a container every process may have
+        left = tmp_path / f".best.{os.getpid()}.{kind}"
+        left.mkdir()
+        (left / "weights").write_text("half")
+    target.mkdir()
+    (target / "mark").write_text("1")
+    with appearing(target, "mark", overwrite=True) as first:
+        (first / "mark").write_text("2")
+        with appearing(tmp_path / "best2", "mark"):
+            pass
+        with appearing(
+            target, "mark", overwrite=True
+        ) as second:  # at work at the same time: neither takes the other's
+            (second / "mark").write_text("3")
+            assert first.exists()
+    assert (target / "mark").read_text() == "2"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best2"]
 
 
 def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def test_the_revision_says_whether_the_tree_differs_from_it(tmp_path: Path, monk
     (tmp_path / "code").write_text("2")
     assert environment.revision(["results"]) == f"{head}+changes"
     assert environment.changes(["results"]) == [" M code"]
+    monkeypatch.setattr(
+        environment, "ROOT", tmp_path / "results"
+    )  # as installed somewhere in a repository of its user
+    assert environment.revision() == "unknown"
 
 
 def test_a_program_that_is_not_there_says_nothing() -> None:

@@ -68,6 +68,22 @@ def test_what_fails_on_the_way_is_tried_again(web):
     assert web.faults == []
 
 
+def test_a_server_that_is_out_of_order_does_not_say_that_nothing_is_there(web):
+    web.files["/a"], web.heads = b"text", True
+    for faults in ([503] * 2, [503] * 7):  # a HEAD and a GET each try
+        web.faults = faults
+        assert remote.exists(f"{web.url}/a") and web.faults == []
+    web.faults = [503] * 8
+    with pytest.raises(Failed, match="503"):
+        remote.exists(f"{web.url}/a")
+    with pytest.raises(Failed):
+        remote.read_whole("http://127.0.0.1:9/a")  # where nobody listens
+    web.faults = [403] * 2
+    with pytest.raises(PermissionError):
+        remote.exists(f"{web.url}/a")
+    assert not remote.exists(f"{web.url}/b")
+
+
 def test_what_is_not_there_or_not_allowed_is_said_at_once(web):
     with pytest.raises(FileNotFoundError) as missing:
         remote.read_whole(f"{web.url}/a")

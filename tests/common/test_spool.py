@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
-from megabert.common import ahead
-from megabert.common.spool import Spool, folder_of
+from megabert.common import ahead, logs, retry
+from megabert.common.spool import PROGRESS, Spool, folder_of
 
 
 def test_what_was_written_behind_the_last_state_is_cut_off(tmp_path: Path) -> None:
@@ -76,3 +79,41 @@ def test_results_of_threads_come_in_order_and_errors_in_their_place() -> None:
             found.append(value)
             assert len(taken) <= len(found) + 4
     assert found == [n * n for n in range(30)] and len(taken) <= 35
+
+
+def test_without_locks_it_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    logs.setup()
+    with Spool(tmp_path / "out", {}, ["x"]) as spool:
+        spool.finish()
+    said = capsys.readouterr().err
+    assert "lock: this file system has no locks (Function not implemented); let no second command" in said
+
+
+def test_a_state_that_cannot_be_read_is_not_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), Spool(output, {}, ["x"]) as spool:
+        spool.files["x"].write(b"one")
+        spool.advance({"n": 1})
+        raise KeyboardInterrupt
+    read = Path.read_bytes
+
+    def broken(path: Path) -> bytes:
+        if path.name == PROGRESS:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    monkeypatch.setattr(retry, "WAITS", (0.0,))
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(OSError, match="Input/output error"), Spool(output, {}, ["x"]):
+        pass
+    monkeypatch.undo()
+    with Spool(output, {}, ["x"]) as spool:
+        assert spool.resumed and spool.state == {"n": 1}

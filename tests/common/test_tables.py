@@ -10,6 +10,12 @@ import pytest
 from megabert.common import tables
 
 
+def test_a_long_text_is_a_field_of_csv(tmp_path):
+    text = "word, " * 40_000
+    (tmp_path / "t.csv").write_text(f'x\n"{text}"\n')
+    assert [row[1] for row in tables.rows(tmp_path / "t.csv", ["x"])] == [[text]]
+
+
 @pytest.mark.parametrize("name", ["t.tsv", "t.csv", "t.jsonl"])
 def test_rows_come_before_the_rest_of_the_file_is_read(name: str, tmp_path: Path) -> None:
     """10,000 rows, damaged behind the middle: the first ones are there before that is seen."""

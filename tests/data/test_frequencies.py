@@ -27,8 +27,10 @@ def test_of_a_large_dataset_rows_are_taken_evenly(tmp_path, monkeypatch):
     arrays = make_rows(100, 32, 3)
     dataset = Dataset(make_dataset(tmp_path, 100, arrays=arrays))
     monkeypatch.setattr(frequencies, "TOKENS", 40 * 32)
+    monkeypatch.setattr(frequencies, "PLACES", 8)
     monkeypatch.setattr(frequencies, "CHUNK", 16)
-    plain = Counter(arrays[0][[i * 100 // 40 for i in range(40)]].ravel().tolist())
+    taken = [i * 100 // 8 + row for i in range(8) for row in range(5)]
+    plain = Counter(arrays[0][taken].ravel().tolist())
     assert token_counts(dataset, PREDICTED).tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]
 
 

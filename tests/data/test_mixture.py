@@ -1,5 +1,7 @@
 """Several datasets as one: exact shares, every row once an epoch of its dataset, versions that join where an epoch ends."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -162,3 +164,16 @@ def test_datasets_that_do_not_fit_are_refused_by_name(folders, tmp_path):
     for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}):
         with pytest.raises(ValueError, match=r"data\.mix"):
             open_mixture(folders[1], mix)
+
+
+def test_large_datasets_together_keep_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(mixture, "OPEN_SHARDS", 8)
+    names = [
+        str(make_dataset(tmp_path / name, 500, seed=i)) for i, name in enumerate("abcd")
+    ]  # 8 shards each
+    make_dataset(tmp_path / "a" / "added-001", 100, seed=9)
+    mixed = open_mixture(names[0], dict.fromkeys(names[1:], 0.25))
+    before = len(os.listdir("/proc/self/fd"))
+    rows = mixed.read(np.arange(mixed.rows))
+    assert len(os.listdir("/proc/self/fd")) - before <= 8
+    assert (rows.ids[600:1100] == Dataset(names[1]).read(np.arange(500)).ids).all()

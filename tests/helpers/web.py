@@ -8,18 +8,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Web:
-    """`files` maps paths to bytes; each of `faults` is the status that one further answer to a GET has."""
+    """`files` maps paths to bytes; each of `faults` is the status that one further answer to a GET has, with `heads` to a HEAD
+    too."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: list[int] = []
+        self.heads = False
         self.asked: list[tuple[str, int, int]] = []  # (path, first byte, end) of each GET that was answered
         self.ranges = True
         self.url = ""
 
     def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
         path = handler.path.split("?")[0]
-        if body and self.faults:
+        if self.faults and (body or self.heads):
             return handler.send_error(self.faults.pop(0))
         data = self.files.get(path)
         if data is None:

@@ -115,7 +115,7 @@ sys.exit(int(own))
     [
         ("0:0:0", 1, 0),
         ("85:85:85+ 85:85:85+ 0:0:0", 3, 0),
-        ("1:85:85+ 1:85:85+ 1:85+ 1:85+ 1:85+ 0", 6, 0),  # torchrun says 1; progress every time
+        ("1:85:85+ 1:85:85+ 1:85+ 1:85+ 1:85+ 0:0", 6, 0),  # torchrun says 1; progress every time
         ("85", 3, 85),  # no progress: MAX_RESTARTS=2 and no more
         ("247", 3, 4),  # deepspeed's code for kill -9
         ("1:85:4+ 4 4 4", 4, 4),
@@ -128,6 +128,8 @@ sys.exit(int(own))
         ("143:3:3", 1, 3),
         ("2", 1, 2),
         ("0:0:4 0:0", 2, 0),  # a launcher that lost a rank and says nothing
+        ("0 0:0", 2, 0),  # one that lost all before they said anything
+        ("0", 3, 4),
     ],
 )
 def test_what_helps_is_started_again_and_nothing_else(plan, starts, code, tmp_path) -> None:

@@ -128,7 +128,37 @@ def test_a_container_is_given_every_folder_and_quoted_as_it_is(runtime, dataset,
         assert f"--container-image={image}" in given and f"--container-workdir={ROOT}" in given
         (option,) = (word for word in given if word.startswith("--container-mounts="))
         mounts = [pair.split(":")[0] for pair in option.partition("=")[2].split(",")]
-    assert mounts[:4] == folders
+    assert mounts[:4] == folders and len(mounts) == 5
+
+
+def test_a_build_in_a_container_is_given_what_it_reads(tmp_path) -> None:
+    for name in ("books", "wiki-1", "image.sif"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "t.model").touch()
+    values = {
+        "CONTAINER": str(tmp_path / "image.sif"),
+        "CONTAINER_RUNTIME": "pyxis",
+        "SLURM_NTASKS": "1",
+        "MPI": "srun",
+    }
+    values |= {
+        "CORPUS": f"{tmp_path}/books/*.txt {tmp_path}/wiki-?/x here.txt",
+        "DATA": str(tmp_path / "data"),
+    }
+    values |= {"PREP": f"--tokenizer {tmp_path}/t.model", "RUNS": str(tmp_path / "runs")}
+    log = tmp_path / "srun.log"
+    done = submit(
+        "launch/prep.slurm",
+        tmp_path,
+        srun=f'#!/usr/bin/env bash\nprintf "%s\n" "$@" >{log}\nexit 2\n',
+        **values,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    given = log.read_text().splitlines()
+    (option,) = (word for word in given if word.startswith("--container-mounts="))
+    mounts = [pair.split(":")[0] for pair in option.partition("=")[2].split(",")]
+    assert mounts[5:] == [f"{tmp_path}/books", str(tmp_path), f"{tmp_path}/t.model"]
+    assert f"{tmp_path}/books/*.txt" in given
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no `ip` (iproute2) here")

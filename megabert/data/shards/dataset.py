@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.errors import describe
+from megabert.common.logs import log
 from megabert.common.remote import below, is_url, join, parent
 from megabert.common.retry import tried_again
 from megabert.data.casing import CONFIG
@@ -117,6 +119,10 @@ class Dataset:
         self._order = order_of([m])
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
+        self._open = OPEN_SHARDS
+        self._damaged: dict[
+            str, Path
+        ] = {}  # shards at a URL that could not be had whole -> where what came lies
         self._ahead: set[int] = set()  # blocks that were last asked to be read ahead
         # section -> its map, None where nothing of it is in the file, and the views over that
         self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
@@ -143,11 +149,27 @@ class Dataset:
         """Folder or URL of the held-out dataset, None where none was cut."""
         return below(self.place, self.manifest.held_out["path"]) if self.manifest.held_out else None
 
+    def keep_open(self, shards: int) -> None:
+        """At most so many shards at once."""
+        self._open = shards
+
     def _file(self, shard: Shard) -> Path:
-        """Where a shard lies; that of a dataset at a URL is fetched first, or OSError raised."""
+        """Where a shard lies; that of a dataset at a URL is fetched first. Raises OSError, and ValueError for one that arrives
+        damaged, of which a tolerant dataset takes what there is: its rows have checksums of their own."""
         path = self.folder / shard.name
-        if self._remote:
-            remote_cache.fetch(join(self.place, shard.name), path, shard.sha256, shard.bytes)
+        if not self._remote or shard.name in self._damaged:
+            return self._damaged.get(shard.name, path)
+        url = join(self.place, shard.name)
+        try:
+            remote_cache.fetch(url, path, shard.sha256, shard.bytes)
+        except (FileNotFoundError, ValueError) as error:
+            if not self.tolerant:
+                raise
+            log.warning(f"{describe(error)}; its damaged rows are left out")
+            if isinstance(error, ValueError):
+                path = path.with_suffix(".damaged")
+                remote_cache.fetch_unsealed(url, path)
+            self._damaged[shard.name] = path
         return path
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +205,7 @@ class Dataset:
         else:
             data, views = None, layout.views(bytes(layout.bytes), 0, 0)
         self._maps[section] = data, views
-        if len(self._maps) > OPEN_SHARDS:
+        while len(self._maps) > self._open:
             self._maps.popitem(last=False)
         return views
 

@@ -6,7 +6,6 @@ URL is never taken for it. One process of a machine fetches a file while the oth
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megabert.common import remote
 from megabert.common.atomic_io import appearing_file, write_whole
+from megabert.common.file_lock import lock
 from megabert.common.logs import log
 
 TRIES = 2  # of a file that arrives damaged
@@ -33,10 +33,12 @@ def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
     if _is_there(path, size):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
+    with _alone(path) as alone:
         if _is_there(path, size):
             return
-        for left_over in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+        for left_over in (
+            path.parent.glob(f".{path.name}.*.tmp") if alone else ()
+        ):  # of a process that was killed
             left_over.unlink()
         for _ in range(TRIES):
             try:
@@ -50,7 +52,10 @@ def fetch_unsealed(url: str, path: Path) -> None:
     """As `fetch`, of a small file that no manifest tells of, and that need not be there."""
     try:
         data = remote.read_whole(url)
-    except FileNotFoundError:
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ):  # S3 says the second of what is not there, where it may not be listed
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
@@ -61,10 +66,11 @@ def _is_there(path: Path, size: int | None) -> bool:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with open(path.with_name(f".{path.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _alone(path: Path) -> Iterator[bool]:
+    """While this process alone fetches `path`; False where the file system cannot tell."""
+    name = path.with_name(f".{path.name}.lock")
+    with open(name, "w") as file:
+        yield lock(file.fileno(), name, "each process fetches for itself", wait=True)
 
 
 def _fetch_once(url: str, path: Path, sha256: str) -> None:

@@ -1,6 +1,9 @@
 """Datasets at URLs: the rows of the local copy, fetched once, whatever arrives damaged or is asked for at the same time."""
 
+import errno
+import fcntl
 import functools
+import os
 import pickle
 import re
 import shutil
@@ -9,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from megabert.common import retry
-from megabert.data import mixture
+from megabert.common import logs, remote, retry
+from megabert.data import frequencies, mixture
 from megabert.data.loader import Loader
 from megabert.data.shards import ADDED, Dataset, Manifest
 from tests.helpers.rows import TOKENIZER, make_dataset, vocabulary
@@ -116,6 +119,61 @@ def test_what_a_killed_process_left_is_no_shard(web, local):
     (dataset.folder / "shard-000000.tar").write_bytes(b"cut")
     assert same(dataset.read(np.arange(9)), local.read(np.arange(9)))
     assert sorted(p.name for p in dataset.folder.iterdir()) == [".shard-000000.tar.lock", "shard-000000.tar"]
+
+
+def test_of_a_shard_that_is_damaged_or_gone_a_tolerant_dataset_gives_what_there_is(web, local):
+    rows, url = np.arange(ROWS), f"{web.url}/data"
+    for change, wrong in (
+        (lambda data: data[:700] + b"\xff" + data[701:], [64]),
+        (lambda data: None, [*range(64, 128)]),
+    ):
+        damaged = change(web.files["/data/shard-000001.tar"])
+        web.files.pop("/data/shard-000001.tar")
+        if damaged:
+            web.files["/data/shard-000001.tar"] = damaged
+        found, damage = Dataset(url, tolerant=True).examine(rows)
+        assert sorted(damage) == wrong
+        keep = np.setdiff1d(rows, wrong)
+        assert np.array_equal(found.ids[keep], local.read(keep).ids)
+        with pytest.raises((ValueError, FileNotFoundError), match=r"shard-000001.tar"):
+            Dataset(url).read(rows)
+
+
+def test_a_cache_without_locks_is_filled_all_the_same(web, local, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    logs.setup()
+    dataset = Dataset(f"{web.url}/data")
+    dataset.folder.mkdir(parents=True)
+    others = dataset.folder / ".shard-000000.tar.77.tmp"
+    others.write_bytes(b"of another process")
+    assert same(dataset.read(np.arange(9)), local.read(np.arange(9))) and others.exists()
+    assert "this file system has no locks" in capsys.readouterr().err
+
+
+def test_added_text_that_may_not_be_looked_for_is_not_there(web, local, monkeypatch):
+    status = remote.status
+
+    def without_listing(url):  # as S3 answers where the bucket may not be listed
+        try:
+            return status(url)
+        except FileNotFoundError:
+            raise PermissionError(errno.EACCES, "no permission", url) from None
+
+    monkeypatch.setattr(remote, "status", without_listing)
+    dataset = mixture.open_versions(f"{web.url}/data")
+    assert isinstance(dataset, Dataset) and same(dataset.read(np.arange(9)), local.read(np.arange(9)))
+
+
+def test_frequencies_are_counted_from_few_shards(web, local, monkeypatch):
+    monkeypatch.setattr(frequencies, "TOKENS", 8 * local.manifest.seq_len)
+    monkeypatch.setattr(frequencies, "PLACES", 2)
+    counts = frequencies.token_counts(Dataset(f"{web.url}/data"), np.ones(local.manifest.vocab_size, bool))
+    taken = np.array([0, 1, 2, 3, 100, 101, 102, 103])
+    assert counts.tolist() == np.bincount(local.read(taken).ids.ravel(), minlength=len(counts)).tolist()
+    assert shards_asked(web) == ["shard-000000", "shard-000001"]
 
 
 def test_another_dataset_at_the_same_url_is_not_taken_for_the_cached_one(web, local, tmp_path):
