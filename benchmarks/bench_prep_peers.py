@@ -130,11 +130,11 @@ def main() -> None:
     print(f"{hardware.describe()}; {text / 1e6:.1f} MB of text, {args.workers} processes")
     print(f"{'':10} {'MB/s':>8} {'MB, largest':>12} {'MB, all':>8} {'M tokens':>9}")
     sides: dict[str, dict[str, Any]] = {}
-    for side, found in runs.items():
-        rates = sorted(text / 1e6 / one["seconds"] for one in found)
+    for side, turns in runs.items():
+        rates = sorted(text / 1e6 / one["seconds"] for one in turns)
         sides[side] = {
-            "mb_per_second": statistics.median(rates), "all_mb_per_second": rates, "tokens": found[-1]["tokens"],
-            **{key: max(one[key] for one in found) for key in ("largest_process_bytes", "all_processes_bytes")},
+            "mb_per_second": statistics.median(rates), "all_mb_per_second": rates, "tokens": turns[-1]["tokens"],
+            **{key: max(one[key] for one in turns) for key in ("largest_process_bytes", "all_processes_bytes")},
         }  # fmt: skip
         one = sides[side]
         print(
