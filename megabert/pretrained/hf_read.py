@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig
+from megabert.data.casing import refuse_other
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
 from megabert.model.bert import outline
 from megabert.pretrained import extend, hf_names
@@ -29,6 +30,7 @@ HEADS = {
     "bert.pooler.": "pooler",
     "cls.seq_relationship.": "next-sentence head",
 }
+PARTS = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}  # of a WordPiece tokenizer.json
 DECODER = "cls.predictions.decoder."
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in the first releases
 
@@ -70,6 +72,8 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
     file, tensors = read_weights(folder)
     weights, initialised, ignored = complete(tensors, model, str(file))
     found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    if found.kind == "wordpiece" and not tokenizer:
+        refuse_other(tree, config_file)
     if doubt := found.doubt():
         raise ValueError(
             f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there'
@@ -245,6 +249,14 @@ def read_tokenizer(folder: Path) -> Tokenizer:
                 f"{path}: model.{field} is {found!r:.40}, only {want!r} can be taken; name the tokenizer's own "
                 "file with --tokenizer"
             )
+    for part, kind in PARTS.items():
+        stage = tree.get(part)
+        found = stage.get("type") if isinstance(stage, dict) else None
+        if found != kind:
+            raise ValueError(
+                f"{path}: {part} is {found!r:.40}, only {kind} can be taken; name the tokenizer's own file with "
+                "--tokenizer"
+            )
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, dict) or sorted(vocabulary.values(), key=repr) != sorted(
         range(len(vocabulary)), key=repr
@@ -255,20 +267,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(
             f"{path}: model.vocab has a piece with a line end in it, which a vocab.txt cannot hold"
         )
-    return Tokenizer.parse("".join(f"{piece}\n" for piece in pieces).encode(), path, _casing(tree, path))
+    return Tokenizer.parse(
+        "".join(f"{piece}\n" for piece in pieces).encode(), path, _casing(tree["normalizer"], path)
+    )
 
 
-def _casing(tree: dict[str, Any], path: Path) -> dict[str, bool | None]:
-    """What a tokenizer.json's BertNormalizer does, by the fields of `Casing`; {} where it has none."""
-    found = tree.get("normalizer")
-    if not isinstance(found, dict) or found.get("type") != "BertNormalizer":
-        return {}
+def _casing(normalizer: dict[str, Any], path: Path) -> dict[str, bool | None]:
+    """What a tokenizer.json's BertNormalizer does, by the fields of `Casing`."""
     fields = {
         "lowercase": "lowercase",
         "strip_accents": "strip_accents",
         "ideographs": "handle_chinese_chars",
     }
-    said = {name: found.get(field) for name, field in fields.items()}
+    said = {name: normalizer.get(field) for name, field in fields.items()}
     for name, value in said.items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{path}: normalizer.{fields[name]} is {value!r:.40}, must be true or false")

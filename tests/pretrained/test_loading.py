@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from megabert import export, fill, pretrained
+from megabert.pretrained import hf_read
 from tests.helpers import runs
 from tests.test_convert import Malicious, make, one_line
 
@@ -79,6 +81,36 @@ def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path, capsys) -> 
     assert found.tokenizer.encode_batch([text]) == [peer(text, add_special_tokens=False)["input_ids"]]
     assert fill.main(["--model", str(tmp_path / "hf"), "the [MASK]"]) == 0
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path) -> None:
+    make(tmp_path / "hf")
+    path = tmp_path / "hf" / file
+    config = json.loads(path.read_text()) if path.is_file() else {"do_lower_case": False}
+    path.write_text(json.dumps(config | {"tokenizer_class": "BertTokenizerFast"}))
+    assert hf_read.read(tmp_path / "hf").tokenizer.kind == "wordpiece"
+    for field, value in {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab"}.items():
+        path.write_text(json.dumps(config | {field: value}))
+        with pytest.raises(ValueError, match=f"{file}: {field} is '{value}'"):
+            hf_read.read(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "part, stage",
+    [("normalizer", {"type": "Lowercase"}), ("normalizer", None), ("pre_tokenizer", {"type": "Whitespace"})],
+)
+def test_a_tokenizer_json_that_cuts_otherwise_is_refused(part: str, stage: Any, tmp_path: Path) -> None:
+    pieces = {piece: i for i, piece in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": pieces}
+    tree = {"model": model | {"max_input_chars_per_word": 100}, "normalizer": {"type": "BertNormalizer"}}
+    tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    assert hf_read.read_tokenizer(tmp_path).vocab_size == 6
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {part: stage}))
+    kind = stage["type"] if stage else None
+    with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only Bert"):
+        hf_read.read_tokenizer(tmp_path)
 
 
 def test_masks_are_filled_as_the_pipeline_fills_them(tmp_path: Path, capsys) -> None:

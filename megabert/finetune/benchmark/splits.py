@@ -18,15 +18,18 @@ DECIDES = "dev"  # the split that `megabert.finetune.training` takes the best ep
 ON_TRAIN, ON_DEV = "train", "dev"  # where the split that decides comes from
 
 
-def group(example: Example) -> str:
-    """What examples that must stay together have in common: the article of a question, the first text of a pair."""
+def groups(example: Example) -> tuple[str, ...]:
+    """What examples that must stay together have in common, the larger groups first: the article of a question, then its
+    context; the first text of a pair, then both."""
     if isinstance(example, Question):
-        return example.where.partition(".paragraphs[")[0]
+        article, mark, _ = example.where.partition(".paragraphs[")  # a table's rows name no article
+        return (article, example.context) if mark else (example.context,)
     if isinstance(example, Words):
-        return " ".join(example.words)
-    if isinstance(example, Choices) and example.a is None:
-        return example.options[0]
-    return example.a or ""
+        return (" ".join(example.words),)
+    if isinstance(example, Choices):
+        whole = "\0".join((example.a or "", *example.options))
+        return (example.options[0] if example.a is None else example.a, whole)
+    return (example.a,) if example.b is None else (example.a, f"{example.a}\0{example.b}")
 
 
 def hold_out(
@@ -34,27 +37,40 @@ def hold_out(
 ) -> tuple[list[Example], list[Example]]:
     """(what is left, what is held out) of `examples`, whole groups each, in their order. Another `purpose` holds out others.
 
-    Raises ValueError where the groups are too few for two parts.
+    At most twice what is wanted is held out. Where the larger groups do not come to half of it, the smaller ones are taken.
+    Raises ValueError where these are too few for two parts.
     """
-    groups: dict[str, list[int]] = {}
-    for number, example in enumerate(examples):
-        groups.setdefault(group(example), []).append(number)
     wanted = max(1, min(most, round(share * len(examples))))
-    drawn = sorted(groups, key=lambda key: hashlib.sha256(f"{purpose}\0{key}".encode()).digest())
-    held: set[int] = set()
-    for key in drawn[:-1]:
-        if len(held) >= wanted:
+    keys = [groups(example) for example in examples]
+    for level in range(len(keys[0])):
+        held = _draw([key[level] for key in keys], purpose, wanted)
+        if 2 * len(held) >= wanted:
             break
-        held.update(groups[key])
     if not held:
         where = examples[0].where.partition(", ")[0]
         raise ValueError(
-            f"{where}: all its examples share one text, so none can be held out; give more of them"
+            f"{where}: its examples share too few texts, so none can be held out; give more of them"
         )
     parts: tuple[list[Example], list[Example]] = ([], [])
     for number, example in enumerate(examples):
         parts[number in held].append(example)
     return parts
+
+
+def _draw(keys: Sequence[str], purpose: str, wanted: int) -> set[int]:
+    """The numbers of `wanted` examples, or as many more as their groups need: those of one key. At most twice as many, and
+    never all."""
+    members: dict[str, list[int]] = {}
+    for number, key in enumerate(keys):
+        members.setdefault(key, []).append(number)
+    limit = min(2 * wanted, len(keys) - 1)
+    held: set[int] = set()
+    for key in sorted(members, key=lambda key: hashlib.sha256(f"{purpose}\0{key}".encode()).digest()):
+        if len(held) >= wanted:
+            break
+        if len(held) + len(members[key]) <= limit:
+            held.update(members[key])
+    return held
 
 
 def reported(entry: Entry, choose_on: str) -> dict[str, str]:

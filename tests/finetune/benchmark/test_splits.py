@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
-from megabert.finetune import tasks
+from megabert.finetune import datasets, tasks
 from megabert.finetune.benchmark import splits
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Choices, Question, Text, Words
@@ -49,9 +51,32 @@ def test_pairs_of_one_first_text_and_questions_of_one_article_stay_together() ->
         assert len(splits.hold_out(options, "decides")[1]) == 4
 
 
+def test_large_groups_are_passed_over() -> None:
+    """950 pairs of one first text and 50 of another; 500 and 500; one prompt before all of them."""
+    for firsts, want in (((950, 50), 50), ((500, 500), 100), ((1000,), 100), ((990, 10), 100)):
+        given = [f"first {n}" for n, count in enumerate(firsts) for _ in range(count)]
+        pairs = [Text(str(n), f"f, line {n}", a, f"second {n}", "0") for n, a in enumerate(given)]
+        kept, held = splits.hold_out(pairs, "decides")
+        assert (len(kept), len(held)) == (1000 - want, want), firsts
+
+
+def test_questions_of_a_table_stay_with_their_context(tmp_path) -> None:
+    rows = {
+        "id": [f"q{n}" for n in range(200)],
+        "question": [f"which {n}" for n in range(200)],
+        "context": [f"context {n // 5}" for n in range(200)],
+        "answers": [{"text": ["context"], "answer_start": [0]}] * 200,
+    }
+    parquet.write_table(pa.table(rows), tmp_path / "train.parquet")
+    examples = datasets.read(tasks.preset("squad1.1"), tmp_path / "train.parquet")
+    kept, held = splits.hold_out(examples, "decides")
+    assert len(held) == 20 and {e.context for e in kept} & {e.context for e in held} == set()  # type: ignore[union-attr]
+
+
 def test_examples_of_one_text_cannot_be_parted() -> None:
-    with pytest.raises(ValueError, match=r"f: all its examples share one text"):
-        splits.hold_out(texts(9, same=9), "decides")
+    same = [Text(str(n), f"f, line {n}", "first", "second", "0") for n in range(9)]
+    with pytest.raises(ValueError, match=r"f: its examples share too few texts"):
+        splits.hold_out(same, "decides")
 
 
 def entry(folder: Path, **dev: Path) -> Entry:
