@@ -34,6 +34,7 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.distributed.preemption import REQUEUE
 from megabert.finetune import datasets, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
+from megabert.finetune.encoding import LONG
 from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.run import check, check_counts
 from megabert.finetune.tasks import LENGTHS, Task
@@ -110,7 +111,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"of a text or window (default: {d.max_length}, for SQuAD {SQUAD[0]}; no more than the model has positions)")  # fmt: skip
     add("--stride", type=int, metavar="TOKENS",
         help=f"from one window to the next (default: {d.stride}, for SQuAD {SQUAD[1]})")  # fmt: skip
-    add("--long", choices=("truncate", "pool"), default=d.long,
+    add("--long", choices=LONG, default=d.long,
         help="texts that are longer: cut, or windows averaged")  # fmt: skip
     add("--evaluations", type=int, default=d.evaluations, help="an epoch")
     add("--patience", type=int, default=d.patience,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from megabert.finetune.datasets import choice_labels
 from megabert.finetune.examples import Choices, Example, Question, Text, Words
 from megabert.finetune.tasks import COMPARED, LABELLED, Task
 
+Long = Literal["truncate", "pool"]
+LONG: tuple[str, ...] = get_args(Long)  # what is done with a longer text: cut, or read in windows
 MAX_QUESTION = 64  # tokens; Devlin et al. 2019's own code
 MIN_LENGTH = 8  # tokens of a window: three special ones and some of each part
 
@@ -103,7 +105,7 @@ def encode(
     labels: Sequence[str],
     max_length: int,
     stride: int = 128,
-    long: Literal["truncate", "pool"] = "truncate",
+    long: Long = "truncate",
 ) -> list[Item]:
     """The items of the examples, in their order; `max_length` tokens at most each.
 

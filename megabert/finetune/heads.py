@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabert.config import Config
+from megabert.config import Config, OpsConfig
 from megabert.finetune.tasks import COMPARED, Kind
 from megabert.model.bert import BertForPreTraining
 from megabert.model.layers import Linear
@@ -229,9 +229,9 @@ def build(
     """The module to train in fp32, its frozen encoder (if it is) in `dtype` on `device`.
 
     `weights` are a pre-trained model's by name, None: all random, as torch's generator says. `config.model` is the
-    model's, but for its dropout.
+    model's, but for its dropout; backends are those of `device`, whatever `config.ops` names.
     """
-    model = BertForPreTraining(config.model, config.ops, device.type, dtype, config.data.masking.causal)
+    model = BertForPreTraining(config.model, OpsConfig(), device.type, dtype, config.data.masking.causal)
     if weights is not None:
         model.load_state_dict(weights)
     if shape.frozen:

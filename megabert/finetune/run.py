@@ -90,7 +90,10 @@ def check_counts(args: argparse.Namespace) -> None:
 def configure(
     model: Config, settings: RunSettings, items: int, world_size: int, log_interval: int = 20
 ) -> Config:
-    """The engine's config for `items` training items. Raises ValueError naming the option that does not fit."""
+    """The engine's config for `items` training items; backends are this device's own, whatever the model was trained with.
+
+    Raises ValueError naming the option that does not fit.
+    """
     if settings.max_length > model.model.max_positions:
         raise ValueError(
             f"--max-length {settings.max_length}: the model has {model.model.max_positions} positions"
@@ -109,7 +112,6 @@ def configure(
             "precision": settings.precision,
             "model": model.model.model_dump() | dropout,
             "data": {"masking": model.data.masking.model_dump()},
-            "ops": model.ops.model_dump(),
             "batch": {"global_size": settings.batch, "micro_size": micro},
             "optimizer": {"lr": settings.lr, "weight_decay": settings.weight_decay},
             "schedule": {"total_steps": total, "warmup_steps": math.ceil(settings.warmup * total)},

@@ -7,6 +7,7 @@ result is there.
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import statistics
@@ -185,6 +186,7 @@ def train_missing(
         result = world.broadcast(result_of(folder) if world.is_main else None)
         if result is None:
             result = begin(folder, name, chosen).train(stop, watchdog)
+            gc.collect()  # DeepSpeed's engine refers to itself: it would lie on the device beside the next one
         if result is None:
             return None
         results[name] = result

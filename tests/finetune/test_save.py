@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -13,9 +14,12 @@ import pytest
 import torch
 
 from megabert import pretrained
+from megabert.config import OpsConfig
 from megabert.distributed.process_group import World, discover
-from megabert.finetune import datasets, encoding, heads, prediction, save, tasks, training
+from megabert.finetune import datasets, encoding, heads, huggingface, prediction, save, tasks, training
 from megabert.finetune.batches import collate
+from megabert.finetune.embed import model
+from megabert.finetune.run import configure
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split
 from tests.conftest import ROOT
@@ -58,6 +62,21 @@ def test_what_was_saved_is_what_is_loaded(folder: Path) -> None:
     weights = found.module.encoder.state_dict()
     assert torch.equal(weights["layers.2.qkv.weight"], start.weights["layers.2.qkv.weight"])
     assert not found.module.training
+
+
+def test_a_backend_that_this_device_has_not_stays_behind(folder: Path, tmp_path: Path) -> None:
+    """That of pre-training, in a model saved before, and in one that is fine-tuned now."""
+    shutil.copytree(folder / "best", tmp_path / "best")
+    path = tmp_path / "best" / save.DESCRIPTION
+    tree = json.loads(path.read_text())
+    tree["config"]["ops"]["attention"] = "varlen"
+    path.write_text(json.dumps(tree))
+    assert huggingface.load(tmp_path).module.encoder.backends.attention.name != "varlen"
+    start = pretrained.load(folder / "run")
+    named = start.config.model_copy(update={"ops": OpsConfig(attention="varlen")})
+    assert configure(named, Settings(max_length=32), 50, 1).ops == OpsConfig()
+    embedder = model.build(named, start.weights, "mean", discover({}), torch.float32)
+    assert embedder.encoder.backends.attention.name != "varlen"
 
 
 def test_saving_again_replaces_the_folder(folder: Path, tmp_path: Path) -> None:

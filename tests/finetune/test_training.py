@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, encoding, save, tasks, training
+from megabert.finetune import datasets, encoding, save, search, tasks, training
 from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.pretrained import Pretrained
@@ -100,6 +101,22 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     )
     if kind == "tag":
         assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
+
+
+def test_a_finished_run_is_gone_when_the_next_one_begins(base, tmp_path, world) -> None:
+    start, settings = pretrained.load(base / "run"), change(epochs=1, batch=60)
+    data = data_of(base, "classify", start)
+    before: list[weakref.ref[Any]] = []
+
+    def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
+        assert not any(module() for module in before)
+        run = FineTuning(folder, name, data, start, chosen, world, 2)
+        before.append(weakref.ref(run.module))
+        return run
+
+    runs = {f"seed{seed}": replace(settings, seed=seed) for seed in (1, 2)}
+    found = search.train_missing(tmp_path, runs, begin, world, cast(Any, StopAt()), unwatched(world))
+    assert found is not None and len(found) == len(before) == 2
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world) -> None:

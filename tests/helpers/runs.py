@@ -27,6 +27,10 @@ KEPT = {
     "remove_extra_whitespaces": False,
     "normalization_rule_name": "identity",
 }
+OTHERS = {  # the last one cannot be expressed in tokenizer.json
+    "whitespace": KEPT,
+    "nfkc": {"normalization_rule_name": "nfkc"},
+}
 KINDS = ("unigram", "bpe", "uncased", "cased")
 
 
@@ -48,9 +52,9 @@ def sentencepiece_model(**changes: Any) -> bytes:
 def tokenizer(folder: Path, kind: str = "unigram") -> Tokenizer:
     """A tokenizer file in `folder`, under the name it has in a run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    if kind in ("unigram", "bpe", "whitespace"):
+    if kind in ("unigram", "bpe", *OTHERS):
         path = folder / "tokenizer.model"
-        path.write_bytes(sentencepiece_model(**(KEPT if kind == "whitespace" else {"model_type": kind})))
+        path.write_bytes(sentencepiece_model(**OTHERS.get(kind, {"model_type": kind})))
         return Tokenizer.load(path)
     return Tokenizer.load(wordpiece.write(folder / "vocab.txt", cased=kind == "cased"))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megabert.common.atomic_io import sha256_of
 from megabert.distributed.process_group import World
 from megabert.finetune import datasets, metrics, save, search
 from megabert.finetune.benchmark import splits, summary
@@ -30,8 +29,8 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def files_of(entry: Entry) -> dict[str, str]:
-    """SHA-256 of each file that runs are trained or scored on."""
-    return {name: sha256_of(path) for name, path in {"train": entry.train, **entry.dev}.items()}
+    """SHA-256 of each file (or saved dataset) that runs are trained or scored on."""
+    return {name: datasets.digest(path) for name, path in {"train": entry.train, **entry.dev}.items()}
 
 
 def load(folder: Path, world: World) -> Finetuned:
@@ -124,7 +123,7 @@ def evaluate(
     `examples` by split; `facts` are copied into what comes out. A collective.
     """
     rows = search.summarise(list(results.values()), axes, entry.task.metrics[0])
-    unlabelled = {name: sha256_of(path) for name, path in entry.test.items()}
+    unlabelled = {name: datasets.digest(path) for name, path in entry.test.items()}
     known = {"runs": sorted(results), "test_sha256": unlabelled, **facts}
     done = world.broadcast(read(folder / EVALUATED) if world.is_main else None)
     if done is not None and all(done.get(name) == value for name, value in known.items()):

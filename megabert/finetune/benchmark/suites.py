@@ -20,6 +20,7 @@ from typing import Any
 
 from megabert.common import tables
 from megabert.finetune import tasks
+from megabert.finetune.encoding import LONG
 from megabert.finetune.tasks import Task
 
 GLUE = {
@@ -202,14 +203,18 @@ def describe(path: Path) -> Entry:
     _check(path, "", tree, kinds)
     settings = tree.pop("settings", {})
     _check(path, "settings.", settings, OWN_SETTINGS)
+    if settings.get("long", LONG[0]) not in LONG:
+        raise ValueError(f"{path}: settings.long = {settings['long']!r}: is none of {', '.join(LONG)}")
     files = {name: tree.pop(name, "") for name in ("train", "dev", "test")}
     if not files["train"]:
         raise ValueError(f"{path}: names no file as train")
     for key, name in files.items():
-        if name and not (path.parent / name).is_file():
+        if name and not (path.parent / name).exists():
             raise ValueError(f"{path}: {key} = {name!r}: there is no such file in {path.parent}")
     if bool("task" in tree) == bool("kind" in tree):
         raise ValueError(f"{path}: name a known task ({', '.join(tasks.PRESETS)}) or a kind")
+    lengths = tasks.LENGTHS.get(tree.get("task", ""))
+    usual = dict(zip(("max_length", "stride"), lengths, strict=True)) if lengths else {}
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
     }
@@ -229,7 +234,7 @@ def describe(path: Path) -> Entry:
         path.parent / files["train"],
         {"": dev} if dev else {},
         {path.stem: test} if test else {},
-        GLUE_SETTINGS | settings,
+        GLUE_SETTINGS | usual | settings,
         searched="lr" not in settings,
     )
 

@@ -33,17 +33,16 @@ import torch
 
 from megabert import pretrained
 from megabert.common.arguments import Parser, called_as
-from megabert.common.atomic_io import sha256_of
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
-from megabert.finetune import search
+from megabert.finetune import datasets, search
 from megabert.finetune.embed import metrics, pairs, training
 from megabert.finetune.embed.model import POOLS
 from megabert.finetune.embed.pairs import Columns, Pairs, Scored
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings
 from megabert.finetune.run import check, check_counts
-from megabert.pretrained import Pretrained
+from megabert.pretrained import Pretrained, hf_tokenizer
 from megabert.training import session
 from megabert.training.session import Session
 
@@ -162,7 +161,7 @@ def facts(args: argparse.Namespace, start: Pretrained) -> dict[str, Any]:
     found["model_sha256"] = pretrained.fingerprint(start.weights)
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
-            found[f"{name}_sha256"] = sha256_of(Path(path))
+            found[f"{name}_sha256"] = datasets.digest(Path(path))
     return found
 
 
@@ -173,6 +172,7 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
     runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
     data = read(args)
     start = pretrained.load(args.model, args.tokenizer)
+    hf_tokenizer.build(start.tokenizer)  # what cannot be saved is not trained
     alone = bool((data.train.first == data.train.second).all())
     for chosen in runs.values():  # whatever does not fit is said before anything is written
         check(chosen)

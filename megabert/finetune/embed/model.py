@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megabert.config import Config
+from megabert.config import Config, OpsConfig
 from megabert.data.packing import groups
 from megabert.distributed.process_group import World
 from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
@@ -144,7 +144,7 @@ def build(
     `dtype`: the compute type it will be trained or used in; `options` are Embedder's.
     """
     causal = config.data.masking.causal
-    encoder = BertForPreTraining(config.model, config.ops, world.device.type, dtype, causal)
+    encoder = BertForPreTraining(config.model, OpsConfig(), world.device.type, dtype, causal)
     if weights is not None:
         encoder.load_state_dict(weights)
     return Embedder(encoder, causal, pool, world, **options)

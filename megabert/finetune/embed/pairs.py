@@ -9,6 +9,7 @@ a score column  pairs with a number, as STS-B's
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def _table(path: Path, columns: Columns) -> Iterator[Row]:
     wanted = [*columns.text, *columns.negative, *more]
     size = len(columns.text)
     for where, values in tables.rows(path, wanted, columns.headed):
-        if columns.label and str(values[-1]) != columns.positive:
+        if columns.label and _label(values[-1]) != columns.positive:
             continue
         texts = [
             tables.text_of(values[i], f"{where}, column {name!r}") for i, name in enumerate(columns.text)
@@ -158,6 +159,11 @@ def _table(path: Path, columns: Columns) -> Iterator[Row]:
             others += [tables.text_of(text, f"{where}, column {name!r}") for text in listed]
         score = _score(values[-1], f"{where}, column {columns.score!r}") if columns.score else 0.0
         yield texts[0], texts[-1], others, score
+
+
+def _label(value: Any) -> str:
+    """A label as a text, true and false as JSON has them."""
+    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def _score(value: Any, where: str) -> float:

@@ -4,10 +4,13 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 
+from megabert.common.atomic_io import sha256_of
 from megabert.finetune import datasets
-from megabert.finetune.benchmark import suites
+from megabert.finetune.benchmark import evaluation, suites
 from megabert.finetune.tasks import Task
 from tests.helpers import glue_folder
 
@@ -85,6 +88,24 @@ def test_a_task_of_ones_own_is_a_toml_file(tmp_path) -> None:
     )
 
 
+def test_a_task_of_ones_own_like_squad_reads_squads_lengths(tmp_path) -> None:
+    (tmp_path / "train.json").write_text(json.dumps({"data": []}))
+    for more, want in (("", (384, 128)), ("[settings]\nmax_length = 256\n", (256, 128))):
+        (tmp_path / "mine.toml").write_text(f'task = "squad2.0"\ntrain = "train.json"\n{more}')
+        (entry,) = suites.find("own", tmp_path)
+        assert (entry.settings["max_length"], entry.settings["stride"]) == want
+
+
+def test_a_task_of_ones_own_may_be_a_saved_dataset(tmp_path) -> None:
+    (tmp_path / "train").mkdir()
+    feather.write_feather(pa.table({"review": ["a", "b"], "stars": ["1", "2"]}), tmp_path / "train/a.arrow")
+    (tmp_path / "train/state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (tmp_path / "reviews.toml").write_text(TOML.replace("train.tsv", "train"))
+    (entry,) = suites.find("own", tmp_path)
+    assert [e.label for e in datasets.read(entry.task, entry.train)] == ["1", "2"]  # type: ignore[union-attr]
+    assert evaluation.files_of(entry) == {"train": sha256_of(tmp_path / "train/a.arrow")}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -94,6 +115,7 @@ def test_a_task_of_ones_own_is_a_toml_file(tmp_path) -> None:
         (TOML.replace('["review"]', '"review"'), "text = 'review': must be a list of texts"),
         (TOML.replace("= 5", "= true"), "settings.epochs = True: must be a whole number"),
         (TOML.replace("= 5", "= 2.5"), "settings.epochs = 2.5: must be a whole number"),
+        (TOML + 'long = "pooled"', "settings.long = 'pooled': is none of truncate, pool"),
         (TOML.replace("train.tsv", "other.tsv"), "train = 'other.tsv': there is no such file"),
         (TOML.replace('train = "train.tsv"', ""), "names no file as train"),
         (TOML.replace('kind = "classify"', ""), "name a known task .* or a kind"),

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 
+from megabert import pretrained
+from megabert.common.atomic_io import sha256_of
+from megabert.common.errors import USER_ERROR
 from megabert.finetune.embed import __main__ as command
-from tests.helpers import finetune_problem
+from tests.helpers import finetune_problem, runs
 from tests.helpers import pairs as problem
 
 
@@ -49,6 +54,29 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, said, base, tmp
     )
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not out.exists()
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_said_before_anything_is_trained(base, tmp_path, capsys) -> None:
+    run = runs.make(tmp_path / "run", "nfkc")
+    arguments = f"--train {base}/train.tsv --dev {base}/dev.tsv --text a --text b --max-length 16 --batch 8"
+    out = tmp_path / "out"
+    assert (
+        command.main(["train", "--model", str(run), "--output", str(out), *arguments.split()]) == USER_ERROR
+    )
+    assert "normalization_rule_name=nfkc cannot be expressed in tokenizer.json" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_saved_dataset_is_known_by_its_files(base, tmp_path) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    feather.write_feather(pa.table({"a": ["w1", "w2"], "b": ["w3", "w4"]}), folder / "a.arrow")
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    given = f"train --model m --output o --train {folder} --dev {base}/dev.tsv --text a --text b"
+    args = command.parse(given.split())
+    assert len(command.read(args).train) == 2
+    facts = command.facts(args, pretrained.load(base / "run"))
+    assert facts["train_sha256"] == sha256_of(folder / "a.arrow")
 
 
 def test_a_plain_model_is_judged_by_its_mean(base, capsys) -> None:

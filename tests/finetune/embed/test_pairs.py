@@ -53,6 +53,12 @@ def test_pairs_of_another_label_are_left_out(tmp_path) -> None:
     assert texts_of(pairs.read(write(tmp_path, "rte.tsv", text), columns)) == [("q", "i")]
 
 
+def test_a_label_may_be_true(tmp_path) -> None:
+    rows = [{"a": "p", "b": "h", "same": False}, {"a": "q", "b": "i", "same": True}]
+    path = write(tmp_path, "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert texts_of(pairs.read(path, Columns(("a", "b"), label="same", positive="true"))) == [("q", "i")]
+
+
 def test_sts_b_with_and_without_a_header(tmp_path) -> None:
     glue = (
         "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
