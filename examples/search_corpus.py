@@ -9,6 +9,7 @@ shards holds of one document. The index is flat: every vector is compared, by FA
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,8 +59,11 @@ def vectors(texts: list[str], model: str) -> np.ndarray:
 def index(dataset: str, model: str, file: str) -> None:
     """Write the texts and their vectors."""
     texts = list(passages(dataset))
+    listed = json.dumps(
+        texts, ensure_ascii=False
+    ).encode()  # an array of texts would be as wide as the longest
     with Path(file).open("wb") as out:
-        np.savez(out, texts=np.array(texts), vectors=vectors(texts, model))
+        np.savez(out, texts=np.frombuffer(listed, np.uint8), vectors=vectors(texts, model))
     print(f"{file}: {len(texts):,} passages")
 
 
@@ -79,7 +83,7 @@ def nearest(queries: np.ndarray, corpus: np.ndarray, count: int) -> tuple[np.nda
 def search(file: str, model: str, *queries: str) -> None:
     """Print what is nearest to each query."""
     with np.load(file) as stored:
-        texts, corpus = stored["texts"], stored["vectors"]
+        texts, corpus = json.loads(stored["texts"].tobytes()), stored["vectors"]
     cosines, places = nearest(vectors(list(queries), model), corpus, min(RESULTS, len(texts)))
     for query, near, found in zip(queries, cosines, places, strict=True):
         print(query)

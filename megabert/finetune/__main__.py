@@ -32,7 +32,7 @@ from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.distributed.preemption import REQUEUE
-from megabert.finetune import datasets, prediction, preparation, search, tasks
+from megabert.finetune import datasets, encoding, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.encoding import LONG
 from megabert.finetune.heads import HEADS, KINDS
@@ -161,9 +161,9 @@ def read(args: argparse.Namespace, task: Task, start: Pretrained, settings: Sett
         if not path:
             raise ValueError(f"--{name} is missing: name a file")
     examples = {name: datasets.read(task, path) for name, path in paths.items()}
-    if args.limit:
-        examples = {name: part[: args.limit] for name, part in examples.items()}
-    return preparation.encoded(task, examples, start.tokenizer, settings)
+    labels = encoding.labels_of(task, examples["train"])
+    examples = {name: part[: args.limit or None] for name, part in examples.items()}
+    return preparation.encoded(task, examples, start.tokenizer, settings, labels)
 
 
 def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, Any]:
@@ -239,6 +239,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def command(ranks: Session) -> int:
         if args.predict:
+            if args.limit:
+                raise ValueError("--limit: is for training, not for --predict")
             return predict(args, ranks)
         for option, given in (
             ("--null-threshold", args.null_threshold is not None),

@@ -107,22 +107,24 @@ def for_prediction(
     texts that are to be ranked.
     """
     if task.kind in ("tag", "span", *COMPARED):
-        return replace(
-            task,
-            text=tuple(text) or task.text,
-            choices=tuple(choices) or task.choices,
-            id=identity or task.id,
-        )
-    label = task.label
+        text, choices = tuple(text) or task.text, tuple(choices) or task.choices
+        label = _unread(task.label, (*text, *choices))
+        return replace(task, text=text, choices=choices, label=label, id=identity or task.id)
     header = tables.columns(Path(path)) if task.name in PRESETS else []
     if not text and task.text[0].isdecimal() and "sentence" in header:
         text = ("sentence",)
     text = tuple(text) or task.text
-    if text[0].isdecimal() != label.isdecimal():
-        label = "0" if text[0].isdecimal() else "label"  # it is not read
     if not identity and not text[0].isdecimal() and header[:1] in (["index"], ["id"]):
         identity = header[0]
-    return replace(task, text=text, label=label, id=identity or task.id)
+    return replace(task, text=text, label=_unread(task.label, text), id=identity or task.id)
+
+
+def _unread(label: str, columns: Sequence[str]) -> str:
+    """A label column that is not read: as a number or a name, as the `columns` are; "" where the task has none."""
+    numbered = [column.removeprefix("-").isdecimal() for column in (label, *columns)]
+    if not label or numbered[0] == numbered[1]:
+        return label
+    return "0" if numbered[1] else "label"
 
 
 # ---- tables

@@ -73,12 +73,7 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
         return ()
     labels = task.labels
     if not labels:
-        found: set[str] = set()
-        for e in examples:
-            found.update(
-                e.tags if task.kind == "tag" else e.label if task.kind == "multilabel" else [e.label]
-            )
-        labels = tuple(sorted(found))
+        labels = tuple(sorted({label for example in examples for label in _labels(task, example)}))
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")
@@ -87,6 +82,21 @@ def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
         raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
     return labels
+
+
+def _labels(task: Task, example: Any) -> Sequence[str]:
+    if task.kind == "tag":
+        return example.tags or ()
+    return example.label if task.kind == "multilabel" else [example.label]
+
+
+def check_labels(task: Task, examples: Sequence[Any], labels: Sequence[str]) -> None:
+    """Raises ValueError naming file and line of a label that is not one of `labels`; kinds without labels have none."""
+    if task.kind in LABELLED:
+        classes = {label: i for i, label in enumerate(labels)}
+        for example in examples:
+            for label in _labels(task, example):
+                _class(example.where, label, classes)
 
 
 def _by_number(task: Task, labels: Sequence[str]) -> tuple[str, ...]:

@@ -338,7 +338,7 @@ def forms(task: Task, path: Path) -> dict[Path, Form]:
 
     of texts: TSV with GLUE's columns `index`, `prediction` (several labels with commas between; of several texts that were ranked
     a score each, under the names of their columns); tag: word, true tag if known, predicted tag, as conlleval
-    reads it; span: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
+    reads it, with tabs between them in a sentence where one has a space in it; span: SQuAD's JSON of id and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
     if task.kind == "span":
         found = {path: _json(lambda p: p["text"])}
@@ -372,7 +372,8 @@ def write(task: Task, examples: Sequence[Example], predictions: Sequence[Any], p
 
 def _tagged_words(example: Any, tags: Sequence[str] | None) -> str:
     columns = [example.words, *([example.tags] if example.tags else []), tags or ["O"] * len(example.words)]
-    return "".join(" ".join(row) + "\n" for row in zip(*columns, strict=True))
+    between = "\t" if any(" " in field for column in columns for field in column) else " "
+    return "".join(between.join(row) + "\n" for row in zip(*columns, strict=True))
 
 
 def _json(value: Callable[[Any], Any]) -> Form:

@@ -117,6 +117,12 @@ def predict_file(
     question that may have no answer gets none where its probability is above `null_threshold`. The same call goes on where one
     was killed, or `stopped` on a rank, which gives None. Raises ValueError naming what cannot be used; nothing is written then.
     """
+    for option, target, others in (
+        ("--output", output, [path]),
+        ("--scores", scores, [path, output]),
+    ):
+        if target and Path(target).resolve() in [Path(other).resolve() for other in others]:
+            raise ValueError(f"{option} {target}: is named twice and would be replaced; name another file")
     if not 0 <= null_threshold <= 1:
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
     found = ready(source, world.device, precision)

@@ -72,6 +72,8 @@ def test_own_text(corpus, tmp_path) -> None:
     assert '"step": 8' in shown
     vectors = np.load(tmp_path / "out/vectors.npz")
     assert len(vectors.files) >= 1 and any(32 in vectors[name].shape for name in vectors.files)
+    (tmp_path / "out/hf/model.safetensors").unlink()
+    run("examples/own_text.sh", tmp_path / "out", corpus, **sizes)
     assert (tmp_path / "out/hf/model.safetensors").is_file()
 
 
@@ -127,10 +129,11 @@ def test_search_corpus(tmp_path, capsys) -> None:
     file, model = str(tmp_path / "index.npz"), str(tmp_path / "model")
     example["index"](str(OLD), model, file)
     with np.load(file) as stored:
-        texts = stored["texts"]
-    assert len(texts) == len(set(texts.tolist())) > 500
+        listed = stored["texts"]
+    texts = json.loads(listed.tobytes())
+    assert len(texts) == len(set(texts)) > 500 and listed.nbytes < 1.5 * sum(map(len, texts))
     assert f"index.npz: {len(texts):,} passages" in capsys.readouterr().out
-    example["search"](file, model, str(texts[7]), str(texts[300]))
+    example["search"](file, model, texts[7], texts[300])
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == texts[7] and shown[1] == f"  1.000  {texts[7]}" and len(shown) == 2 * 6
     assert shown[7] == f"  1.000  {texts[300]}"

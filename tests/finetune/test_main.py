@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megabert import pretrained
 from megabert.common.errors import USER_ERROR
-from megabert.finetune.__main__ import main, parse, task_of
+from megabert.finetune.__main__ import main, parse, read, settings_of, task_of
 from megabert.finetune.tasks import custom
 from tests.helpers import finetune_problem
 
@@ -82,6 +83,7 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
         ({"labels": "even both"}, "train.tsv, line .*'odd'"),
         ({"id": "number"}, "number"),
         ({"null_threshold": "0.3"}, "--null-threshold: is for --predict"),
+        ({"predict": "dev.tsv", "limit": "3"}, "--limit: is for training"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(changes, word, base, tmp_path, capsys) -> None:
@@ -99,6 +101,16 @@ def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
         parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n"))
     )
     assert (preset.labels, preset.id, preset.label) == (("bad", "good"), "n", "label")
+
+
+def test_the_labels_of_a_limited_file_are_those_of_all_of_it(base, tmp_path) -> None:
+    (tmp_path / "sorted.tsv").write_text("label\ttext\n" + "even\tw2 w4\n" * 9 + "odd\tw1 w3\n" * 9)
+    args = parse(arguments(base, tmp_path / "out", train="", dev="", limit="4"))
+    args.train, args.dev = str(tmp_path / "sorted.tsv"), str(base / "dev.tsv")
+    task = task_of(args)
+    found = read(args, task, pretrained.load(base / "run"), settings_of(args, task))
+    assert found.labels == ("even", "odd")
+    assert {name: len(split.examples) for name, split in found.splits.items()} == {"train": 4, "dev": 4}
 
 
 def test_a_folder_with_other_things_is_left_as_it_is(base, capsys) -> None:

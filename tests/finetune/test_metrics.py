@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megabert.finetune.datasets import Question, Text, Words
+from megabert.finetune.datasets import Question, Text, Words, read
 from megabert.finetune.encoding import Item
 from megabert.finetune.metrics import decode, normalized, overlap, score, write
 from megabert.finetune.tasks import METRICS, PRESETS, custom
@@ -383,6 +383,10 @@ def test_each_kind_of_predictions_has_its_file(tmp_path) -> None:
     assert path.read_text() == "Ada B-A B-A\nran O I-A\n\nx O O\n"
     write(TAG, [Words("0", "", ("Ada",), None)], [["B-A"]], path)
     assert path.read_text() == "Ada B-A\n"
+    named = [Words("0", "", ("Hà Nội", "đẹp"), ("B-A", "O")), Words("1", "", ("x",), ("O",))]
+    write(TAG, named, [["B-A", "O"], ["O"]], path)
+    assert path.read_text() == "Hà Nội\tB-A\tB-A\nđẹp\tO\tO\n\nx O O\n"
+    assert [s.words for s in read(TAG, path)] == [s.words for s in named]
     write(SQUAD2, questions([["a"], [], []]), [said("Café", 0.25), said("", 0.75), None], tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text()) == {"q0": "Café", "q1": ""}
     assert json.loads((tmp_path / "p.no_answer.json").read_text()) == {"q0": 0.25, "q1": 0.75}

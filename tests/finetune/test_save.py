@@ -156,6 +156,22 @@ def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out2").read_text() == f"index\tprediction\nx\t{answers[0]}\ny\t{answers[1]}\n"
 
 
+def test_a_file_that_is_read_is_not_written(folder: Path, tmp_path: Path) -> None:
+    path, content = tmp_path / "new.tsv", "text\nw1 w2\n"
+    path.write_text(content)
+    (tmp_path / "link.tsv").symlink_to(path)
+    for output, scores, said in (
+        ("new.tsv", "", "--output .*new.tsv: is named twice"),
+        ("link.tsv", "", "--output .*link.tsv"),
+        ("out.tsv", "new.tsv", "--scores .*new.tsv"),
+        ("out.tsv", "out.tsv", "--scores .*out.tsv"),
+    ):
+        behind = str(tmp_path / scores) if scores else ""
+        with pytest.raises(ValueError, match=said):
+            prediction.predict_file(folder, path, tmp_path / output, discover({}), scores=behind)
+    assert path.read_text() == content and not (tmp_path / "out.tsv").exists()
+
+
 @pytest.mark.parametrize("kind", ["classify", "tag", "span"])
 def test_a_prediction_that_was_stopped_goes_on_to_the_same_bytes(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ from megabert.distributed.preemption import REQUEUE, Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, preparation, search, training
+from megabert.finetune import datasets, encoding, preparation, search, training
 from megabert.finetune.benchmark import evaluation, splits, submission, suites, summary
 from megabert.finetune.benchmark.suites import Entry
 from megabert.finetune.examples import Example
@@ -151,6 +151,8 @@ def read(plan: Plan) -> Examples:
 def check(plan: Plan, suite: str, start: Pretrained, ranks: int) -> None:
     """Everything that can be wrong with a task before it is trained on. Raises ValueError."""
     entry, examples = plan.entry, read(plan)
+    for part in examples.splits.values():
+        encoding.check_labels(entry.task, part, examples.labels)
     for name, path in entry.test.items():
         unlabelled = datasets.read(datasets.for_prediction(entry.task, path), path, labelled=False)
         if suite == "glue":

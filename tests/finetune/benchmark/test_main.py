@@ -205,6 +205,23 @@ def test_a_wrong_file_of_a_later_task_is_said_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_label_that_a_later_task_does_not_train_is_said_before_anything_is_written(
+    base, tmp_path, capsys
+) -> None:
+    for name, unknown in (("first", "yes"), ("second", "maybe")):
+        (tmp_path / f"{name}.tsv").write_text(
+            "text\tlabel\n" + "".join(f"w{n}\t{'yes' if n % 2 else 'no'}\n" for n in range(20))
+        )
+        (tmp_path / f"{name}-dev.tsv").write_text(f"text\tlabel\nw1\tno\nw2\t{unknown}\n")
+        (tmp_path / f"{name}.toml").write_text(
+            f'kind = "classify"\ntext = ["text"]\nlabel = "label"\ntrain = "{name}.tsv"\ndev = "{name}-dev.tsv"\n'
+        )
+    argv = [*arguments(base, tmp_path / "out", "--suite", "own", "--seeds", "1"), "--data", str(tmp_path)]
+    assert command.main([*argv, "--grid", "none"]) == USER_ERROR
+    assert "second-dev.tsv, line 3: label 'maybe' is not in the training file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def run(argv: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
     start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     line = [sys.executable, *start, "-m", "megabert.finetune.benchmark", *argv]
