@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common import tables
+from megabert.common import arrow_tables, tables
 from megabert.finetune import datasets, tasks
 from megabert.finetune.examples import Question
 
@@ -135,7 +135,7 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
             assert isinstance(question, Question)
             if not question.impossible:
                 yield question.question.strip(), question.context.strip(), [], 0.0
-    elif tables.ending(path) in tables.ENDINGS:
+    elif tables.ending(path) in tables.ENDINGS or arrow_tables.is_table(path):
         raise ValueError(f"{path}: is a table; name the columns of its texts with --text")
     else:
         for number, line in tables.lines(path):

@@ -92,6 +92,7 @@ def test_lines_are_texts_alone(tmp_path) -> None:
     [
         ("x.tsv", "a\tb\none\t \n", PAIR, "line 2, column 'b': empty text"),
         ("x.tsv", "a\tc\none\ttwo\n", PAIR, "no column 'b'; its columns are a, c"),
+        ("x.parquet", "PAR1", Columns(), "is a table; name the columns of its texts with --text"),
         ("x.tsv", "a\tb\none\ttwo\n", Columns(), "is a table; name the columns of its texts with --text"),
         (
             "x.tsv",
