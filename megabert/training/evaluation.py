@@ -83,8 +83,8 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
 
 
 def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, in the run's
-    precision (fp8: bf16)."""
+    """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, with its usual
+    backends, in the run's precision (fp8: bf16)."""
     weights, state = checkpoint.load_weights(run, average)
     tree = state["config"]
     if rows:
@@ -96,7 +96,7 @@ def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> d
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[cfg.precision]
-    model = BertForPreTraining(cfg.model, cfg.ops, device.type, dtype, cfg.causal_updates)
+    model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(weights)
     sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, tokenizer, cfg), device)
     return {"step": state["step"]} | summary(sums)

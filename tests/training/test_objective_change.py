@@ -12,7 +12,7 @@ import torch
 
 from megabert import config as configuration
 from megabert import pretrained
-from megabert.checkpoint import load_weights
+from megabert.checkpoint import load_weights, write_start
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -139,6 +139,10 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
     found = evaluate_run(str(tmp_path), str(DATA))
     assert found["eval/mlm_loss"] == pytest.approx(during["eval/mlm_loss"], rel=2e-3)
     assert found["eval/predictions"] == during["eval/predictions"]
+    weights, state = load_weights(tmp_path)
+    state["config"]["ops"]["attention"] = "varlen"  # of the GPU that it was trained on
+    write_start(tmp_path / "elsewhere", weights, state)
+    assert evaluate_run(str(tmp_path / "elsewhere"), str(DATA))["eval/mlm_loss"] == found["eval/mlm_loss"]
     for run in (
         tmp_path,
         tmp_path / "checkpoints" / "step-00000002",
