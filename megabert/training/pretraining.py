@@ -174,7 +174,7 @@ def open_run(
     known: dict[str, Any] = {}  # of the data, where a checkpoint's is this one before something was added
     if newest is not None:
         state = checkpoints.read_state(newest)
-        if mixture.resume(dataset, state, state["cursor"] * config.batch.global_size):
+        if mixture.resume(dataset, state, state.get("cursor", 0) * config.batch.global_size):
             known = {"dataset": state["dataset"]}
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None

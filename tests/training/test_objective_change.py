@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,11 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
     state["config"]["ops"]["attention"] = "cudnn"  # of the GPU that it was trained on
     write_start(tmp_path / "elsewhere", weights, state)
     assert evaluate_run(str(tmp_path / "elsewhere"), str(DATA))["eval/mlm_loss"] == found["eval/mlm_loss"]
+    shutil.rmtree(tmp_path / "elsewhere")
+    begun = {"config": state["config"], "tokenizer": state["tokenizer"], "dataset": "none, converted from hf"}
+    write_start(tmp_path / "elsewhere", weights, begun)  # as `convert` writes it
+    with pytest.raises(ValueError, match="converted from hf"):
+        opened(world, tmp_path / "elsewhere")
     for run in (
         tmp_path,
         tmp_path / "checkpoints" / "step-00000002",
