@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -167,7 +168,7 @@ class BuildOptions:
         return CorpusOptions(corpus.read or self.read, own, language)
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """As manifests list them; a reused tokenizer makes the options of its training void.
+        """As manifests and accounts list them, equal to what is read back; a reused tokenizer makes the options of its training void.
 
         An option that came later is left out where it says what builds did before it, so that their accounts still fit.
         """
@@ -184,4 +185,5 @@ class BuildOptions:
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in listed.items()}
+        as_read_back: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists, at any depth
+        return as_read_back
