@@ -130,8 +130,7 @@ def opened(workers: int | None) -> Iterator[Pool | None]:
             ranks: Any = entered  # an executor on rank 0, else None; the stub calls it an MPICommExecutor
             yield None if ranks is None else Pool(MPI.COMM_WORLD.Get_size(), ranks, root_works=True)
         return
-    if workers is None:
-        workers = 1 if launched else default_workers()
+    workers = default_workers() if workers is None else workers
     if workers == 1:
         yield Pool(1)
         return

@@ -155,13 +155,14 @@ def peak_memory() -> int:
     """Largest resident size of this process so far, bytes."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
-    except (
-        FileNotFoundError
-    ):  # macOS and the BSDs; ru_maxrss begins with what the parent had when it started this process
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    except FileNotFoundError:  # macOS and the BSDs
+        status = ""
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    if line is not None:
+        return int(line.split()[1]) * 1024
+    # gVisor says none in its /proc. ru_maxrss begins with what the parent had when it started this process.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 class Writer:

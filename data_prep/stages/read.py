@@ -27,14 +27,14 @@ from megabert.data.tokenizer import Tokenizer
 UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
 CHARACTERS_AT_ONCE = 3 << 19  # encoded together: about 260,000 words
 
-_encoders: dict[tuple[str, str, bool], tuple[Tokenizer, WordEncoder]] = {}
+_encoders: dict[tuple[str, str, str, bool], tuple[Tokenizer, WordEncoder]] = {}
 
 
 def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
-    """The tokenizer and its word cache, kept for the life of the process."""
+    """The tokenizer and its word cache, kept for the life of the process; every build in a folder has the same path of it."""
     form = job.options.normalization
     folded = bool(job.options.decontaminate) or job.folds()
-    key = (job.tokenizer, form, folded)
+    key = (job.tokenizer, job.tokenizer_sha256, form, folded)
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)

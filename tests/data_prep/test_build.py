@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.__main__ import main
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
 
@@ -254,3 +255,22 @@ def test_a_published_vocabulary_feeds_the_same_path(corpus, command, tmp_path):
             assert part in joined
             checked += 1
     assert checked == 100
+
+
+def test_a_build_after_another_in_one_process_encodes_by_its_own_tokenizer(topics, tmp_path):
+    """A tokenizer that is trained has the same path in every build of a folder."""
+    (tmp_path / "in.txt").write_text("\n\n".join(topics[:6]), encoding="utf-8")
+
+    def build(output, pieces):
+        options = ["--vocab-size", str(pieces), "--seq-len", "32", "--workers", "1", "--quiet", "--overwrite"]
+        assert (
+            main(["build", "--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/{output}", *options])
+            == 0
+        )
+        return {
+            path.relative_to(tmp_path / output): path.read_bytes()
+            for path in (tmp_path / output).rglob("*.tar")
+        }
+
+    first = build("one", 300)
+    assert build("one", 400) == build("two", 400) != first

@@ -97,6 +97,16 @@ def test_how_many_ranks_were_launched(environment, ranks, monkeypatch):
     assert pool.launched_ranks() == ranks
 
 
+def test_one_rank_works_on_all_its_cores(monkeypatch):
+    """`srun -n1 -c32` under PMI: a rank that has nobody beside it."""
+    for name in pool.MPI_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_SIZE", "1")
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: {0, 1})
+    with pool.opened(None) as executor:
+        assert executor.size == 2
+
+
 def test_ranks_that_mpi_does_not_see_are_one_clear_error():
     command = [sys.executable, "-c", RANKS, "[0]"]
     result = subprocess.run(

@@ -3,6 +3,7 @@
 import builtins
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,10 @@ def test_peak_memory_without_proc(platform, unit, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
     found = work_files.peak_memory() * 1024 // unit
     assert known / 4 < found < known * 20  # ru_maxrss may be that of the parent
+
+
+def test_peak_memory_where_proc_does_not_say_it(monkeypatch):
+    """gVisor's /proc/self/status has VmSize and VmRSS alone."""
+    known = work_files.peak_memory()
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name:\tpython\nVmRSS:\t  4096 kB\n")
+    assert known / 4 < work_files.peak_memory() < known * 20
