@@ -103,7 +103,8 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
 def _build(args: argparse.Namespace, argv: list[str]) -> int:
     if args.add:
         return _add(args, argv)
-    if args.recipe is None:
+    recipe_file = args.recipe
+    if recipe_file is None:
         if not args.input:
             raise BadInput("build: give a recipe or --input")
         options, inputs = options_of(args), corpora(args.input, args.weight)
@@ -149,6 +150,7 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             args.allow,
             args.merge,
             stored,
+            recipe_file=recipe_file,
         )
     if piped:
         pipe.spool_of(folder).unlink()

@@ -145,7 +145,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--add", action="store_true",
         help="build what is not yet in DIR into its next version, by its tokenizer and options (its recipe is read first)")  # fmt: skip
     add("--print-recipe", action="store_true", help="print the recipe of this build and build nothing")
-    add("--overwrite", action="store_true", help="replace what is in DIR")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what is in DIR; an unfinished build by the same options is gone on with",
+    )
     add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
     add("--merge", action="store_true", help="when all parts are read: the rest of the build")
     add("--json", metavar="FILE", help="write the summary there too")

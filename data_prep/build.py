@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,13 @@ def build(
     parts_read: bool = False,
     recipe: str = "",
     known: inputs.Known | None = None,
+    recipe_file: str | None = None,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is there already. Rank 0 alone.
 
-    Files that are `known` are left out; None also where that leaves none. `recipe` is stored with it. Stops before rows
-    are written where most pairs would be random or many tokens be cut off, but for `allow`.
+    Files that are `known` are left out; None also where that leaves none. `recipe` is stored with it, whether or not it was
+    read from `recipe_file`. Stops before rows are written where most pairs would be random or many tokens be cut off, but
+    for `allow`.
 
     The bytes depend on the inputs and `options` (and the tokenizer file) alone. With `parts_read` what `build_part` does
     must be there. Raises BadInput for what the user must change, ValueError for a bad tokenizer file, OSError when the disk
@@ -60,7 +62,8 @@ def build(
     if not pieces:
         return None
     account = account_of(corpora, pieces, options, given)
-    with output_folder.opened(Path(folder), account, options.seq_lens, overwrite) as work:
+    sources = _sources(pieces, options, given, recipe_file)
+    with output_folder.opened(Path(folder), account, options.seq_lens, overwrite, sources) as work:
         if work is None:
             return None
         with contextlib.closing(Journal(work, executor)) as journal:
@@ -116,7 +119,8 @@ def build_part(
     """
     pieces = _listed(corpora, options, Problems(on_error))
     account = account_of(corpora, pieces, options, given)
-    with output_folder.joined(Path(folder), account, options.seq_lens) as work:
+    sources = _sources(pieces, options, given, None)
+    with output_folder.joined(Path(folder), account, options.seq_lens, sources) as work:
         if work is None:
             return None
         with contextlib.closing(Journal(work, executor)) as journal:
@@ -173,6 +177,25 @@ def _listed(
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
     return pieces
+
+
+def _sources(
+    pieces: list[tuple[int, Piece]],
+    options: BuildOptions,
+    given: Tokenizer | None,
+    recipe_file: str | None,
+) -> Iterator[str]:
+    """Every file that a build reads."""
+    models = [classifier.path for classifier in (options.language, options.quality) if classifier]
+    named = [*options.decontaminate, *options.drop_urls, *models]
+    if given is not None:
+        named.append(str(given.path))
+    if recipe_file is not None:
+        named.append(recipe_file)
+    yield from named
+    yield from map(os.path.realpath, named)
+    for _, piece in pieces:
+        yield piece.path
 
 
 def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error: str) -> Job:

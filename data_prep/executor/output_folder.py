@@ -12,12 +12,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
+from megabert.common.remote import is_url
 from megabert.data.casing import CONFIG
 from megabert.data.shards import ADDED, MANIFEST, Manifest
 
@@ -54,14 +55,21 @@ def _is_ours(path: Path) -> bool:
 
 
 def clear(output: Path) -> None:
-    """Remove what a build made of a folder, manifests first, so that nothing is ever whole in name and mixed in content."""
+    """Remove what a build made of a folder, manifests first, so that nothing is ever whole in name and mixed in content.
+
+    The account goes last: after a kill it still says that a build was here, and nobody goes on in the work folder.
+    """
     for path in sorted(output.rglob(MANIFEST)):
         path.unlink()
+    account = output / ACCOUNT
+    if (begun := output / WORK / ACCOUNT).exists():
+        os.replace(begun, account)
     for path in sorted(output.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
-        elif _is_ours(path):
+        elif _is_ours(path) and path != account:
             path.unlink()
+    account.unlink(missing_ok=True)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
@@ -131,11 +139,40 @@ def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -
 
 
 def _refuse_foreign(output: Path) -> None:
-    foreign = [path.name for path in sorted(output.iterdir()) if not _is_ours(path)]
-    if foreign:
-        raise BadInput(
-            f"--output {output}: holds {foreign[0]}, which is no part of a dataset; name another folder"
-        )
+    """Raises BadInput for what is no part of a dataset: where no build was, whatever its name is."""
+    paths = sorted(output.iterdir())
+    for path in paths:
+        if not _is_ours(path):
+            raise BadInput(
+                f"--output {output}: holds {path.name}, which is no part of a dataset; name another folder"
+            )
+    if _was_built_in(output):
+        return
+    for path in paths:
+        if path.suffix != ".tmp":
+            raise BadInput(
+                f"--output {output}: holds {path.name} and neither a dataset nor an unfinished build; name another folder"
+            )
+
+
+def _was_built_in(output: Path) -> bool:
+    """Whether a folder holds a work folder, the account of a build, or a manifest whose account was not copied with it."""
+    marks = (output / WORK, output / ACCOUNT, output / MANIFEST)
+    return any(path.exists() for path in marks) or any(output.glob(f"seq*/{MANIFEST}"))
+
+
+def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
+    """Raises BadInput where a file that a build reads lies in the folder that it may have to clear."""
+    top = os.path.join(os.path.realpath(output), "")
+    real: dict[str, str] = {}  # of folders: an input has millions of files in few of them
+    for path in sources:
+        folder, name = os.path.split(path)
+        if folder not in real:
+            real[folder] = os.path.realpath(folder)
+        if not is_url(path) and os.path.join(real[folder], name).startswith(top):
+            raise BadInput(
+                f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
+            )
 
 
 def _refuse_others(output: Path, begun: dict[str, Any], account: dict[str, Any]) -> None:
@@ -146,15 +183,34 @@ def _refuse_others(output: Path, begun: dict[str, Any], account: dict[str, Any])
         )
 
 
-def _prepare(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool) -> bool:
-    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already."""
+def _is_begun(output: Path, account: dict[str, Any]) -> bool:
+    """Whether `output` holds an unfinished build of `account`."""
+    try:
+        begun = json.loads((output / WORK / ACCOUNT).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return not any(differences({**begun, FILES: account[FILES]}, account))
+
+
+def _prepare(
+    output: Path,
+    account: dict[str, Any],
+    seq_lens: tuple[int, ...],
+    overwrite: bool,
+    sources: Iterable[str],
+) -> bool:
+    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already.
+
+    With `overwrite` an unfinished build of the same account was begun by the same command, and is gone on with.
+    """
     _refuse_foreign(output)
-    if overwrite:
-        clear(output)
-    if _is_done(output, account, seq_lens):
+    if not overwrite and _is_done(output, account, seq_lens):
         if (output / WORK).exists():  # killed while it was removed
             shutil.rmtree(output / WORK)
         return False
+    _refuse_sources(output, sources)
+    if overwrite and not _is_begun(output, account):
+        clear(output)
     begun = output / WORK / ACCOUNT
     if begun.exists():
         _refuse_others(output, {**_load(begun), FILES: account[FILES]}, account)
@@ -181,7 +237,9 @@ def alone(work: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> Iterator[Path | None]:
+def joined(
+    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], sources: Iterable[str] = ()
+) -> Iterator[Path | None]:
     """The work folder of a build that several jobs do a part of each, at the same time or not; None when it is done already.
 
     Nothing is ever removed: the job that merges, which is `opened`, does that. Raises BadInput where a build of its own is
@@ -198,6 +256,7 @@ def joined(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> 
         if _is_done(output, account, seq_lens):
             yield None
             return
+        _refuse_sources(output, sources)
         (output / WORK).mkdir(exist_ok=True)
         begun = output / WORK / ACCOUNT
         with alone(output / WORK):
@@ -213,9 +272,15 @@ def joined(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> 
 
 @contextlib.contextmanager
 def opened(
-    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool
+    output: Path,
+    account: dict[str, Any],
+    seq_lens: tuple[int, ...],
+    overwrite: bool,
+    sources: Iterable[str] = (),
 ) -> Iterator[Path | None]:
     """The work folder of the build that `account` tells of, or None when it is done already. One build at a time.
+
+    `sources` are the files that the build reads: none may lie in `output`, which is cleared at need.
 
     When the build ends, the work folder goes and the account stays. BadInput, which the user mends by other options,
     leaves nothing; after any other error (a full disk, an interruption, a fault of ours or of a library) what was done
@@ -231,7 +296,7 @@ def opened(
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there") from None
-        if not _prepare(output, account, seq_lens, overwrite):
+        if not _prepare(output, account, seq_lens, overwrite, sources):
             yield None
             return
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.stages import sequences
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 
@@ -147,3 +148,40 @@ def test_mistakes_in_a_recipe_are_named(text, said, tmp_path, capsys):
     (tmp_path / "r.toml").write_text(text)
     assert build(tmp_path / "r.toml", "--output", tmp_path / "out") == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_recipe_in_the_output_folder_is_left_there(inputs, tmp_path, capsys):
+    """What was the user's before the first build stays, and what a build has left is not what the next one reads."""
+    output = tmp_path / "data"
+    (output / "held_out").mkdir(parents=True)
+    (output / "held_out" / "mine.txt").write_text("mine")
+    own = recipe(inputs, seq_len=64, vocab_size=900_000)
+    (output / "recipe.toml").write_text(own)
+    assert build(output / "recipe.toml", "--output", output) == 2
+    assert f"--output {output}: holds held_out and neither a dataset" in capsys.readouterr().err
+    assert (output / "recipe.toml").read_text() == own
+    assert (output / "held_out" / "mine.txt").read_text() == "mine"
+    (tmp_path / "recipe.toml").write_text(recipe(inputs, **COMMON))
+    assert build(tmp_path / "recipe.toml", "--output", tmp_path / "out") == 0
+    stored = tmp_path / "out" / "recipe.toml"
+    before = digests(tmp_path / "out")
+    assert build(stored, "--output", tmp_path / "out") == 0  # nothing to do
+    assert build(stored, "--output", tmp_path / "out", "--overwrite") == 2
+    assert f"would replace {stored}, which it reads" in capsys.readouterr().err
+    assert digests(tmp_path / "out") == before
+
+
+def test_a_build_that_overwrites_goes_on_where_it_was_killed(inputs, tmp_path, monkeypatch, capsys):
+    command = ("--input", inputs / "lines.txt", "--tokenizer", TOKENIZER, "--output", tmp_path, "--overwrite")
+    options = ("--text-documents", "line", "--no-nsp", "--seq-len", 32)
+    with monkeypatch.context() as patched:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(sequences, "train_draws", full)
+        assert build(*command, *options) == 4
+    assert build(*command, *options) == 0
+    assert "went on from an earlier run" in capsys.readouterr().out
+    assert build(*command, *options) == 0
+    assert "went on from an earlier run" not in capsys.readouterr().out  # it was whole: built anew

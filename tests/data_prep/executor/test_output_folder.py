@@ -71,3 +71,72 @@ def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
     assert not (tmp_path / output_folder.WORK).exists()
+
+
+def test_what_only_has_the_name_of_a_part_of_a_dataset_stays(tmp_path):
+    """A folder that no build was in is the user's, whatever lies in it."""
+    (tmp_path / "held_out").mkdir()
+    names = ("recipe.toml", "held_out/mine.txt", "tokenizer.model", "shard-000000.tar", "report.json")
+    for name in names:
+        (tmp_path / name).write_text("mine")
+        for overwrite in (False, True):
+            with (
+                pytest.raises(BadInput, match=r"holds .* and neither a dataset nor an unfinished build"),
+                opened(tmp_path, ACCOUNT, (128,), overwrite),
+            ):
+                raise AssertionError("the build began")
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
+
+
+def test_what_a_build_reads_is_not_in_what_it_clears(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (tmp_path / "link").symlink_to(output)
+    (tmp_path / "beside.txt").touch()
+    for name in (output_folder.ACCOUNT, "tokenizer.model"):
+        (output / name).write_text("{}")
+    for source in (output / "tokenizer.model", tmp_path / "link" / "held_out" / "a.txt"):
+        with (
+            pytest.raises(BadInput, match=f"would replace {source}, which it reads"),
+            opened(output, ACCOUNT, (128,), True, ["memory://out/b.txt", str(source)]),
+        ):
+            raise AssertionError("the build began")
+    assert (output / "tokenizer.model").read_text() == "{}"
+    with opened(output, ACCOUNT, (128,), True, [str(tmp_path / "beside.txt")]) as work:
+        assert work.is_dir()
+
+
+@pytest.mark.parametrize("call", ["shutil.rmtree", "pathlib.Path.unlink"])
+def test_after_a_kill_while_it_is_cleared_a_folder_is_known_as_a_build_s(call, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(path: Path, **_: object) -> None:
+        raise Killed
+
+    with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), False) as work:
+        (work / "read.json").write_text("{}")
+        (tmp_path / "shard-000000.tar").touch()
+        raise OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(call, killed)
+        with pytest.raises(Killed), opened(tmp_path, {**ACCOUNT, "options": {"seed": 1}}, (128,), True):
+            raise AssertionError("the build began")
+    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        assert sorted(tmp_path.rglob("*")) == [work, work / output_folder.ACCOUNT]
+
+
+def test_overwriting_goes_on_with_what_it_began(tmp_path):
+    """A job that is requeued gives `--overwrite` again each time."""
+    other = {**ACCOUNT, "options": {"seed": 1}}
+    with opened(tmp_path, other, (128,), False) as work:
+        output_folder.write_json(tmp_path / output_folder.ACCOUNT, other)
+        (tmp_path / MANIFEST).write_text("{}")
+    for begun in (False, True):
+        with pytest.raises(OSError), opened(tmp_path, ACCOUNT, (128,), True) as work:
+            assert (work / "read.json").exists() == begun and not (tmp_path / MANIFEST).exists()
+            (work / "read.json").write_text("{}")
+            raise OSError(28, "No space left on device")
+    (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged
+    with opened(tmp_path, ACCOUNT, (128,), True) as work:
+        assert not (work / "read.json").exists()
