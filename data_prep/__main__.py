@@ -55,6 +55,11 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
         )
     if is_url(args.output):
         raise BadInput(f"--output {args.output}: --add takes a folder")
+    if args.part or args.merge or args.tokenizer:
+        raise BadInput(
+            "build --add: takes the tokenizer of the dataset, and goes neither with --part nor with --merge"
+        )
+    _check_json(args)
     base = Path(args.output)
     old = output_folder.account(base)
     stored = base / output_folder.RECIPE
@@ -74,6 +79,9 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
         raise BadInput(f"build --add: {base} has no {output_folder.RECIPE}; give --input")
     whole, target = output_folder.versions(base, options.seq_lens)
     text = recipe.render(vars(args), inputs, options.read)
+    if args.print_recipe:
+        print(text, end="")
+        return OK
     tokenizer = Tokenizer.load(output_folder.tokenizer(base, options.seq_lens))
     with pool.opened(workers_of(args)) as executor:
         if executor is None:
@@ -93,10 +101,10 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
         )
     if summary is None:
         log.info(f"{args.output}: holds all of this input already; nothing to do")
+        _write_json(args, None, whole[-1])
         return OK
     print(summary_text(summary, str(target)))
-    if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    _write_json(args, summary, target)
     return OK
 
 
@@ -116,6 +124,7 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
         return OK
     if not args.output:
         raise BadInput("build: give --output, the folder of the dataset")
+    _check_json(args)
     part = part_of(args)
     url, folder = _target(args, options)
     piped = any(pipe.PIPE in corpus.paths for corpus in inputs)
@@ -152,19 +161,32 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             stored,
             recipe_file=recipe_file,
         )
+    uploaded = upload.upload(url) if url else 0
     if piped:
         pipe.spool_of(folder).unlink()
-    uploaded = upload.upload(url) if url else 0
     if uploaded:
         log.info(f"{url}: {uploaded} files uploaded; the local copy is {folder}")
     elif summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
-    if summary is None:
-        return 0
-    print(summary_text(summary, args.output))
-    if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if summary is not None:
+        print(summary_text(summary, args.output))
+    _write_json(args, summary, Path(folder))
     return 0
+
+
+def _check_json(args: argparse.Namespace) -> None:
+    """Before the work: raises BadInput where the summary can't be written."""
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise BadInput(f"--json {args.json}: its folder is not there; make it first")
+
+
+def _write_json(args: argparse.Namespace, summary: dict[str, Any] | None, folder: Path) -> None:
+    """Write the summary where `--json` says; of a dataset that was whole already, `summary` None, the report in its folder."""
+    if not args.json:
+        return
+    if summary is None:
+        summary = json.loads((folder / output_folder.REPORTS[0]).read_bytes())
+    Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def _target(args: argparse.Namespace, options: BuildOptions) -> tuple[str, str]:

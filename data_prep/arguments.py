@@ -152,7 +152,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     )
     add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
     add("--merge", action="store_true", help="when all parts are read: the rest of the build")
-    add("--json", metavar="FILE", help="write the summary there too")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the summary there too; of a dataset that is whole already, its report",
+    )
     add("--quiet", action="store_true", help="no progress bar")
 
 

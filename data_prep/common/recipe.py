@@ -123,10 +123,10 @@ def _texts(where: str, key: str, value: Any) -> list[str]:
 def render(options: Mapping[str, Any], corpora: Iterable[Corpus], read: ReadOptions) -> str:
     """The recipe of a build as TOML: every option that decides what is built, and every corpus.
 
-    `options` maps names of options to their values.
+    `options` maps names of options to their values. Raises BadInput for a file name that is not UTF-8, which TOML is.
     """
     lines = [
-        f"{name} = {_value(value)}"
+        f"{name} = {_value(name, value)}"
         for name, value in options.items()
         if name not in NOT_IN and name not in RUNNING and name != "command" and value not in (None, [])
     ]
@@ -139,10 +139,18 @@ def render(options: Mapping[str, Any], corpora: Iterable[Corpus], read: ReadOpti
             table["filters"] = list(corpus.filters)
         if corpus.languages is not None:
             table["language"] = list(corpus.languages)
-        lines += ["", f"[corpus.{corpus.name}]", *(f"{key} = {_value(v)}" for key, v in table.items())]
+        lines += ["", f"[corpus.{corpus.name}]", *(f"{key} = {_value(key, v)}" for key, v in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def _value(value: Any) -> str:
+def _value(name: str, value: Any) -> str:
     """A TOML value; a JSON text is one but for DEL, which JSON leaves as it is."""
+    for item in value if isinstance(value, list) else [value]:
+        try:
+            str(item).encode()
+        except UnicodeEncodeError:
+            flag = "--" + name.replace("_", "-")
+            raise BadInput(
+                f"{flag} {item!a}: is not UTF-8, so the recipe of the build can't name it; rename it, or name a folder above it"
+            ) from None
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

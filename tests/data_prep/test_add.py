@@ -126,3 +126,14 @@ def test_what_an_added_part_must_share_is_refused_by_name(base, capsys):
         == 0
     )
     assert Dataset(base / "out" / "added-001" / "seq32").rows > 0
+
+
+def test_what_adding_does_not_take_is_refused_and_a_recipe_only_printed(base, capsys):
+    write(base / "in", 30, 32)
+    before = digests(base / "out")
+    for option in (("--part", "1/2"), ("--merge",), ("--tokenizer", TOKENIZER)):
+        assert prep("--add", "--output", base / "out", *option) == 2
+        assert "takes the tokenizer of the dataset, and goes neither with --part" in capsys.readouterr().err
+    assert prep("--add", "--output", base / "out", "--print-recipe") == 0
+    assert f'input = ["{base}/in"]' in capsys.readouterr().out
+    assert digests(base / "out") == before

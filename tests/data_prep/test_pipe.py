@@ -9,7 +9,8 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
-from data_prep.executor import pipe
+from data_prep.executor import pipe, upload
+from megabert.common import remote, retry
 
 TEXT = "".join(f"Line {i} tells of a river that runs to the sea. " * 9 + "\n" for i in range(300)).encode()
 
@@ -64,3 +65,25 @@ def test_standard_input_is_read_once(tmp_path):
 def test_parts_take_no_pipe(options, tmp_path, capsys, caplog):
     assert main(["build", "--input", "-", "--output", str(tmp_path / "o"), "--part", "1/2", *options]) == 2
     assert "--input -: one process reads standard input" in caplog.text + capsys.readouterr().err
+
+
+def test_an_upload_that_failed_goes_on_with_what_came(options, tmp_path, monkeypatch):
+    """The dataset is whole, and not yet where it goes to."""
+    monkeypatch.setenv("MEGABERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stdin", Stdin(TEXT))
+    url = f"file://{tmp_path}/far"
+    spool = pipe.spool_of(str(upload.staging(url)))
+    whole = remote.upload
+
+    def gone(path, to):
+        if to.endswith(".tar"):
+            raise OSError(5, "gone", to)
+        whole(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "upload", gone)
+        patched.setattr(retry, "WAITS", ())
+        assert main(["build", "--input", "-", "--output", url, *options]) == 4
+    assert spool.read_bytes() == TEXT and not shards_of(tmp_path / "far")
+    assert main(["build", "--input", str(spool), "--output", url, *options]) == 0
+    assert shards_of(tmp_path / "far")

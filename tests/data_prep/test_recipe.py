@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +187,43 @@ def test_a_build_that_overwrites_goes_on_where_it_was_killed(inputs, tmp_path, m
     assert "went on from an earlier run" in capsys.readouterr().out
     assert build(*command, *options) == 0
     assert "went on from an earlier run" not in capsys.readouterr().out  # it was whole: built anew
+
+
+def test_a_name_that_is_not_utf8_is_said_before_the_work(inputs, tmp_path, capsys):
+    """A recipe is TOML, which is UTF-8; in a folder that is named such a file is read."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    path = os.fsdecode(os.path.join(os.fsencode(folder), b"caf\xe9.txt"))
+    shutil.copy(inputs / "lines.txt", path)
+    options = ("--tokenizer", TOKENIZER, "--no-nsp", "--seq-len", 32, "--held-out", 0)
+    assert build("--input", path, "--output", tmp_path / "out", *options) == 2
+    said = capsys.readouterr().err
+    assert "caf\\udce9.txt': is not UTF-8" in said and "name a folder above it" in said
+    assert not (tmp_path / "out").exists()
+    assert build("--input", folder, "--output", tmp_path / "out", *options) == 0
+
+
+def test_a_summary_is_written_of_a_dataset_that_is_whole_already(inputs, tmp_path, capsys):
+    summary = tmp_path / "summary.json"
+    command = (
+        "--input",
+        inputs / "lines.txt",
+        "--tokenizer",
+        TOKENIZER,
+        "--no-nsp",
+        "--seq-len",
+        32,
+        "--output",
+        tmp_path / "out",
+    )
+    nowhere = tmp_path / "nowhere" / "x.json"
+    assert build(*command, "--json", nowhere) == 2 and not (tmp_path / "out").exists()
+    assert f"--json {nowhere}: its folder is not there" in capsys.readouterr().err
+    found = []
+    for added in ((), (), ("--add",)):
+        arguments = ("--output", tmp_path / "out") if added else command
+        assert build(*arguments, *added, "--json", summary) == 0
+        found.append(json.loads(summary.read_text()))
+        summary.unlink()
+    assert found[1] == found[2] == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert found[0]["read"] == found[1]["read"] and "seconds" in found[0] and "seconds" not in found[1]
