@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,26 +70,39 @@ def collect(job: Job, tasks: int) -> Done:
     return done
 
 
+# What a process has opened is read and not mapped: it stays to the end of the process, and NFS removes no folder with an open
+# file in it.
+
+
 @functools.lru_cache(maxsize=1)
 def _opened(work: str, identity: tuple[int, int]) -> Evaluation:
-    job_path = Path(work)
-    tables = []
-    for name, dtype in (("stretches", overlap.STRETCH), ("sentences", overlap.SENTENCE)):
-        path = job_path / f"{STEM}.{name}"
-        tables.append(np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype))
-    return Evaluation(*tables)
+    return Evaluation(
+        np.fromfile(Path(work, f"{STEM}.stretches"), overlap.STRETCH),
+        np.fromfile(Path(work, f"{STEM}.sentences"), overlap.SENTENCE),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _lines(path: str, identity: tuple[int, int]) -> np.ndarray:
+    """int64 [n + 1]: the byte that each line of a file begins at, and its end."""
+    with open(path, "rb") as file:
+        return np.cumsum([0, *map(len, file)])
+
+
+def _identity(job: Job) -> tuple[int, int]:
+    status = os.stat(job.path(f"{STEM}.texts"))
+    return status.st_ino, status.st_mtime_ns
 
 
 def find(job: Job, words: WordFacts) -> list[overlap.Match]:
     """Documents that overlap with an evaluation text."""
-    status = Path(job.path(f"{STEM}.texts")).stat()
-    return _opened(job.work, (status.st_ino, status.st_mtime_ns)).find(words)
+    return _opened(job.work, _identity(job)).find(words)
 
 
 def listed(job: Job, match: overlap.Match, document: str) -> str:
     """A line of the list of dropped documents: its opening, and the evaluation text it overlaps with, as JSON."""
-    with open(job.path(f"{STEM}.texts"), encoding="utf-8") as file:
-        where, text = json.loads(next(line for i, line in enumerate(file) if i == match.text))
+    begin, end = _lines(job.path(f"{STEM}.texts"), _identity(job))[match.text : match.text + 2].tolist()
+    where, text = json.loads(work_files.read(job, f"{STEM}.texts", "uint8", begin, end - begin).tobytes())
     return (
         json.dumps({"document": document[:SHOWN], "evaluation": where, "text": text}, ensure_ascii=False)
         + "\n"

@@ -33,7 +33,8 @@ def opened(job: Job) -> ListedUrls:
 
 @functools.lru_cache(maxsize=1)
 def _opened(path: str, identity: tuple[int, int]) -> ListedUrls:
-    return ListedUrls(np.memmap(path, "<u8", "r"))
+    # Read and not mapped: it is kept for the life of the process, and NFS removes no folder with an open file in it.
+    return ListedUrls(np.fromfile(path, "<u8"))
 
 
 def check(read: Done, field: str, allow: bool) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,20 @@ def test_evaluation_files_are_part_of_what_a_build_is_known_by(inputs, tmp_path,
     (inputs / "sst.tsv").unlink()
     assert build(inputs, tmp_path / "new", *files) == 2
     assert "sst.tsv: can't be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc on this system")
+def test_nothing_of_the_work_folder_is_open_when_it_is_removed(inputs, tmp_path, monkeypatch):
+    """NFS keeps a file that is mapped under another name, and the folder that it is in can't be removed."""
+    mapped = []
+    whole = shutil.rmtree
+
+    def removed(folder, *arguments, **named):
+        mapped.append([line for line in Path("/proc/self/maps").read_text().split("\n") if "/.work/" in line])
+        whole(folder, *arguments, **named)
+
+    (inputs / "hosts").write_text("example.org\n")
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    files = ("--decontaminate", f"{inputs}/sst.tsv", "--drop-urls", f"{inputs}/hosts", "--allow")
+    assert build(inputs, tmp_path / "out", "--workers", "1", *files) == 0
+    assert mapped and not any(mapped)
