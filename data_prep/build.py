@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
+from data_prep.common.records import TABLES
 from data_prep.executor import inputs, output_folder, work_files
 from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
@@ -27,8 +28,11 @@ from data_prep.readers.tasks import Corpus, Piece, list_pieces
 from data_prep.report import html_report, summary
 from data_prep.stages import decontaminate, read
 from megabert.common.atomic_io import sha256_of, write_whole
+from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
+
+LARGE_GROUP = 128 << 20  # bytes on disk of a part of a table that can't be cut: some 400 MB of text
 
 
 def build(
@@ -176,7 +180,19 @@ def _listed(
     if not pieces and known is None:
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
+    _warn_of_large_groups(pieces)
     return pieces
+
+
+def _warn_of_large_groups(pieces: list[tuple[int, Piece]]) -> None:
+    """A row group or a batch is read by one worker, whose memory holds the tokens of all of it: say so of the largest."""
+    tables = [piece for _, piece in pieces if piece.format in TABLES]
+    largest = max(tables, key=lambda piece: piece.size, default=None)
+    if largest is not None and largest.size > LARGE_GROUP:
+        log.warning(
+            f"{largest.path}: {largest.size >> 20:,} MiB that can't be cut, which one worker holds in memory; written "
+            "as Parquet with a smaller row_group_size (10,000 rows, say) it is shared"
+        )
 
 
 def _sources(

@@ -128,11 +128,14 @@ def read_table(
                 values = [_values(array) for array in arrays]
             for record in zip(*values, strict=True):
                 text, url = None, record[-1] if urls else None
+                parts = [value for value in record[: len(columns)] if value is not None]
                 try:
-                    text = fields.join(
-                        [None if value is None else value.decode() for value in record[: len(columns)]]
-                    )
-                    if text is None:
+                    if sum(map(len, parts)) > formats.MAX_DOCUMENT:
+                        detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
+                        problems.bad(path, row, "long document", detail, unit="row")
+                    elif parts:
+                        text = fields.join([part.decode() for part in parts])
+                    else:
                         problems.dropped[formats.NULL] += 1
                 except UnicodeDecodeError:
                     problems.bad(path, row, "invalid UTF-8", unit="row")

@@ -8,8 +8,8 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.common.errors import BadInput
-from data_prep.readers import tasks
+from data_prep.common.errors import BadInput, Unfinished
+from data_prep.readers import formats, tasks
 from tests.helpers.prep_reading import plan, read_all
 
 TEXTS = [f"Row {i} of the table: é {'x' * (i % 40)}." for i in range(3000)]
@@ -76,6 +76,22 @@ def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
         read_all([path])
     found, problems = read_all([path], "skip")
     assert len(found) == 599 and problems.counts == {"invalid UTF-8": 1}
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_a_text_that_is_too_long_is_named_by_its_row(name, tmp_path, monkeypatch):
+    """As in every other format; what several columns give together counts."""
+    monkeypatch.setattr(formats, "MAX_DOCUMENT", 1 << 20)
+    half = "x" * (1 << 19)
+    path = write(
+        tmp_path / name,
+        pa.table({"text": ["good"] * 5 + [half, None], "more": ["good"] * 5 + [half + "x", half]}),
+    )
+    assert len(read_all([path])[0]) == 6
+    with pytest.raises(Unfinished, match=rf"{name}: row 5: a text longer than 1 MiB"):
+        read_all([path], text_field="text+more")
+    found, problems = read_all([path], "skip", text_field="text+more")
+    assert len(found) == 6 and found[-1] == half and problems.counts == {"long document": 1}
 
 
 def test_a_table_that_is_damaged_or_cut_never_passes(tmp_path):
