@@ -27,6 +27,7 @@ from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Task, unpacked_bytes
 from data_prep.stages import train_wordpiece, url_list
 from data_prep.stages.read import texts
+from data_prep.stages.train_wordpiece import too_few
 from data_prep.text import clean, sentences
 from data_prep.tokens.encoder import word_facts
 from megabert.data.tokenizer import KEPT_BLANKS
@@ -139,7 +140,8 @@ def train_files(lines: list[str], options: BuildOptions) -> dict[str, bytes]:
 def train(lines: list[str], options: BuildOptions) -> bytes:
     """Bytes of a SentencePiece model with the five special pieces at ids 0 to 4.
 
-    Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works.
+    Raises BadInput when the text has too little in it for `vocab_size`, naming the largest size that works, or more
+    characters than that.
     """
     model = io.BytesIO()
     if not lines:
@@ -173,7 +175,9 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         )
     except RuntimeError as error:
         text = str(error)
-        largest = re.search(r"value <= (\d+)", text) or re.search(r"smaller than.* (\d+)", text)
+        if least := re.search(r"smaller than required_chars.* vs (\d+)", text):
+            raise too_few(options, int(least.group(1))) from None
+        largest = re.search(r"value <= (\d+)", text)
         if largest or "ocabulary size" in text or "vocab_size" in text:
             hint = f"; the largest that works is {largest.group(1)}" if largest else ""
             raise BadInput(

@@ -117,3 +117,20 @@ def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(
     assert uncased.casing == Casing(lowercase=True, strip_accents=False)
     assert uncased.encode_batch(["BÜCHER की"]) == uncased.encode_batch(["bücher की"])
     assert "".join(uncased.pieces[i] for i in uncased.encode_batch(["Bücher"])[0]) == " bücher"
+
+
+def test_a_trained_vocabulary_is_no_larger_than_asked_for(tmp_path: Path) -> None:
+    """Ideographs are words of their own: none goes on with one. Syllables of Hangul do."""
+    options: dict[str, Any] = {"model_type": "wordpiece", "character_coverage": 1.0}
+    ideographs = ["".join(chr(0x4E00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]
+    tokenizer = trained(ideographs, tmp_path, vocab_size=400, **options)
+    assert tokenizer.vocab_size == 305 and not any(
+        tokenizer.unk_id in tokenizer.encode_batch([line])[0] for line in ideographs
+    )
+    assert trained(ideographs, tmp_path, vocab_size=605, **options).vocab_size == 605  # all fit: as ever
+    syllables = ["".join(chr(0xAC00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]
+    with pytest.raises(BadInput, match="400 pieces are too few, as the corpus' characters alone take 605"):
+        trained(syllables, tmp_path, vocab_size=400, **options)
+    assert trained(syllables, tmp_path, vocab_size=605, **options).vocab_size == 605
+    with pytest.raises(BadInput, match=r"200 pieces are too few, as the corpus' characters alone take 30\d"):
+        trained(syllables, tmp_path, vocab_size=200, **options)
