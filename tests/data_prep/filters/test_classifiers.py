@@ -126,7 +126,7 @@ def test_corpora_keep_their_languages(model, tmp_path):
     assert str(model) in json.loads((tmp_path / "two" / "build.json").read_text())["models"]
 
 
-def test_a_build_with_models_is_repeated_done_in_parts_and_added_to(model, tmp_path):
+def test_a_build_with_models_is_repeated_and_added_to(model, tmp_path):
     rng = random.Random(4)
     (tmp_path / "in").mkdir()
     lines = [text("en" if i % 2 else "de", rng) for i in range(40)]
@@ -139,10 +139,6 @@ def test_a_build_with_models_is_repeated_done_in_parts_and_added_to(model, tmp_p
     ]  # fmt: skip
     for _ in range(2):
         assert main([*command, "--output", f"{tmp_path}/out"]) == 0
-    for part in (["--part", "1/2"], ["--part", "2/2"], ["--merge"]):
-        assert main([*command, "--output", f"{tmp_path}/parts", *part]) == 0
-    shards = [(tmp_path / name / "shard-000000.tar").read_bytes() for name in ("out", "parts")]
-    assert shards[0] == shards[1]
     (tmp_path / "in" / "b.txt").write_text("\n".join(text("en", rng) for _ in range(20)))
     assert main(["build", "--add", "--output", f"{tmp_path}/out", *common]) == 0
     assert (tmp_path / "out" / "added-001" / "manifest.json").is_file()
