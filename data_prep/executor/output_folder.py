@@ -7,7 +7,6 @@ on there; a whole dataset with the same account is left as it is; any other acco
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
+from megabert.common.file_lock import lock
 from megabert.common.remote import is_url
 from megabert.data.casing import CONFIG
 from megabert.data.shards import ADDED, MANIFEST, Manifest
@@ -232,7 +232,7 @@ def _refuse_dataset(output: Path) -> None:
 def alone(work: Path) -> Iterator[None]:
     """One of several jobs at a time, in a work folder that they share; the others wait."""
     with open(work / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), work / "lock", "start its parts one after another", wait=True)
         yield
 
 
@@ -249,7 +249,7 @@ def joined(
     handle = os.open(output, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock(handle, output, "start no whole build there", shared=True)
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there, which is no part") from None
         _refuse_foreign(output)
@@ -293,7 +293,7 @@ def opened(
     handle = os.open(output, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(handle, output, "start no second build there")
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there") from None
         if not _prepare(output, account, seq_lens, overwrite, sources):

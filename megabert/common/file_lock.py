@@ -11,14 +11,14 @@ from megabert.common.logs import log
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # what such file systems say
 
 
-def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False) -> bool:
-    """Lock the open file `path` for this process alone. False where its file system has no locks: a warning says what must not
-    be done then (`otherwise`).
+def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False, shared: bool = False) -> bool:
+    """Lock the open file or folder `path` for this process alone, or for it and others that lock it `shared`. False where its
+    file system has no locks: a warning says what must not be done then (`otherwise`).
 
     Raises BlockingIOError where another process has the lock, unless `wait`; OSError where the file system fails.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -1,5 +1,8 @@
 """What is done stays unless the user is the one who must change something."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import output_folder
 from data_prep.executor.output_folder import opened
+from megabert.common import logs
 from megabert.data.shards import MANIFEST
 
 ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
@@ -140,3 +144,17 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
     (tmp_path / output_folder.WORK / output_folder.ACCOUNT).write_text("{")  # damaged
     with opened(tmp_path, ACCOUNT, (128,), True) as work:
         assert not (work / "read.json").exists()
+
+
+def test_without_locks_a_build_goes_on_with_a_warning(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    logs.setup()
+    with output_folder.joined(tmp_path / "out", ACCOUNT, (128,)) as work:
+        assert work is not None
+    with opened(tmp_path / "out", ACCOUNT, (128,), False) as work:
+        assert work is not None
+    said = capsys.readouterr().err
+    assert "no locks (Function not implemented); start no second build there" in said
