@@ -59,7 +59,7 @@ class Scaling:
         able, self.how = support(device)
         if not able:
             raise ValueError(f"precision=fp8 {self.how}; use bf16")
-        native = not MISSING and has_kernel("cast_transpose", device.type)
+        native = has_kernel("cast_transpose", device.type)
         self.backend = backend if backend != "auto" else "native" if native else "torch"
         self.amax = torch.zeros(linears, 3, device=device)  # of the update so far
         self.history = torch.zeros(HISTORY, linears, 3, device=device)  # newest first
