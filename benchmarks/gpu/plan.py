@@ -91,7 +91,9 @@ def operations(o: Options) -> list[Item]:
     for name in ("adamw", "lamb", "muon"):
         given = {**o.both(), "optimizer": name}
         found.append(Item("operations", f"optimizer {name}", f"{where}:update", given, limit=60))
-    return [*found, Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60)]
+    found.append(Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60))
+    casts = "benchmarks.gpu.library:fp8_casts"
+    return [*found, Item("operations", "fp8 casts", casts, {"device": o.device}, cost=20, limit=120)]
 
 
 def steps(o: Options) -> list[Item]:
