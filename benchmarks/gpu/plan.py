@@ -116,7 +116,7 @@ def steps(o: Options) -> list[Item]:
     found, common = [], {**o.both(), "journal": o.journal}
     for changes, shapes, cost in plan:
         for seq_len, rows in shapes:
-            part, function = ("profile", "profile") if seq_len < 0 else ("steps", "measure")
+            part, function = ("profile", "kernels:profile") if seq_len < 0 else ("steps", "steps:measure")
             if abs(seq_len) not in o.data:
                 continue
             title = (
@@ -124,7 +124,7 @@ def steps(o: Options) -> list[Item]:
                 or "best"
             )
             given = {**common, "setup": changes, "data": o.data[abs(seq_len)], "rows": 2 if o.small else rows}
-            item = Item(part, f"{title} {abs(seq_len)}x{rows}", f"benchmarks.gpu.steps:{function}", given,
+            item = Item(part, f"{title} {abs(seq_len)}x{rows}", f"benchmarks.gpu.{function}", given,
                         cost=1 if o.small else cost, limit=180, group=title)  # fmt: skip
             found.append(item)
     return found

@@ -1,4 +1,4 @@
-"""BERT-LARGE's whole training step on a device: backends, batch, dropout, optimizer, compiled, graphed, FP8; and its kernels.
+"""BERT-LARGE's whole training step on a device: backends, batch, dropout, optimizer, compiled, graphed, FP8.
 
 A setup is built once and measured at several shapes. The step is the trainer's own (`Engine.train_update` under DeepSpeed);
 where DeepSpeed is missing or fails, a plain torch loop with the same model, optimizer, clipping and fp32 masters, which the
@@ -44,19 +44,12 @@ BATCHES = 4  # different updates that are taken in turn
 WARM_UP = 3
 TRAINER = "trainer's step under DeepSpeed"
 FP8_CASTS = "operations/fp8 casts"  # the item that tests them
-TOP = 40  # kernels of a profile's table
 GRAPHS = 16  # of the compiled layer: two row lengths, the last layer's own, numbers of sequences that differ
 KERNEL = {
     "attention": "attention",
     "mlm_loss": "mlm_loss",
     "layer": "bias_gelu",
 }  # that shows whether a role is native
-GROUPS = {  # of kernels, by the first of these words in their lower-case name
-    "attention": ("flash", "fmha", "attention", "softmax_mask"),
-    "products": ("gemm", "cutlass", "nvjet", "xmma", "cublas", "splitk"),
-    "optimizer": ("multi_tensor", "foreach", "adam", "lamb"),
-    "copies and zeroing": ("memcpy", "memset", "copy", "fill"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,45 +373,3 @@ def one(update: Update) -> Any:
 
 def loss_of(result: Any) -> Any:
     return result.loss if hasattr(result, "loss") else result
-
-
-def profile(
-    setup: dict[str, Any], data: str, rows: int, device: str, small: bool, journal: str
-) -> dict[str, Any]:
-    """The costliest kernels of one update, and what all of them add up to by groups of names."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recording
-
-    what, manifest = Setup(**setup), Dataset(data).manifest
-    build(what, device, manifest.seq_len, rows, manifest.vocab_size, small, journal)
-    batches = updates(data, rows, LIVE.cfg.seed, device)
-    for batch in batches[:WARM_UP]:
-        one(batch)
-    synchronise(torch.device(device))
-    kinds = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
-    with recording(activities=kinds) as record:
-        one(batches[-1])
-        synchronise(torch.device(device))
-    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    times = [
-        (e.self_device_time_total if device == "cuda" else e.self_cpu_time_total, e.count, e.key)
-        for e in record.key_averages()
-        if e.device_type == wanted and not getattr(e, "is_user_annotation", False)
-    ]
-    times.sort(reverse=True)
-    groups: dict[str, float] = {}
-    for micro, _, name in times:
-        groups[group_of(name)] = groups.get(group_of(name), 0.0) + micro / 1e3
-    return {
-        "setup": what.name, "seq_len": manifest.seq_len, "rows": rows, "total_ms": sum(t for t, _, _ in times) / 1e3,
-        "groups_ms": groups,
-        "kernels": [{"ms": t / 1e3, "calls": n, "name": name[:160]} for t, n, name in times[:TOP]],
-    }  # fmt: skip
-
-
-def group_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next(
-        (g for g, words in GROUPS.items() if any(word in name for word in words)), "element-wise and other"
-    )

@@ -64,7 +64,7 @@ def test_every_part_runs_in_one_process(data: dict[int, str], tmp_path: Path) ->
         runner.Item(
             "profile",
             "plain",
-            "benchmarks.gpu.steps:profile",
+            "benchmarks.gpu.kernels:profile",
             wanted[-1].arguments | {"setup": {"plain": True}},
         )
     )
