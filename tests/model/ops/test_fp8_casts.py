@@ -116,3 +116,31 @@ def test_norm(shape: tuple[int, int], p: float, device: str, kind: str) -> None:
     assert y[3].isnan().all() and y.isnan().sum() == shape[1]
     for ours, theirs in zip((y, *others), library.dropout_add_layer_norm(*inputs), strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "name", ["cast_transpose", "bias_gelu_cast", "bias_gelu_backward_cast", "dropout_add_layer_norm_cast"]
+)
+def test_a_wrong_cast_is_found_before_it_trains(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One code of the transposed result, off by one: training then runs on torch's casts and says so."""
+    place = torch.device(device)
+    fp8.wrong_cast.cache_clear()
+    assert fp8.wrong_cast(place) == "" and fp8.Scaling(1, place).backend == "native"
+    fp8.wrong_cast.cache_clear()
+    right = getattr(library, name)
+
+    def wrong(*arguments: Any) -> tuple[Tensor, ...]:
+        found = list(right(*arguments))
+        turned = [t for t in found if t.dtype in (E4M3, E5M2)][1]
+        turned.view(torch.uint8)[-1, -1] += 1
+        return tuple(found)
+
+    monkeypatch.setattr(library, name, wrong)
+    scaling = fp8.Scaling(1, place)
+    fp8.wrong_cast.cache_clear()
+    assert scaling.backend == "torch"
+    assert scaling.how.endswith(f"; torch's casts: the native {name} gives other codes here")
+    assert fp8.Scaling(1, place, backend="native").backend == "native", "asked for"
