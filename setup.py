@@ -11,6 +11,8 @@ architectures, CXX and CXXFLAGS the compiler, MAX_JOBS the number of compilers r
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -23,6 +25,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+OBJECTS = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
+RECORD = OBJECTS / "library.json"  # which library was built last, and from what
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
 CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"  # A100, H100/H200; newer devices compile the PTX at first use
@@ -48,6 +52,17 @@ def native_sources() -> tuple[list[str], list[str]]:
     cpp = [name for name in files if name.endswith(".cpp")]
     cuda = [name for name in files if name.endswith(".cu")]
     return cpp, cuda if wanted == "1" or (wanted == "" and find_nvcc()) else []
+
+
+def native_digest() -> str:
+    """SHA-256 over names and bytes of all that the library is made from, this file with them."""
+    found = hashlib.sha256()
+    suffixes = (".cpp", ".cu", ".cuh", ".h", ".inl")
+    inputs = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes]
+    for path in sorted([*inputs, ROOT / "setup.py"]):
+        name = path.relative_to(ROOT).as_posix()
+        found.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()
 
 
 def gencode(architectures: str) -> list[str]:
@@ -81,7 +96,7 @@ class BuildNative(build_ext):
             sys.exit(
                 "error: building the native library needs torch: pip install torch, then --no-build-isolation"
             )
-        objects = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
+        digest = native_digest()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         includes = [f"-I{ROOT / 'csrc'}"]
@@ -93,7 +108,7 @@ class BuildNative(build_ext):
         nvcc = find_nvcc()
 
         def compile_one(source: str) -> Path:
-            made = objects / f"{source}.o"
+            made = OBJECTS / f"{source}.o"
             made.parent.mkdir(parents=True, exist_ok=True)
             if source.endswith(".cu"):
                 assert nvcc is not None
@@ -137,6 +152,8 @@ class BuildNative(build_ext):
             check += f"; torch.version.cuda and ctypes.CDLL({str(part)!r}).aoti_torch_get_current_cuda_stream"
         run([sys.executable, "-c", check], f"loading {target.name} with torch {torch.__version__}")
         part.replace(target)  # atomic: a running process keeps the library it has
+        library = hashlib.sha256(target.read_bytes()).hexdigest()
+        RECORD.write_text(json.dumps({"library": library, "native_sources": digest}) + "\n")
 
 
 def up_to_date(made: Path, command: list[str]) -> bool:

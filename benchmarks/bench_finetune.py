@@ -176,7 +176,11 @@ def main() -> None:
     model = described(args.model)
     results: dict[str, Any] = {}
     if args.json and args.json.exists():
-        results = json.loads(args.json.read_text())["tasks"]
+        written = json.loads(args.json.read_text())
+        for what, value in (("model", model), ("seeds", args.seeds)):
+            if written[what] != value:
+                parser.error(f"--json {args.json}: holds rows of another {what}; name another file")
+        results = written["tasks"]
     for case in CASES:
         if args.only and case.name not in args.only:
             continue

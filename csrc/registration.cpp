@@ -1,6 +1,8 @@
 // Every operation's schema, once. Implementations are registered beside their code, one for each device, under these names.
 // All are functional: no output shares memory with an input or another output. Statistics are fp32.
 
+#include "common/errors.h"
+
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(megabert, m) {

@@ -1,8 +1,10 @@
-"""Native library of a measuring run: the pack's where it runs, else the tree's, else built on the spot; and the machine's facts."""
+"""Native library of a measuring run: the pack's where it fits and runs, else the tree's, else built on the spot; and the machine's facts."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.gpu.pack import Pack
+from benchmarks.gpu.pack import NATIVE_SOURCES, Pack, digest
 from benchmarks.gpu.runner import Absent
 from megabert.common import environment
 
@@ -70,7 +72,11 @@ def healthy(device: str) -> bool:
 
 
 def prepare(device: str, pack: str) -> dict[str, Any]:
-    """Puts a library that runs on the device into the tree. Raises Absent where none does and none can be built."""
+    """Puts a library of this tree's sources that runs on the device into the tree.
+
+    Raises Absent where there is none and none can be built; one of other sources is then put aside, so that nothing
+    measures it.
+    """
     tried: dict[str, str] = {}
     carried = Pack(Path(pack)).library() if pack else None
     if pack and carried is None:
@@ -82,14 +88,30 @@ def prepare(device: str, pack: str) -> dict[str, Any]:
             part.write_bytes(carried.read_bytes())
             part.replace(LIBRARY)  # atomic: a running process keeps the library it has
             return {"library": "the pack's", "tried": tried}
-    elif LIBRARY.is_file():
+    elif of_this_tree():
         tried["the tree's"] = probe(LIBRARY, device)
         if not tried["the tree's"]:
             return {"library": "the tree's", "tried": tried}
-    tried["built here"] = build(device) or probe(LIBRARY, device)
+    failed = build(device)
+    if failed and LIBRARY.is_file() and not of_this_tree():
+        aside = LIBRARY.rename(LIBRARY.with_name(f"aside{LIBRARY.name}"))
+        tried["the tree's"] = f"is of unknown sources, put aside as {aside.name}"
+    tried["built here"] = failed or probe(LIBRARY, device)
     if tried["built here"]:
         raise Absent(f"no native library runs here: {tried}")
     return {"library": "built here", "tried": tried}
+
+
+def of_this_tree() -> bool:
+    """Whether the tree's library is what setup.py built last, and from the sources that are here now."""
+    record = ROOT / "build" / "native" / "library.json"
+    if not (record.is_file() and LIBRARY.is_file()):
+        return False
+    here = {
+        "library": hashlib.sha256(LIBRARY.read_bytes()).hexdigest(),
+        "native_sources": digest(NATIVE_SOURCES),
+    }
+    return here == json.loads(record.read_text())
 
 
 def probe(library: Path, device: str) -> str:
@@ -112,9 +134,28 @@ def build(device: str) -> str:
     return "" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
 
 
+def fp8_casts(device: str) -> dict[str, Any]:
+    """The tests of the native casts to FP8, which no candidate of another operation checks. Raises RuntimeError where one
+    fails, and Absent without pytest."""
+    if importlib.util.find_spec("pytest") is None:
+        raise Absent("there is no pytest here")
+    which = "not gpu" if device == "cpu" else "gpu"
+    found = run_pytest(["-m", which, "tests/model/ops/test_fp8_casts.py"], time.time() + 100)
+    if found["exit"]:
+        lines = found["output"].strip().splitlines()
+        raise RuntimeError(next((line for line in lines if line.startswith("FAILED")), lines[-1]))
+    return found
+
+
 def tests(device: str, end: float) -> dict[str, Any]:
-    """The operations' own tests on the device, by pytest, until `end` (seconds of the epoch) at most."""
-    chosen = ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/model/ops"]
+    """The operations' own tests on the device, until `end` (seconds of the epoch) at most."""
+    return run_pytest(
+        ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/model/ops"], end
+    )
+
+
+def run_pytest(chosen: list[str], end: float) -> dict[str, Any]:
+    """Exit code and last output of tests in a process of their own, which is ended at `end`."""
     command = [
         sys.executable,
         "-m",

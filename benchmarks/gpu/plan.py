@@ -91,7 +91,9 @@ def operations(o: Options) -> list[Item]:
     for name in ("adamw", "lamb", "muon"):
         given = {**o.both(), "optimizer": name}
         found.append(Item("operations", f"optimizer {name}", f"{where}:update", given, limit=60))
-    return [*found, Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60)]
+    found.append(Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60))
+    casts = "benchmarks.gpu.library:fp8_casts"
+    return [*found, Item("operations", "fp8 casts", casts, {"device": o.device}, cost=20, limit=120)]
 
 
 def steps(o: Options) -> list[Item]:
@@ -114,7 +116,7 @@ def steps(o: Options) -> list[Item]:
     found, common = [], {**o.both(), "journal": o.journal}
     for changes, shapes, cost in plan:
         for seq_len, rows in shapes:
-            part, function = ("profile", "profile") if seq_len < 0 else ("steps", "measure")
+            part, function = ("profile", "kernels:profile") if seq_len < 0 else ("steps", "steps:measure")
             if abs(seq_len) not in o.data:
                 continue
             title = (
@@ -122,7 +124,7 @@ def steps(o: Options) -> list[Item]:
                 or "best"
             )
             given = {**common, "setup": changes, "data": o.data[abs(seq_len)], "rows": 2 if o.small else rows}
-            item = Item(part, f"{title} {abs(seq_len)}x{rows}", f"benchmarks.gpu.steps:{function}", given,
+            item = Item(part, f"{title} {abs(seq_len)}x{rows}", f"benchmarks.gpu.{function}", given,
                         cost=1 if o.small else cost, limit=180, group=title)  # fmt: skip
             found.append(item)
     return found

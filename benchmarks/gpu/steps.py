@@ -1,4 +1,4 @@
-"""BERT-LARGE's whole training step on a device: backends, batch, dropout, optimizer, compiled, graphed, FP8; and its kernels.
+"""BERT-LARGE's whole training step on a device: backends, batch, dropout, optimizer, compiled, graphed, FP8.
 
 A setup is built once and measured at several shapes. The step is the trainer's own (`Engine.train_update` under DeepSpeed);
 where DeepSpeed is missing or fails, a plain torch loop with the same model, optimizer, clipping and fp32 masters, which the
@@ -9,6 +9,7 @@ events without waiting for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import time
@@ -34,6 +35,7 @@ from megabert.engine.deepspeed_engine import DTYPES, Engine
 from megabert.model import ops
 from megabert.model.bert import BertForPreTraining
 from megabert.model.flops import datasheet_tflops, training_flops
+from megabert.model.layers import Layer
 
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "max_positions": 512}
 SMALL = {"layers": 3, "hidden": 64, "heads": 2, "max_positions": 512}
@@ -41,18 +43,13 @@ LR = 1e-5  # small: what is measured stays near its random start
 BATCHES = 4  # different updates that are taken in turn
 WARM_UP = 3
 TRAINER = "trainer's step under DeepSpeed"
-TOP = 40  # kernels of a profile's table
+FP8_CASTS = "operations/fp8 casts"  # the item that tests them
+GRAPHS = 16  # of the compiled layer: two row lengths, the last layer's own, numbers of sequences that differ
 KERNEL = {
     "attention": "attention",
     "mlm_loss": "mlm_loss",
     "layer": "bias_gelu",
 }  # that shows whether a role is native
-GROUPS = {  # of kernels, by the first of these words in their lower-case name
-    "attention": ("flash", "fmha", "attention", "softmax_mask"),
-    "products": ("gemm", "cutlass", "nvjet", "xmma", "cublas", "splitk"),
-    "optimizer": ("multi_tensor", "foreach", "adam", "lamb"),
-    "copies and zeroing": ("memcpy", "memset", "copy", "fill"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +133,21 @@ class Live:
 LIVE = Live()
 
 
+def allocations_refused() -> int:
+    """How many allocations this process's GPU has refused for want of memory; 0 without one."""
+    return torch.cuda.memory_stats().get("num_ooms", 0)
+
+
+def out_of_memory(error: BaseException, refused: int) -> bool:
+    """Whether an error is of GPU memory, of which `allocations_refused` was `refused` before.
+
+    A native operation's is a RuntimeError: an error's type does not pass through torch's stable ABI.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and allocations_refused() > refused
+    )
+
+
 def chosen(setup: Setup, device: str, seq_len: int, journal: str) -> tuple[dict[str, str], dict[str, str]]:
     """(backend of each role, why it is not the one that was meant, where it is not)."""
     results = Journal(Path(journal)).results()
@@ -154,7 +166,7 @@ def chosen(setup: Setup, device: str, seq_len: int, journal: str) -> tuple[dict[
         if failed:
             notes[role] = f"{failed['key']} failed: {failed.get('reason', '')[:200]}"
         elif native != "native":
-            notes[role] = f"the native library has no {device} code for it"
+            notes[role] = ops.MISSING or f"the native library has no {device} code for it"
         timed = [
             r["value"]
             for r in of_role
@@ -188,6 +200,8 @@ def build(
     setup: Setup, device: str, seq_len: int, rows: int, vocabulary: int, small: bool, journal: str
 ) -> None:
     """Makes `LIVE` the setup, with its model on the device from the start."""
+    if setup.precision == "fp8":
+        refuse_wrong_casts(journal)
     backends, notes = chosen(setup, device, seq_len, journal)
     key = (setup, tuple(backends.items()), rows if setup.graphed else 0, seq_len if setup.graphed else 0)
     if key == LIVE.key:
@@ -200,21 +214,19 @@ def build(
         with where:  # drawn on the device
             torch.manual_seed(cfg.seed)
             made = BertForPreTraining(cfg.model, cfg.ops, where.type, DTYPES[cfg.precision])
-        backend = (
-            "inductor" if device == "cuda" else "aot_eager"
-        )  # a CPU shows only that the step can be traced
-        for layer in made.layers if setup.compiled else ():
-            layer.compile(dynamic=False, backend=backend)  # regional: the layers share one compiled code
+        if setup.compiled:  # a CPU shows only that the step can be traced
+            compile_layers(made, "inductor" if device == "cuda" else "aot_eager")
         return made
 
     engine: Any = None
+    refused = allocations_refused()
     if not setup.plain and not LIVE.trouble:
         try:
             engine, kind = Engine(cfg, module, process_group.init(process_group.discover({}))), TRAINER
         except ValueError as error:
             raise Absent(f"this revision refuses it: {error}") from error
         except (ImportError, RuntimeError, OSError, AttributeError) as error:
-            if setup.special or isinstance(error, torch.OutOfMemoryError) or not healthy(device):
+            if setup.special or out_of_memory(error, refused) or not healthy(device):
                 raise
             LIVE.trouble = f"{type(error).__name__}: {error}"[:500]
     if engine is None:
@@ -223,6 +235,37 @@ def build(
         engine = Plain(cfg, module)
         kind = "plain torch loop" + (f"; DeepSpeed is not used: {LIVE.trouble}" if LIVE.trouble else "")
     LIVE.key, LIVE.cfg, LIVE.engine, LIVE.kind, LIVE.notes = key, cfg, engine, kind, notes
+
+
+def refuse_wrong_casts(journal: str) -> None:
+    """Raises Absent where the native casts to FP8 failed their tests: a step with them would show nothing."""
+    casts = Journal(Path(journal)).results().get(FP8_CASTS, {})
+    if casts.get("state") == "failed":
+        raise Absent(f"{FP8_CASTS} failed: {casts['reason'][:200]}")
+
+
+def compile_layers(model: BertForPreTraining, backend: Any) -> None:
+    """Makes all layers run one compiled code, of as many graphs as there are shapes; one too many raises, and none runs
+    eagerly unsaid.
+
+    A graph holds the Python numbers that it was made for. Of these the layers differ by the number of their dropout masks
+    alone, which torch's own backends do not read on CUDA, so that these get the same one.
+    """
+    import torch._dynamo
+
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+    limits.fail_on_recompile_limit_hit = True
+    compiled: Any = torch.compile(Layer.forward, dynamic=False, backend=backend)
+    numbered = any(choice.name in ("native", "fused_softmax") for choice in model.backends)
+
+    def forward(
+        layer: torch.nn.Module, normed: Any, x: Any, bounds: Any, seed: Any, stream: int, keep: Any = None
+    ) -> Any:
+        return compiled(layer, normed, x, bounds, seed, stream if numbered else 0, keep)
+
+    for layer in model.layers:
+        layer.forward = functools.partial(forward, layer)
 
 
 def broken_before(journal: str) -> str:
@@ -252,6 +295,7 @@ def measure(
     """Rows a second of updates of `rows` rows, one micro-step each."""
     what, where, manifest = Setup(**setup), torch.device(device), Dataset(data).manifest
     keep_freed_memory()
+    refused = allocations_refused()
 
     def run() -> tuple[list[Update], list[float], list[float]]:
         build(what, device, manifest.seq_len, rows, manifest.vocab_size, small, journal)
@@ -262,10 +306,10 @@ def measure(
 
     try:
         batches, times, losses = run()
-    except torch.OutOfMemoryError as error:
-        LIVE.release()
-        raise Absent(f"out of memory: {str(error).splitlines()[0]:.200}") from None
     except RuntimeError as error:
+        if out_of_memory(error, refused):
+            LIVE.release()
+            raise Absent(f"out of memory: {str(error).splitlines()[0]:.200}") from None
         by_trainer = LIVE.kind == TRAINER
         LIVE.release()
         if not by_trainer or what.special or not healthy(device):
@@ -329,45 +373,3 @@ def one(update: Update) -> Any:
 
 def loss_of(result: Any) -> Any:
     return result.loss if hasattr(result, "loss") else result
-
-
-def profile(
-    setup: dict[str, Any], data: str, rows: int, device: str, small: bool, journal: str
-) -> dict[str, Any]:
-    """The costliest kernels of one update, and what all of them add up to by groups of names."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recording
-
-    what, manifest = Setup(**setup), Dataset(data).manifest
-    build(what, device, manifest.seq_len, rows, manifest.vocab_size, small, journal)
-    batches = updates(data, rows, LIVE.cfg.seed, device)
-    for batch in batches[:WARM_UP]:
-        one(batch)
-    synchronise(torch.device(device))
-    kinds = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
-    with recording(activities=kinds) as record:
-        one(batches[-1])
-        synchronise(torch.device(device))
-    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    times = [
-        (e.self_device_time_total if device == "cuda" else e.self_cpu_time_total, e.count, e.key)
-        for e in record.key_averages()
-        if e.device_type == wanted and not getattr(e, "is_user_annotation", False)
-    ]
-    times.sort(reverse=True)
-    groups: dict[str, float] = {}
-    for micro, _, name in times:
-        groups[group_of(name)] = groups.get(group_of(name), 0.0) + micro / 1e3
-    return {
-        "setup": what.name, "seq_len": manifest.seq_len, "rows": rows, "total_ms": sum(t for t, _, _ in times) / 1e3,
-        "groups_ms": groups,
-        "kernels": [{"ms": t / 1e3, "calls": n, "name": name[:160]} for t, n, name in times[:TOP]],
-    }  # fmt: skip
-
-
-def group_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next(
-        (g for g, words in GROUPS.items() if any(word in name for word in words)), "element-wise and other"
-    )

@@ -1,6 +1,8 @@
 // Nothing reaches a kernel unchecked: a wrong argument is an error that names the operation and the argument.
 #pragma once
 
+#include "common/errors.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,6 +1,8 @@
 // How an operation reaches the GPU: its device, torch's current stream, kernels for the tensor's type, checked launches.
 #pragma once
 
+#include "common/errors.h"
+
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 

@@ -5,6 +5,8 @@
 // functions for each device, so that what runs on the GPU is what the CPU's tests run but for a name.
 #pragma once
 
+#include "common/errors.h"
+
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 

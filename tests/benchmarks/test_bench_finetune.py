@@ -62,6 +62,30 @@ def test_a_gain_is_more_than_both_spreads(random, pretrained, helps: bool) -> No
     assert bench.compare({"random": row(*random)}, "f1") == {}
 
 
+@pytest.mark.parametrize(
+    ("change", "named"), [({"model": {"updates": "9"}}, "model"), ({"seeds": 5}, "seeds")]
+)
+def test_rows_of_another_model_are_not_added_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: dict[str, Any], named: str
+) -> None:  # fmt: skip
+    def train(*_: Any) -> dict[str, Any]:
+        raise AssertionError("it trains")
+
+    file, model = tmp_path / "finetune.json", {"updates": "5"}
+    monkeypatch.setattr(bench, "described", lambda path: model)
+    monkeypatch.setattr(bench, "finetune", train)
+    given = ["--model", "m", "--tasks", "t", "--work", str(tmp_path), "--seeds", "3", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["bench_finetune.py", *given, "--only", "SST-2"])
+    file.write_text(json.dumps({"model": model, "seeds": 3, "tasks": {}} | change))
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert f"{file}: holds rows of another {named}; name another file" in capsys.readouterr().err
+    file.write_text(json.dumps({"model": model, "seeds": 3, "tasks": {}}))
+    with pytest.raises(AssertionError, match="it trains"):
+        bench.main()
+
+
 def test_the_table_has_a_line_a_task() -> None:
     rows = {"random": row(0.5, 0.01), "pre-trained": row(0.7512, 0.0234)}
     results = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import runpy
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -148,6 +151,37 @@ def test_a_library_of_unknown_sources_in_the_tree_does_not_come_before_the_packs
     assert library.LIBRARY.read_bytes() == b"the pack's"
 
 
+def test_the_trees_library_is_taken_for_its_own_sources_alone(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pack's is refused for its sources; and one of unknown sources is not left where it would be loaded."""
+    where, source = str(tree / "build" / "pack"), tree / "csrc/gelu/cuda.cu"
+    monkeypatch.setattr(library, "probe", lambda path, device: "")
+    monkeypatch.setattr(library, "build", lambda device: "no nvcc")
+    source.write_text("changed\n")
+    library.LIBRARY.write_bytes(b"built before")
+    record = tree / "build" / "native" / "library.json"
+    record.parent.mkdir(parents=True)
+    sha = hashlib.sha256(b"built before").hexdigest()
+    record.write_text(json.dumps({"library": sha, "native_sources": pack.digest(pack.NATIVE_SOURCES)}))
+    assert library.prepare("cuda", where)["library"] == "the tree's"
+    source.write_text("changed again\n")
+    with pytest.raises(library.Absent, match=r"unknown sources, put aside as aside_native.*no nvcc"):
+        library.prepare("cuda", where)
+    assert not library.LIBRARY.exists()
+    library.LIBRARY.with_name("aside_native.abi3.so").rename(library.LIBRARY)
+    monkeypatch.setattr(library, "build", lambda device: library.LIBRARY.write_bytes(b"built") and "")
+    assert library.prepare("cuda", where)["library"] == "built here"
+    assert library.LIBRARY.read_bytes() == b"built"
+
+
+def test_a_build_records_the_digest_that_the_suite_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    assert runpy.run_path(str(hardware.ROOT / "setup.py"))["native_digest"]() == pack.digest(
+        pack.NATIVE_SOURCES
+    )
+
+
 def test_an_unfinished_pack_is_none_and_a_folder_of_something_else_is_not_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,8 +209,26 @@ def test_what_is_too_large_to_travel_is_refused(
 
     monkeypatch.setattr(gpu_pack, "put_library", put)
     monkeypatch.setattr(gpu_pack, "build_data", lambda folder, args: {"128": "data"})
-    monkeypatch.setattr(gpu_pack, "LIMIT_MIB", 2)
-    assert gpu_pack.main(["--output", str(tmp_path / "pack"), "--no-wheels"]) == 2
-    assert "is 3.0 MiB, 2 may travel" in capsys.readouterr().err
+    monkeypatch.setattr(gpu_pack, "tree_size", lambda: 2 << 20)
+    monkeypatch.setattr(gpu_pack, "LIMIT_MIB", 4)
+    given = ["--output", str(tmp_path / "pack"), "--no-wheels"]
+    assert gpu_pack.main(given) == 2
+    assert "is 3.0 MiB beside the tree's 2.0, 4 may travel" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no finished pack"):
         pack.Pack(tmp_path / "pack")
+    monkeypatch.setattr(gpu_pack, "LIMIT_MIB", 6)
+    assert gpu_pack.main(given) == 0
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git on this machine")
+def test_the_tree_that_travels_is_what_git_does_not_ignore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_pack, "ROOT", tmp_path)
+    gpu_pack.run(["git", "init", "-q"])
+    (tmp_path / ".gitignore").write_text("build/\n")
+    for name, size in (("build/native.o", 1000), ("tracked", 100), ("new", 10)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    gpu_pack.run(["git", "add", "tracked"])
+    assert gpu_pack.tree_size() == 100 + 10 + len("build/\n")

@@ -53,6 +53,16 @@ def test_the_dispatcher_is_not_called_by_hand() -> None:
     assert not found, f"{found}: torch_call_dispatcher cannot pass Scalars, see common/products.h"
 
 
+def test_every_source_gives_torchs_own_reason() -> None:
+    """`common/errors.h` comes before torch's headers, which use its check."""
+    users = [
+        path for path in ROOT.rglob("*.*") if "#include <torch/" in code(path) and path.name != "errors.h"
+    ]
+    assert len(users) >= 4
+    for path in users:
+        assert code(path).partition("#include <torch/")[0].count('#include "common/errors.h"') == 1, path.name
+
+
 def test_nothing_is_newer_than_the_oldest_torch() -> None:
     """Functions are checked by the compiler (`TORCH_TARGET_VERSION`); macros of torch's headers are not."""
     for path in (path for path in ROOT.rglob("*.*") if path.suffix != ".md"):

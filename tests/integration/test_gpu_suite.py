@@ -64,7 +64,7 @@ def test_every_part_runs_in_one_process(data: dict[int, str], tmp_path: Path) ->
         runner.Item(
             "profile",
             "plain",
-            "benchmarks.gpu.steps:profile",
+            "benchmarks.gpu.kernels:profile",
             wanted[-1].arguments | {"setup": {"plain": True}},
         )
     )
@@ -140,6 +140,79 @@ def test_backends_follow_what_the_operations_showed(tmp_path: Path) -> None:
     assert choose("best", 512)[0]["attention"] == "varlen"
     assert choose("ours", 512)[0]["layer"] == "torch", "what is wrong is not trained with"
     assert choose("torch", 128) == ({"attention": "varlen", "mlm_loss": "torch", "layer": "torch"}, {})
+
+
+def test_without_the_library_torchs_backends_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (ops, ops.backend):
+        monkeypatch.setattr(module, "MISSING", "native library not built")
+    torchs = {"attention": "varlen", "mlm_loss": "torch", "layer": "torch"}
+    for backends in ("torch", "ours", "best"):
+        found, notes = steps.chosen(steps.Setup(backends=backends), "cuda", 128, str(tmp_path / "journal"))
+        assert found == torchs
+        assert notes == ({} if backends == "torch" else dict.fromkeys(torchs, "native library not built"))
+
+
+def test_fp8_is_not_measured_with_casts_that_failed_their_tests(tmp_path: Path) -> None:
+    journal = runner.Journal(tmp_path / "journal")
+    options = plan.Options("cuda", False, "", {128: "", 512: ""}, str(journal.path), 0)
+    keys = [item.key for item in plan.items(options)]
+    first = min(keys.index(key) for key in keys if key.startswith("steps/fp8"))
+    assert keys.index(steps.FP8_CASTS) < first
+    journal.end(steps.FP8_CASTS, "failed", 9, reason="FAILED test_cast[cuda]")
+    with pytest.raises(runner.Absent, match=r"operations/fp8 casts failed: FAILED test_cast"):
+        steps.build(steps.Setup(precision="fp8"), "cpu", 128, 4, 2000, True, str(journal.path))
+
+
+def test_a_setup_without_memory_is_absent_and_deepspeed_is_not_to_blame(
+    data: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the error has lost its type on its way through a native operation."""
+    refused = 0
+
+    class Full:
+        def __init__(self, *_: object) -> None: ...
+
+        def train_update(self, *_: object) -> None:
+            nonlocal refused
+            refused += 1
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(steps, "Engine", Full)
+    monkeypatch.setattr(steps, "allocations_refused", lambda: refused)
+    monkeypatch.setattr(steps.LIVE, "trouble", "")
+    with pytest.raises(runner.Absent, match=r"out of memory: CUDA out of memory\. Tried"):
+        steps.measure({}, data[128], 2, "cpu", True, str(tmp_path / "journal"))
+    assert not steps.LIVE.trouble and steps.LIVE.engine is None
+    assert steps.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), refused)
+    assert not steps.out_of_memory(RuntimeError("NCCL error"), refused)
+
+
+def test_compiled_layers_share_their_graphs() -> None:
+    """One, and one for the last, which computes fewer positions; as many for twelve layers as for three."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    cfg = steps.make_config(
+        steps.Setup(dropout=0.1), {"attention": "sdpa", "mlm_loss": "torch", "layer": "torch"}, 2, 2000, True
+    )
+    model = steps.BertForPreTraining(
+        cfg.model.model_copy(update={"layers": 12}), cfg.ops, "cpu", torch.float32
+    )
+    ids, bound = torch.ones(2, 16, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    inputs = ids, ids * 0, ids * 0, bound, bound + 16, torch.full((2, 1), 16, dtype=torch.int32)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        steps.compile_layers(model, count)
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+        model.encode(*inputs).sum().backward()
+        assert len(graphs) == 1
+        model.encode(*inputs, keep=torch.tensor([0, 17])).sum().backward()
+        assert len(graphs) == 2
+    assert all(layer.qkv.weight.grad is not None for layer in model.layers)
 
 
 def test_deepspeed_is_not_tried_again_after_it_ended_the_process(tmp_path: Path) -> None:

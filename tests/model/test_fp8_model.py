@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabert.config import ModelConfig
 from megabert.model import BertForPreTraining
+from megabert.model.ops import fp8
 from tests.helpers import tiny
 from tests.model.ops.oracle import needs_library
 
@@ -104,3 +105,13 @@ def test_gelu_and_norm_round_for_the_products_and_change_no_bit(norm: str, again
     (a, ours, history), (b, theirs, other) = found
     assert a == b and history == other and len(ours) == len(theirs)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
+
+
+@needs_library
+def test_where_a_native_cast_is_wrong_no_operation_rounds_for_a_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fp8, "wrong_cast", lambda device: "bias_gelu_cast")
+    bert = model()
+    assert bert.use_fp8(CPU, 1).backend == "torch"
+    assert not any(getattr(module, "following", None) for module in bert.modules())

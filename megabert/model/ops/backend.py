@@ -147,8 +147,8 @@ def _compiler(device: str) -> str:
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether the library was built with code of an operation for a device type ("cpu", "cuda")."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"megabert::{op}", device.upper())
+    """Whether the library is loaded and has code of an operation for a device type ("cpu", "cuda")."""
+    return not MISSING and torch._C._dispatch_has_kernel_for_dispatch_key(f"megabert::{op}", device.upper())
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ What lies beyond a format's range saturates. What is not finite makes the whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +53,21 @@ class Scaling:
     def __init__(
         self, linears: int, device: torch.device, gradient_unit: int = 1, backend: str = "auto"
     ) -> None:
-        """`backend` of the casts: native, torch, or auto, which is native where it is built; their bits are the same.
+        """`backend` of the casts: native, torch, or auto, which is native where it is built and its codes are torch's.
 
         Raises ValueError for a device without FP8.
         """
         able, self.how = support(device)
         if not able:
             raise ValueError(f"precision=fp8 {self.how}; use bf16")
-        native = not MISSING and has_kernel("cast_transpose", device.type)
-        self.backend = backend if backend != "auto" else "native" if native else "torch"
+        if backend == "auto":
+            backend = "native" if has_kernel("cast_transpose", device.type) else "torch"
+            if backend == "native" and (wrong := wrong_cast(device)):
+                backend, self.how = (
+                    "torch",
+                    f"{self.how}; torch's casts: the native {wrong} gives other codes here",
+                )
+        self.backend = backend
         self.amax = torch.zeros(linears, 3, device=device)  # of the update so far
         self.history = torch.zeros(HISTORY, linears, 3, device=device)  # newest first
         self.scale, self.inverse = torch.ones_like(self.amax), torch.ones_like(self.amax)
@@ -169,6 +176,42 @@ def cast_transpose(
     values = (x.contiguous().float() * scale).clamp(-limit, limit).to(kind)
     turned = values.t().contiguous() if transposed else None
     return values if straight else None, turned, largest(x)
+
+
+@cache
+@torch.no_grad()
+def wrong_cast(device: torch.device) -> str:
+    """The first native operation whose FP8 codes on a device are not those of torch's cast; "" where all are right."""
+    library, draw = torch.ops.megabert, torch.Generator().manual_seed(0)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(torch.bfloat16).view(-1, 256)
+    every = torch.where(every.isfinite(), every, 0).to(device)
+
+    def drawn(*shape: int) -> Tensor:  # with values that saturate
+        return torch.randn(shape, generator=draw, device="cpu").mul_(100).to(device, torch.bfloat16)
+
+    x, grad, bias = drawn(144, 264), drawn(144, 264), drawn(264)  # parts of tiles, too
+    scale, seed = torch.full((), 4.0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    dx = library.bias_gelu_backward(grad, x, bias)[0]
+    y, _, _, _, *norm = library.dropout_add_layer_norm_cast(
+        x, bias, grad, bias, bias, seed, 0, 0.0, 1e-5, scale
+    )
+    gelu = library.bias_gelu_cast(x, bias, scale)
+    slope = library.bias_gelu_backward_cast(grad, x, bias, scale)[:3]
+    cases = [
+        *(("cast_transpose", every, k, library.cast_transpose(every, scale, k == FORMATS[GRADIENT], True, True)) for k in FORMATS[1:]),
+        ("bias_gelu_cast", library.bias_gelu(x, bias), FORMATS[INPUT], gelu),
+        ("bias_gelu_backward_cast", dx, FORMATS[GRADIENT], slope),
+        ("dropout_add_layer_norm_cast", y, FORMATS[INPUT], norm),
+    ]  # fmt: skip
+    for name, plain, kind, (values, turned, amax) in cases:
+        right, right_turned, most = cast_transpose(plain, scale, kind, True, True, "torch")
+        assert right is not None and right_turned is not None
+        pairs = ((values, right), (turned, right_turned))
+        if not (
+            amax.amax() == most and all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in pairs)
+        ):
+            return name
+    return ""
 
 
 def largest(x: Tensor) -> Tensor:

@@ -27,6 +27,24 @@ def test_configuration_model_and_table_name_the_same_backends() -> None:
 
 
 @needs_library
+def test_what_torch_says_of_a_failed_call_reaches_the_caller() -> None:
+    huge = torch.ones(1, dtype=torch.bfloat16).expand(2**24, 2**24)  # 512 TiB, made contiguous
+    kept = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # torch keeps the reason from then on
+    with pytest.raises(
+        RuntimeError, match=r"tried to allocate \d+ bytes" if kept else "aten::contiguous"
+    ) as error:
+        torch.ops.megabert.bias_gelu(huge, huge[0].contiguous())
+    assert "failed at" in str(error.value)
+
+
+@needs_library
+def test_no_kernel_is_there_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.has_kernel("attention", "cpu")
+    monkeypatch.setattr(backend, "MISSING", "native library not built")
+    assert not ops.has_kernel("attention", "cpu")
+
+
+@needs_library
 @pytest.mark.parametrize("op", ops.BACKENDS)
 def test_auto_is_native_on_cpu(op: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):

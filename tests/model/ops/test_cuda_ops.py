@@ -141,6 +141,21 @@ def test_mlm_loss_of_several_chunks() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1), (70, 999), (5, 1024), (40, 30522)])
+def test_mlm_loss_of_logits(count: int, vocab: int, dtype: torch.dtype) -> None:
+    labels = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(1))
+    labels[1::4] = -100
+    there, one = labels.cuda(), torch.eye(vocab, dtype=torch.float64)
+    nothing = torch.zeros(vocab, dtype=torch.float64)
+    check(
+        lambda x: [ops.mlm_loss_of_logits(x, there, "native", 0.1, 1e-3)[0]],
+        lambda x: [ops.mlm_loss_of_logits(x, labels, "torch", 0.1, 1e-3)[0]],
+        lambda x: [reference.mlm_loss(x, one, nothing, labels, vocab, 0.1, 1e-3)[0]],
+        [normal(count, vocab, seed=5, scale=3)], [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", ["varlen", "sdpa"])
 def test_attention_of_512_tokens_repeats_bit_for_bit_when_asked(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -239,7 +254,7 @@ def test_attention_with_wrong_bounds_is_nan_and_touches_nothing() -> None:
 def test_what_attention_cannot_take_is_named(qkv: Tensor, heads: int, message: str) -> None:
     bound = torch.zeros(1, 4, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.megabert.attention(qkv.cuda(), bound, bound, seed(), 0, heads, 0.0)
+        torch.ops.megabert.attention(qkv.cuda(), None, bound, bound, seed(), 0, heads, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
