@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -360,10 +361,10 @@ class Trainer:
         return Sinks(self.run_dir if writes else None, self.config, self.state.step, self.saves.step)
 
     def close(self) -> None:
-        """End the loader's workers, close the sinks, write what was profiled."""
-        self.updates.close()
-        self.sinks.close()
-        self.profiler.close()
+        """End the loader's workers, close the sinks, write what was profiled; each also where another one fails."""
+        with ExitStack() as last_first:
+            for close in (self.profiler.close, self.sinks.close, self.updates.close):
+                last_first.callback(close)
 
     # -- replay ------------------------------------------------------------------------------------------------------
 
