@@ -34,7 +34,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice, samples, sinks
-from megabert.training.exchange import refuse
+from megabert.training.exchange import agreed, refuse
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe, record_start
@@ -148,7 +148,7 @@ def open_run(
     dataset = open_data(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    tokenizer = agreed(world, lambda: Tokenizer.load(dataset.tokenizer_path))
     config = fill_in(config, dataset, tokenizer)
     writes = replay is None
     if writes:
@@ -162,7 +162,7 @@ def open_run(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        model = distillation.build(settled, tokenizer.sha256, world.device)
+        model = agreed(world, lambda: distillation.build(settled, tokenizer.sha256, world.device))
         if counts:
             model.start_from_frequencies(torch.tensor(counts))
         return model
@@ -186,7 +186,7 @@ def open_run(
         origin = start_engine(engine, config.init_from, world)
         log.info(f"starting from weights and moments of {config.init_from} at step {origin['step']}")
     elif config.init_from:
-        weights, origin = load_weights(config.init_from)
+        weights, origin = agreed(world, lambda: load_weights(config.init_from))
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {origin['step']}")
     if writes and world.is_main:
