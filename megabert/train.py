@@ -121,9 +121,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         watchdog,
         replay=args.replay,
         stop_after=args.stop_after,
-        deepspeed_extra=json.loads(Path(args.deepspeed_config).read_text())
-        if args.deepspeed_config
-        else None,
+        deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
     )
     ranks.apart = True

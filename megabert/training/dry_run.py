@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from megabert.config import (
     fit_micro_size,
     from_dict,
     merge_deepspeed,
+    read_deepspeed,
     shares,
     to_deepspeed,
 )
@@ -353,7 +353,7 @@ def dry_run(
     A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
     """
     manifest = Manifest.load(config.data.path) if config.data.path else None
-    extra = json.loads(Path(deepspeed_file).read_text()) if deepspeed_file else None
+    extra = read_deepspeed(deepspeed_file)
     if memory_gib is None and world.device.type == "cuda":
         memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
     text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra, memory_gib)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert.config import Config
+from megabert.config import BATCH, Config, to_deepspeed
 from megabert.data.batch import TENSORS
 from megabert.distributed.process_group import World
 from megabert.model.bert import BertForPreTraining
@@ -222,7 +222,11 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
 
 
 def one_fake_step(world: World) -> str:
-    return fake_step(tiny.config(batch__global_size=4096, zero__stage=2), tiny.LENGTH, world)
+    cfg = tiny.config(batch__global_size=4096, zero__stage=2)
+    batch = {
+        key: to_deepspeed(cfg, world.size)[key] for key in BATCH
+    }  # as in a user's file that fits the run
+    return fake_step(cfg, tiny.LENGTH, world, deepspeed_extra=batch)
 
 
 def fake_steps(world: World) -> str:
