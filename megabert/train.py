@@ -153,3 +153,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
             raise ValueError(f"{name} is missing: name a folder")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
+    if args.replay is not None and not (Path(args.run) / "config.json").is_file():
+        raise ValueError(
+            f"--run {args.run}: no run to --replay an update of (no config.json); name a run folder"
+        )

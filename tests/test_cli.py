@@ -232,6 +232,24 @@ def test_plan_is_what_a_dry_run_of_train_prints() -> None:
     assert worked and dry.stdout.startswith(before + worked)
 
 
+def test_only_an_update_of_a_run_is_replayed(tmp_path, capsys) -> None:
+    from megabert import train
+
+    arguments = [
+        "--config",
+        "tiny",
+        "--data",
+        str(tmp_path),
+        "--run",
+        str(tmp_path / "missing"),
+        "--replay",
+        "2",
+    ]
+    assert train.main(arguments) == 2
+    assert "missing: no run to --replay an update of (no config.json)" in capsys.readouterr().err
+    assert not (tmp_path / "missing").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -178,6 +179,11 @@ def open_run(
             known = {"dataset": state["dataset"]}
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None
+    if replay is not None and newest is None:
+        begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
+        mixture.resume(dataset, begun, 0)
+        check_compatible(begun, provenance)
+        log.info(f"no checkpoint before step {replay}: replaying from the run's beginning")
     if newest is not None:
         check_compatible(state, provenance | known)
         saved = checkpoints.load(engine, newest)
