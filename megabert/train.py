@@ -104,7 +104,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     if args.dry_run:
         dry_run.from_arguments(args, config, ranks.world)
         return OK
-    check(args, config)
+    check(args, config, ranks.world.size)
     profile = parse_steps(args.profile) if args.profile else (0, 0)
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
@@ -146,11 +146,13 @@ def make_debuggable() -> None:
     log.setLevel("DEBUG")
 
 
-def check(args: argparse.Namespace, config: Config) -> None:
+def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
     """Raises ValueError naming the argument that is missing or out of range."""
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
+    if not 0 <= args.profile_rank < ranks:
+        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
     if args.replay is not None and not (Path(args.run) / "config.json").is_file():
