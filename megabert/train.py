@@ -104,7 +104,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     if args.dry_run:
         dry_run.from_arguments(args, config, ranks.world)
         return OK
-    check(args, config)
+    check(args, config, ranks.world.size)
     profile = parse_steps(args.profile) if args.profile else (0, 0)
     ends = end_of_time(args.max_time, os.environ, started)
     keep_freed_memory()
@@ -121,9 +121,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         watchdog,
         replay=args.replay,
         stop_after=args.stop_after,
-        deepspeed_extra=json.loads(Path(args.deepspeed_config).read_text())
-        if args.deepspeed_config
-        else None,
+        deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
         profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
     )
     ranks.apart = True
@@ -148,10 +146,16 @@ def make_debuggable() -> None:
     log.setLevel("DEBUG")
 
 
-def check(args: argparse.Namespace, config: Config) -> None:
+def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
     """Raises ValueError naming the argument that is missing or out of range."""
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
+    if not 0 <= args.profile_rank < ranks:
+        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
+    if args.replay is not None and not (Path(args.run) / "config.json").is_file():
+        raise ValueError(
+            f"--run {args.run}: no run to --replay an update of (no config.json); name a run folder"
+        )

@@ -232,6 +232,17 @@ def test_plan_is_what_a_dry_run_of_train_prints() -> None:
     assert worked and dry.stdout.startswith(before + worked)
 
 
+def test_a_replay_needs_a_run_and_a_profile_its_rank(tmp_path, capsys) -> None:
+    from megabert import train
+
+    arguments = ["--config", "tiny", "--data", str(tmp_path), "--run", str(tmp_path / "missing")]
+    assert train.main([*arguments, "--replay", "2"]) == 2
+    assert "missing: no run to --replay an update of (no config.json)" in capsys.readouterr().err
+    assert train.main([*arguments, "--profile-rank", "9"]) == 2
+    assert "--profile-rank 9: this run has 1 rank(s), from 0 on" in capsys.readouterr().err
+    assert not (tmp_path / "missing").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

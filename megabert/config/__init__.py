@@ -1,7 +1,7 @@
 """Typed configuration of a run: schema and presets, overrides, and what DeepSpeed is told."""
 
 from megabert.config.arguments import add_arguments, from_arguments
-from megabert.config.deepspeed import merge_deepspeed, to_deepspeed
+from megabert.config.deepspeed import BATCH, merge_deepspeed, read_deepspeed, to_deepspeed
 from megabert.config.micro_batches import accumulation, fit_micro_size, shares
 from megabert.config.schema import (
     AverageConfig,
@@ -27,6 +27,7 @@ from megabert.config.schema import (
 )
 
 __all__ = [
+    "BATCH",
     "AverageConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -52,6 +53,7 @@ __all__ = [
     "load",
     "merge_deepspeed",
     "presets",
+    "read_deepspeed",
     "shares",
     "to_deepspeed",
 ]

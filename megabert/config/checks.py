@@ -67,7 +67,7 @@ def check(config: Config) -> None:
         raise ValueError(
             f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
         )
-    if schedule.warmup_steps > schedule.total_steps:
+    if schedule.unit == "steps" and schedule.warmup_steps > schedule.total_steps:
         raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
     if schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1:
         raise ValueError(

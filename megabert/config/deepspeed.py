@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from megabert.config.micro_batches import accumulation
 from megabert.config.schema import Config
+
+# Keys of a user's file that would do nothing, or not what they say, and what does it here.
+OURS = {
+    "optimizer": "optimizer.*",
+    "scheduler": "schedule.*",
+    "zero_optimization.offload_optimizer": "zero.offload=cpu",
+}
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read_deepspeed(file: str) -> dict[str, Any] | None:
+    """The keys in a user's DeepSpeed file; None where none is named. Raises ValueError or OSError naming the file."""
+    if not file:
+        return None
+    try:
+        found = json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--deepspeed_config {file}: is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--deepspeed_config {file}: must hold one JSON object")
+    return found
 
 
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
@@ -50,10 +73,12 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
 def merge_deepspeed(
     ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = ""
 ) -> dict[str, Any]:
-    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours."""
+    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours, or is ours to set."""
     merged = dict(ours)
     for key, value in user.items():
         name = f"{prefix}{key}"
+        if key not in ours and name in OURS and value != {"device": "none"}:  # which asks for no offload
+            raise ValueError(f"{source}: {name} is not for this file; remove it and set {OURS[name]}")
         if key not in ours:
             merged[key] = value
         elif isinstance(ours[key], dict) and isinstance(value, dict):

@@ -21,6 +21,8 @@ def read(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[st
         known = f"{folder.name}: {', '.join(names(folder))}"
         raise ValueError(f"{option} {name}: no such {kind} or file; {known}")
     try:
-        return path, tomllib.loads(path.read_text())
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 (byte {error.start}); TOML is, so save it as that") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error

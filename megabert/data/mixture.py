@@ -24,6 +24,7 @@ from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest,
 
 OPEN_SHARDS = 512  # kept open at once by a mixture: 64 of each dataset are read from in turn
 WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
+COUNTED = ("tokens", "sequences")  # the statistics that a run reads
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def fingerprint_of(parts: Sequence[str]) -> str:
 class Joined(ABC):
     """Rows of several datasets of one row length and tokenizer under one count of ids, as `Dataset` gives them.
 
-    `manifest` is the first part's, with the rows and sequences a row of all and a fingerprint of theirs. Raises ValueError
-    naming the part that does not fit the first.
+    `manifest` is the first part's, with the rows and sequence slots of all, a fingerprint of theirs, and as statistics the
+    tokens and sequences of so many rows as they are trained on. Raises ValueError naming the part that does not fit the first.
     """
 
     def __init__(self, parts: Sequence[AnyDataset]) -> None:
@@ -64,6 +65,7 @@ class Joined(ABC):
             update={
                 "rows": self.rows,
                 "max_sequences": max(part.manifest.max_sequences for part in self.parts),
+                "statistics": self._statistics(),
                 "fingerprint": self.fingerprint(),
             }
         )
@@ -72,6 +74,16 @@ class Joined(ABC):
         """Of all parts together at most so many shards, and one of each: every one takes a file descriptor."""
         for part in self.parts:
             part.keep_open(max(1, shards // len(self.parts)))
+
+    def _statistics(self) -> dict[str, float]:
+        weights, each = np.array(self.weights()), [part.manifest for part in self.parts]
+        counted = [name for name in COUNTED if all(name in m.statistics for m in each)]
+        a_row = {name: np.array([m.statistics[name] / m.rows for m in each]) for name in counted}
+        return {name: float(self.rows * (weights @ a_row[name]) / weights.sum()) for name in counted}
+
+    @abstractmethod
+    def weights(self) -> list[int]:
+        """How many rows of each part are trained on beside how many of the others."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -150,6 +162,9 @@ class Versions(Joined):
     def fingerprint(self) -> str:
         return self.fingerprints()[-1]
 
+    def weights(self) -> list[int]:
+        return [part.rows for part in self.parts]
+
     def resume(self, fingerprint: str, segments: Sequence[Mapping[str, int]], position: int) -> None:
         """Go on, at global `position`, with the order of a run that saw the version `fingerprint` in `segments`.
 
@@ -202,6 +217,9 @@ class Mixture(Joined):
 
     def fingerprint(self) -> str:
         return self.fingerprint_with([part.manifest.fingerprint for part in self.parts])
+
+    def weights(self) -> list[int]:
+        return self.counts
 
     def fingerprint_with(self, fingerprints: Sequence[str]) -> str:
         """That of a mixture in these shares of datasets that have these fingerprints."""
@@ -282,27 +300,32 @@ def _is_published(url: str) -> bool:
         return False
 
 
-def open_versions(folder: str, tolerant: bool = False) -> Dataset | Versions:
-    """A dataset with all that was added to it. Raises ValueError as `Dataset` does."""
-    parts = [Dataset(folder, tolerant)]
-    while (added := added_folder(folder, len(parts))) is not None:
-        parts.append(Dataset(added, tolerant))
+def open_versions(folder: str, tolerant: bool = False, shards: bool = True) -> Dataset | Versions:
+    """A dataset with all that was added to it; `shards` as of `open_mixture`. Raises ValueError as `Dataset` does."""
+    parts: list[Dataset] = []
+    place: str | Path | None = folder
+    while place is not None:
+        parts.append(Dataset(place, tolerant, None if shards else Manifest.load(place)))
+        place = added_folder(folder, len(parts))
     return _versions(parts)
 
 
-def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
+def open_mixture(
+    folder: str, mix: Mapping[str, float], tolerant: bool = False, shards: bool = True
+) -> AnyDataset:
     """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
 
-    Raises ValueError where shares leave nothing for `folder`.
+    `shards`: false where they may be elsewhere: the manifests are read and no shard is looked for. Raises ValueError where
+    shares leave nothing for `folder`.
     """
-    main = open_versions(folder, tolerant)
+    main = open_versions(folder, tolerant, shards)
     if not mix:
         return main
     if sum(mix.values()) >= 1 or min(mix.values()) <= 0:
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; what it leaves is that one's share")
-    return _mixture([main, *(open_versions(path, tolerant) for path in mix)], mix)
+    return _mixture([main, *(open_versions(path, tolerant, shards) for path in mix)], mix)
 
 
 def _versions(parts: Sequence[Dataset]) -> Dataset | Versions:

@@ -17,7 +17,6 @@ from megabert import config as configuration
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of
 from megabert.config import Config
-from megabert.data.shards import Manifest
 from megabert.plan import arguments as planner
 from megabert.plan import forecast
 from megabert.plan.forecast import Job
@@ -45,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def job_of(config: Config) -> Job:
-    """What an update of the run works on, by its dataset's manifest where it names one."""
-    manifest = Manifest.load(config.data.path) if config.data.path else None
+    """What an update of the run works on, by the manifests of its data where it names any."""
+    manifest = dry_run.manifest_of(config)
     config = dry_run.with_vocabulary(config, manifest)
     work = dry_run.work(config, manifest)
     counts = MicroBatch(work.tokens, work.pairs, work.predictions, work.sequences)

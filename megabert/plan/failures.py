@@ -73,11 +73,14 @@ def goodput(failures: Failures, interval: float) -> float:
 def simulate(failures: Failures, work: float, interval: float, seed: int) -> Outcome:
     """A job of `work` in equal stretches of at most `interval`, each saved at its end, from failure to failure.
 
-    One that is not done after HOPELESS times its work never will be: its time is infinite.
+    One that is not done after HOPELESS times its work never will be: its time is infinite. Nor is one simulated of which the
+    formula says so.
     """
     draw, rate = random.Random(seed), 1 / failures.mean_between
     needed = math.ceil(work / interval)
     each = work / needed
+    if goodput(failures, each) * HOPELESS < 1:
+        return Outcome(math.inf, 0, 0.0, 0.0)
     stretch = each + failures.save
     clock, lost, failed, saves = 0.0, 0.0, 0, 0
     fails_at = draw.expovariate(rate)

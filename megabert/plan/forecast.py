@@ -43,12 +43,11 @@ class Job:
     operations: float
 
     def share(self, size: int) -> Share:
-        """One GPU's part of `size`. Raises ValueError where the micro-batches do not divide the global batch."""
+        """One GPU's part of `size`: of the largest, where they are not equal."""
         config = fit_micro_size(self.config, size)
-        steps = accumulation(config, size)
-        tokens = self.rows * self.seq_len / size
-        loading = tokens / (LOADER * max(1, config.data.workers))
-        return Share(self.counts.times(1 / (size * steps)), steps, loading)
+        micro, steps = config.batch.micro_size, accumulation(config, size)
+        loading = micro * steps * self.seq_len / (LOADER * max(1, config.data.workers))
+        return Share(self.counts.times(micro / self.rows), steps, loading)
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,8 @@ def forecast(job: Job, sizes: Sequence[int], device: Device, fabric: Fabric) -> 
             seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.tokens)
         elif schedule.unit == "steps":
             seconds = step.seconds * schedule.total_steps
-        points.append(Point(size, job.rows // (size * share.micro_steps), share.micro_steps, step, seconds))
+        micro_size = fit_micro_size(job.config, size).batch.micro_size
+        points.append(Point(size, micro_size, share.micro_steps, step, seconds))
     return points
 
 

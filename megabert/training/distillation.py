@@ -175,6 +175,7 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
     tree, defaults = teacher.model_dump(), Config().model_dump()
     tree["model"]["layers"] = layers
     tree["data"]["path"] = tree["init_from"] = ""
+    tree["data"]["mix"] = {}  # of the teacher's data
     tree["distill"] = defaults["distill"] | {"teacher": source}
     return _different(tree, defaults, "")
 

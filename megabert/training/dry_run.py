@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from megabert.config import (
     fit_micro_size,
     from_dict,
     merge_deepspeed,
+    read_deepspeed,
     shares,
     to_deepspeed,
 )
+from megabert.data.mixture import open_mixture
 from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed import process_group
@@ -87,6 +88,13 @@ def updates_of(config: Config, update: Work) -> int:
     if schedule.unit != "tokens":
         return schedule.total_steps
     return min(schedule.total_steps, math.ceil(schedule.budget_tokens / update.tokens))
+
+
+def manifest_of(config: Config) -> Manifest | None:
+    """That of the run's data, with what was added to it and mixed in; None where no dataset is named. No shard is looked for.
+    Raises ValueError naming what is no dataset or does not fit."""
+    data = config.data
+    return open_mixture(data.path, data.mix, shards=False).manifest if data.path else None
 
 
 def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
@@ -352,8 +360,8 @@ def dry_run(
 
     A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
     """
-    manifest = Manifest.load(config.data.path) if config.data.path else None
-    extra = json.loads(Path(deepspeed_file).read_text()) if deepspeed_file else None
+    manifest = manifest_of(config)
+    extra = read_deepspeed(deepspeed_file)
     if memory_gib is None and world.device.type == "cuda":
         memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
     text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra, memory_gib)

@@ -6,12 +6,14 @@ and numbers that a log line sums over the ranks travel with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megabert.common import errors
 from megabert.distributed.process_group import Pending, World
+
+Result = TypeVar("Result")
 
 
 class Refused(ValueError):
@@ -84,3 +86,15 @@ def refuse(world: World, problem: str, code: int) -> None:
     found = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
     for rank, text, its in sorted(found, key=lambda report: report[2] != errors.FAILED):
         raise Refused(text if world.size == 1 else f"rank {rank}: {text}", its)
+
+
+def agreed(world: World, action: Callable[[], Result]) -> Result:
+    """What every rank does for itself. A collective; raises Refused on every rank where any raises ValueError or OSError."""
+    found: list[Result] = []
+    problem, code = "", errors.OK
+    try:
+        found.append(action())
+    except (ValueError, OSError) as error:
+        problem, code = errors.describe(error), errors.exit_code(error)
+    refuse(world, problem, code)
+    return found[0]

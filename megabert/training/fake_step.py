@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert.config import Config
+from megabert.config import BATCH, Config
 from megabert.data.batch import Batch, Shape, Update, collate
 from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.objective import masking_at
@@ -48,7 +48,7 @@ def fake_step(
     deepspeed_extra: Mapping[str, Any] | None = None,
 ) -> str:
     """One update of the real engine on random ids at this process's world size, and one of its second objective where it has
-    two; a line that says how it went.
+    two; a line that says how it went. `deepspeed_extra` agrees with the run's own batch.
 
     Rows have `seq_len` tokens; `tokenizer` is the SHA-256 of the data's, "" without data. A collective. The global batch is reduced to two micro-steps of at most two rows a rank: model, precision, ZeRO
     stage, optimizer and operations are the run's. Raises ValueError when the loss or the gradient is not finite.
@@ -56,9 +56,10 @@ def fake_step(
     micro = min(config.batch.micro_size, 2)
     batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
     reduced = config.model_copy(update={"batch": batch})
-    engine = Engine(
-        reduced, lambda: distillation.build(config, tokenizer, world.device), world, deepspeed_extra
-    )
+    extra = {
+        key: value for key, value in (deepspeed_extra or {}).items() if key not in BATCH
+    }  # of the whole batch
+    engine = Engine(reduced, lambda: distillation.build(config, tokenizer, world.device), world, extra)
     lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     objectives = {
         masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))

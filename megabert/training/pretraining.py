@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +35,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice, samples, sinks
-from megabert.training.exchange import refuse
+from megabert.training.exchange import agreed, refuse
 from megabert.training.metrics import Meter, matmul_tflops, progress_line
 from megabert.training.profiling import Profiler
 from megabert.training.provenance import describe, record_start
@@ -148,7 +149,7 @@ def open_run(
     dataset = open_data(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    tokenizer = agreed(world, lambda: Tokenizer.load(dataset.tokenizer_path))
     config = fill_in(config, dataset, tokenizer)
     writes = replay is None
     if writes:
@@ -162,7 +163,7 @@ def open_run(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        model = distillation.build(settled, tokenizer.sha256, world.device)
+        model = agreed(world, lambda: distillation.build(settled, tokenizer.sha256, world.device))
         if counts:
             model.start_from_frequencies(torch.tensor(counts))
         return model
@@ -178,6 +179,11 @@ def open_run(
             known = {"dataset": state["dataset"]}
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None
+    if replay is not None and newest is None:
+        begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
+        mixture.resume(dataset, begun, 0)
+        check_compatible(begun, provenance)
+        log.info(f"no checkpoint before step {replay}: replaying from the run's beginning")
     if newest is not None:
         check_compatible(state, provenance | known)
         saved = checkpoints.load(engine, newest)
@@ -186,7 +192,7 @@ def open_run(
         origin = start_engine(engine, config.init_from, world)
         log.info(f"starting from weights and moments of {config.init_from} at step {origin['step']}")
     elif config.init_from:
-        weights, origin = load_weights(config.init_from)
+        weights, origin = agreed(world, lambda: load_weights(config.init_from))
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {origin['step']}")
     if writes and world.is_main:

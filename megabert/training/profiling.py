@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megabert.common.logs import log
+
 ROWS = 25  # of the table
 
 
@@ -36,8 +38,13 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was profiled; nothing is profiled after it."""
+        """Write what was profiled, or say that no update was; nothing is profiled after it."""
         if self._profile is None:
+            if self._first:
+                log.warning(
+                    f"--profile {self._first}:{self._last}: none of these updates was trained here, so nothing is profiled"
+                )
+            self._first = self._last = 0
             return
         self._profile.stop()
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"

@@ -1,8 +1,9 @@
 """Record of the learning rates that were read from the clock: an update that is done again takes the rate it had.
 
 `learning_rates.bin` in the run's folder has one record an update: its step and its number in the data (after a rollback a
-step has other data), the seconds trained before it, its rate, and a CRC-32 of these and of what the rates follow from.
-Rank 0 writes it as the update begins. Records that do not match, torn ones or those of other settings, count as absent.
+step has other data), the seconds trained before it, its rate, and a CRC-32 of these, of what the rates follow from and of
+what makes it another run. Rank 0 writes it as the update begins. Records that do not match, torn ones or those of other
+settings or of another model in the same folder, count as absent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from megabert.checkpoint.compatibility import FREE
 from megabert.common.canonical_json import canonical
 from megabert.config import Config
 from megabert.distributed.process_group import World
@@ -28,7 +30,9 @@ class RateRecord:
         """`writes`: false for a replay, which only reads."""
         self._path, self._writes = run_dir / FILE, writes and world.is_main
         rates = {"schedule": config.schedule.model_dump(), "lr": config.optimizer.lr}
-        self._settings = zlib.crc32(canonical(rates))
+        self._settings = zlib.crc32(canonical(rates | _identity(config)))
+        # what was recorded before it had an identity: where a checkpoint, or a replay, says that this is the run
+        self._accepted = {self._settings, *([zlib.crc32(canonical(rates))] if first or not writes else [])}
         found = world.broadcast(self._read(first) if world.is_main else None)
         self._known = {(step, cursor): (seconds, rate) for step, cursor, seconds, rate in found}
 
@@ -37,7 +41,8 @@ class RateRecord:
         found = []
         for start in range(0, len(data) - RECORD.size + 1, RECORD.size):
             *values, crc = RECORD.unpack_from(data, start)
-            if crc == zlib.crc32(data[start : start + VALUES], self._settings) and values[0] >= first:
+            right = (zlib.crc32(data[start : start + VALUES], settings) for settings in self._accepted)
+            if values[0] >= first and crc in right:
                 found.append(values)
         return found
 
@@ -54,3 +59,15 @@ class RateRecord:
             torn = file.tell() % RECORD.size
             file.truncate(file.tell() - torn)
             file.write(values + zlib.crc32(values, self._settings).to_bytes(4, "little"))
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """What a run cannot change. Fields of the model at their defaults are left out: later versions have more of them."""
+    model = config.model.model_dump(exclude_defaults=True, exclude=set(FREE))
+    return {
+        "model": model,
+        "global_size": config.batch.global_size,
+        "optimizer": config.optimizer.name,
+        "precision": config.precision,
+        "seed": config.seed,
+    }

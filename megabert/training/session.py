@@ -26,6 +26,11 @@ class Session:
         self.apart = False  # an error may be one rank's alone, so that each rank says its own
         logs.setup(self.world.rank, self.world.size)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says its error: while a run opens, when most are those of all ranks, one rank of each node."""
+        return self.world.is_main or self.apart or (self.watchdog is not None and self.world.local_rank == 0)
+
     def join(self, ends: float | None = None) -> Stop:
         """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective."""
         self.world = process_group.init(self.world)
@@ -65,7 +70,7 @@ def _run(command: Callable[[Session], int]) -> int:
             log.error(errors.describe(error))
         return errors.exit_code(error)
     except (ValueError, OSError) as error:  # it may be this rank's alone: an unreadable file
-        if session is None or session.world.is_main or session.apart:
+        if session is None or session.speaks:
             log.error(errors.describe(error))
         return errors.exit_code(error)
     except RuntimeError as error:  # a collective fails when another rank is gone

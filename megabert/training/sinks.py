@@ -9,7 +9,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ STARTS, TROUBLE = (
 CURVES = 64  # of as many ranks each has its own
 PACKAGES = ("wandb", "mlflow")  # optional ones, by their settings
 PARAMETERS_AT_ONCE = 100  # that MLflow takes
+# seconds and further tries, unless the user sets them: training waits meanwhile, MLflow's own take longer than the watchdog does
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @dataclass(frozen=True)
@@ -186,17 +189,21 @@ class MLflow(Sink):
     """
 
     def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run begins. Raises ValueError where the server refuses."""
+        """`fresh`: the run begins. Raises ValueError where the server refuses a run that is new there."""
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._mlflow: Any = importlib.import_module("mlflow")
         place, own = os.environ.get("MLFLOW_TRACKING_URI", ""), folder.resolve()
         self._silent = False
+        known = _kept_name(folder, "mlflow", fresh)
         try:
             self._client = self._mlflow.MlflowClient(place or f"sqlite:///{own}/mlflow.db")
-            self._name = _kept_name(folder, "mlflow", fresh) or self._begin(config, own, bool(place))
-            self._client.set_terminated(self._name, "RUNNING")
+            self._name = known or self._begin(config, own, bool(place))
         except self._mlflow.exceptions.MlflowException as error:
             raise ValueError(f"log.mlflow={config.log.mlflow}: {' '.join(str(error).split())}") from None
         _keep_name(folder, "mlflow", self._name)
+        if known:
+            self._tell(lambda: self._client.set_terminated(known, "RUNNING"))
 
     def _begin(self, config: Config, folder: Path, elsewhere: bool) -> str:
         """A new run with its settings; its id."""
@@ -210,15 +217,20 @@ class MLflow(Sink):
             self._client.log_batch(run, params=settings[first : first + PARAMETERS_AT_ONCE])
         return run
 
-    def _send(self, values: Mapping[str, float], step: int) -> None:
-        now, of = int(time.time() * 1000), self._mlflow.entities.Metric
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Call the server, unless it has failed before; a failure is warned of once."""
         if self._silent:
             return
         try:
-            self._client.log_batch(self._name, [of(name, value, now, step) for name, value in values.items()])
+            call()
         except self._mlflow.exceptions.MlflowException as error:
             self._silent = True
             log.warning(f"mlflow: {' '.join(str(error).split())}; no more is sent to it until the next start")
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        now, of = int(time.time() * 1000), self._mlflow.entities.Metric
+        metrics = [of(name, value, now, step) for name, value in values.items()]
+        self._tell(lambda: self._client.log_batch(self._name, metrics))
 
     def write(self, values: dict[str, Any]) -> None:
         self._send(_numbers(values), values["step"])
@@ -227,8 +239,7 @@ class MLflow(Sink):
         self._send({f"final/{name.split('/')[-1]}": value for name, value in results.items()}, 0)
 
     def close(self) -> None:
-        if not self._silent:
-            self._client.set_terminated(self._name)
+        self._tell(lambda: self._client.set_terminated(self._name))
 
 
 def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
@@ -288,8 +299,10 @@ class Sinks:
             sink.conclude(results)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        """Each of them, also where another one fails, whose error is raised then."""
+        with ExitStack() as all_of_them:
+            for sink in reversed(self._sinks):
+                all_of_them.callback(sink.close)
 
 
 def check(config: Config) -> None:

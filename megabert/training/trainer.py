@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megabert.training.metrics import figures, measured
 from megabert.training.profiling import Profiler
 from megabert.training.rank_figures import RankFigures
 from megabert.training.rate_record import RateRecord
+from megabert.training.saves import Saves
 from megabert.training.sinks import Sinks, as_json
 from megabert.training.spike_policy import Decision, SpikePolicy, Trouble
 from megabert.training.state import TrainState, Unjudged
@@ -65,12 +67,11 @@ class Trainer:
         self.profiler = profiler or Profiler(run_dir / "profile")
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.last_eval: dict[str, float] = {}
-        self.saving_since = 0.0
+        self.saves = Saves(checkpoints, stop, watchdog)
         self.state = TrainState()
         self.unjudged: list[Unjudged] = []
         self.hosts = Exchange(world)
         self.sums: list[int] | None = None  # of `log_counts` over the ranks, after the newest update
-        self.saved_step = -1  # of the newest checkpoint; -1 where there is none
         self.rows = RowDigest(world)
         self.ranks = RankFigures(world, engine)
         if saved is not None:
@@ -84,8 +85,8 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Trains until the schedule ends or `stop_after` is reached; false when the ranks were asked to stop before, and
-        everything is saved."""
+        """Trains until the schedule ends or `stop_after` is reached; false when the ranks were asked to stop before. Either
+        way everything is saved; raises Failed where it cannot be."""
         if self.world.agree_any(self.stop.requested):
             return False
         self.begin()
@@ -106,15 +107,12 @@ class Trainer:
                 self.log_and_evaluate(lr)
             self.stop.updated(time.perf_counter() - clock)
             if stop and not self.over:
-                self.save()
-                self.finish_save()
+                self.save_all()
                 return False
             if decision is not Decision.ROLLBACK and self.workload.checkpoint_due(self.state.step):
                 self.save()
             clock = time.perf_counter()
-        if self.saved_step != self.state.step:
-            self.save()
-        self.finish_save()
+        self.save_all()
         return True
 
     @property
@@ -135,7 +133,7 @@ class Trainer:
 
     def begin(self) -> None:
         """What comes before the first update of a run."""
-        if self.saved_step >= 0:
+        if self.saves.step >= 0:
             return
         if self.workload.evaluation_due(0):
             self.evaluate()
@@ -200,9 +198,7 @@ class Trainer:
         for report in reports:
             self.state.seconds += report.nanoseconds / 1e9
             self.workload.meter.passed(report.nanoseconds / 1e9)
-            if self.checkpoints.pending:
-                self.checkpoints.heard(report.saving)
-                self.saved()
+            self.saves.hear(report.saving)
             stop |= bool(report.stop)
         return stop
 
@@ -317,7 +313,7 @@ class Trainer:
     def roll_back(self, update: Update) -> None:
         """To the newest checkpoint before `update`, with the data from there through `update` passed over (PaLM's recipe,
         Chowdhery et al. 2022, section 5.1). Raises BadTraining when there is none."""
-        self.finish_save()
+        self.saves.finish()
         path = self.checkpoints.before(self.state.step - 1)
         if path is None:
             raise BadTraining(f"a spike at step {self.state.step} and no checkpoint before it to go back to")
@@ -345,43 +341,30 @@ class Trainer:
             raise ValueError(
                 "cannot resume: schedule.by=tokens, but the checkpoint's tokens were not counted; set schedule.by back"
             )
-        self.saved_step = self.state.step
+        self.saves.step = self.state.step
         self.rows = RowDigest(self.world, saved["row_digest"], saved["damaged_rows"])
         self.spike_policy.resume(saved["losses"], self.state.bad)
         self.workload.meter.resume(saved.get("meter"))
         self.workload.resume(saved)
 
     def save(self) -> None:
-        """Begin a checkpoint of this moment; it is committed by `finish_save`, or at once where saving is not asynchronous."""
-        self.finish_save()
-        self.saving_since = time.perf_counter()
-        self.checkpoints.save(self.engine, self.checkpoint_state())
-        self.saved_step = self.state.step
-        self.saved()
-        self.watchdog.progress()
+        """Begin a checkpoint of this moment."""
+        self.saves.begin(self.engine, self.state.step, self.checkpoint_state)
 
-    def finish_save(self) -> None:
-        """Commit the checkpoint that is being written, if there is one; waits for it."""
-        if self.checkpoints.pending:
-            self.checkpoints.finish()
-            self.saved()
-
-    def saved(self) -> None:
-        """Note how long a save took, where none is in flight any more."""
-        if not self.checkpoints.pending:
-            self.stop.saved(time.perf_counter() - self.saving_since)
-            self.watchdog.progress()
+    def save_all(self) -> None:
+        """Commit a checkpoint of this moment. Raises Failed where it cannot be written."""
+        self.saves.complete(self.engine, self.state.step, self.checkpoint_state)
 
     def open_sinks(self) -> Sinks:
         """The run's sinks on rank 0, with what was logged after the newest checkpoint cut off."""
         writes = self.writes and self.world.is_main
-        return Sinks(self.run_dir if writes else None, self.config, self.state.step, self.saved_step)
+        return Sinks(self.run_dir if writes else None, self.config, self.state.step, self.saves.step)
 
     def close(self) -> None:
-        """End the loader's workers, close the sinks, write what was profiled."""
-        self.updates.close()
-        self.sinks.close()
-        self.profiler.close()
+        """End the loader's workers, close the sinks, write what was profiled; each also where another one fails."""
+        with ExitStack() as last_first:
+            for close in (self.profiler.close, self.sinks.close, self.updates.close):
+                last_first.callback(close)
 
     # -- replay ------------------------------------------------------------------------------------------------------
 

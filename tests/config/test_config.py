@@ -112,6 +112,9 @@ def test_missing_and_malformed_files_are_named(tmp_path):
     bad.write_text("[model\nlayers = 1")
     with pytest.raises(ValueError, match=r"bad\.toml: "):
         c.load(str(bad))
+    bad.write_bytes("[model]  # für Köln".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"bad\.toml: is not UTF-8 \(byte 12\)"):
+        c.load(str(bad))
 
 
 def test_overrides_win_over_the_file(tmp_path):
@@ -187,6 +190,59 @@ def test_a_users_deepspeed_file_may_add_but_not_contradict():
     assert merged["zero_optimization"]["stage"] == 2
     with pytest.raises(ValueError, match=r"f.json: zero_optimization.stage=3 contradicts the run's 2"):
         c.merge_deepspeed(ours, {"zero_optimization": {"stage": 3}}, "f.json")
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            r"f\.json: scheduler is not for this file; .* set schedule\.\*",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            r"f\.json: zero_optimization\.offload_optimizer is not for this file; .* set zero\.offload=cpu",
+        ),
+    ],
+)
+def test_what_a_users_deepspeed_file_cannot_set_is_named_with_what_does(user, said):
+    with pytest.raises(ValueError, match=said):
+        c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2"]), 1), user, "f.json")
+
+
+def test_a_users_deepspeed_file_may_say_what_is_so_anyway():
+    none = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+    c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2"]), 1), none, "f.json")
+    ours = c.to_deepspeed(c.load("", ["zero.offload=cpu"]), 1)
+    assert (
+        c.merge_deepspeed(ours, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "") == ours
+    )
+
+
+def test_a_deepspeed_file_that_is_none_is_named(tmp_path):
+    assert c.read_deepspeed("") is None
+    file = tmp_path / "d.json"
+    for text, said in (("{'a': 1}", "is not JSON"), ("[1]", "must hold one JSON object")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"d\.json: {said}"):
+            c.read_deepspeed(str(file))
+    file.write_text('{"a": 1}')
+    assert c.read_deepspeed(str(file)) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        ["schedule.budget_minutes=1.0", "schedule.by=minutes"],
+        ["schedule.budget_tokens=10", "schedule.by=tokens"],
+    ],
+)
+def test_a_warm_up_in_steps_binds_a_schedule_that_counts_steps_alone(by):
+    short = ["schedule.total_steps=50"]
+    assert c.load("", [*short, *by]).schedule.total_steps == 50
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps exceeds schedule\.total_steps"):
+        c.load("", short)
 
 
 def test_the_digest_changes_with_any_field():

@@ -68,6 +68,27 @@ def test_rows_of_all_parts_are_read_and_padded(folders):
     assert set(mixed.examine(np.arange(124))[1]) <= set(range(80, 124))
 
 
+def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path):
+    """Shards are not looked at: a plan may be made where there are none."""
+    counts = {
+        "a": (60, 4, 100),
+        "a/added-001": (20, 2, 60),
+        "b": (44, 8, 128),
+    }  # rows; sequences, tokens a row
+    for name, (rows, sequences, tokens) in counts.items():
+        made = {"sequences": rows * sequences, "tokens": rows * tokens, "fill": 0.5}
+        make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=made)
+        (tmp_path / name / "shard-000000.tar").unlink()
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    grown = open_mixture(a, {}, shards=False).manifest
+    assert grown.statistics == pytest.approx({"sequences": 60 * 4 + 20 * 2, "tokens": 60 * 100 + 20 * 60})
+    mixed = open_mixture(a, {b: 0.25}, shards=False).manifest
+    assert mixed.rows == 124 and mixed.statistics["tokens"] / 124 == pytest.approx(0.75 * 90 + 0.25 * 128)
+    assert mixed.statistics["sequences"] / 124 == pytest.approx(0.75 * 3.5 + 0.25 * 8)
+    with pytest.raises(ValueError, match="is missing"):
+        open_mixture(a, {})
+
+
 def test_a_dataset_with_added_text_has_the_order_that_its_first_part_names(folders):
     from megabert.data.order import row_order
     from megabert.data.shard_order import ShardOrder

@@ -129,6 +129,11 @@ def test_left_to_right_is_replayed(dataset, tmp_path):
     done = train(dataset, run, *causal, "--replay", 14)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["train/mlm_loss"] == losses[14]
+    done = train(dataset, run, *causal, "--replay", 3)
+    assert "no checkpoint before step 3: replaying from the run's beginning" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["train/mlm_loss"] == losses[3]
+    done = train(dataset, run, *causal, "--replay", 3, "model.layers=1")
+    assert done.returncode == 2 and "model.layers is 1 but" in done.stderr
 
 
 def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):

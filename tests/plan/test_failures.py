@@ -66,6 +66,7 @@ def test_a_job_that_never_fails_is_work_and_saves() -> None:
 def test_a_job_that_never_ends_is_said_to() -> None:
     found = simulate(Failures(1.0, 30.0, 0.0), work=100.0, interval=20.0, seed=1)
     assert found.wall == math.inf and found.saving == 0.0
+    assert simulate(Failures(44.0, 20.0, 1_200.0), work=88_000.0, interval=100.0, seed=0).wall == math.inf
 
 
 def test_the_same_seed_is_the_same_job() -> None:

@@ -57,6 +57,16 @@ def test_a_forecast_adds_up() -> None:
     assert point.seconds == pytest.approx(100 * point.step.seconds)
 
 
+def test_shares_that_are_not_equal_take_as_long_as_the_largest() -> None:
+    small = job("batch.global_size=100", "batch.micro_size=64")
+    points = forecast(small, [8, 64, 128, 256], DEVICES["h100"], FABRIC)
+    for point in points:
+        assert point.micro_size == configuration.fit_micro_size(small.config, point.size).batch.micro_size
+        assert small.share(point.size).batch.tokens == point.micro_size * 128
+    assert [(point.micro_size, point.micro_steps) for point in points] == [(13, 1), (2, 1), (1, 1), (1, 1)]
+    assert points[3].step.products == points[2].step.products > 0, "there is no half of a row"
+
+
 def test_settings_that_cost_time() -> None:
     def seconds(*overrides: str) -> float:
         (point,) = forecast(job(*overrides), [64], DEVICES["h100"], FABRIC)

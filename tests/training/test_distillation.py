@@ -197,6 +197,8 @@ def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
     assert found.model == teacher.model.model_copy(update={"layers": 2})
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
     assert found.optimizer == teacher.optimizer and found.batch == teacher.batch and found.ops == teacher.ops
+    mixed = configuration.load("tiny", ['data.mix={"data/books"=0.3}'])
+    assert not configuration.load("", distillation.student_overrides(mixed, "/runs/teacher", 1)).data.mix
     with pytest.raises(ValueError, match="--layers 5: the teacher has 4"):
         distillation.student_overrides(teacher, "/runs/teacher", 5)
 

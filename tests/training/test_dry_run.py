@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert.config import Config
+from megabert.config import BATCH, Config, to_deepspeed
 from megabert.data.batch import TENSORS
 from megabert.distributed.process_group import World
 from megabert.model.bert import BertForPreTraining
+from megabert.plan.__main__ import job_of
 from megabert.training import dry_run
 from megabert.training.fake_step import fake_batch, fake_step
+from megabert.training.measured_choice import shapes_of
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import make_dataset
 from tests.integration.conftest import ROOT, command
 
 STATES = [
@@ -106,6 +109,20 @@ def test_the_work_of_a_run_of_two_objectives_is_that_of_its_average_update() -> 
     whole = configuration.load("base", [*BASE, "data.masking.strategy=causal", "model.nsp=false"])
     assert dry_run.activations(cfg, 512) == dry_run.activations(whole, 512)  # of its largest updates
     assert fake_batch(cfg, 512, 0).predictions == 32 * 511
+
+
+def test_the_plan_counts_all_the_data(tmp_path) -> None:
+    for name, rows, tokens in (("a", 24, 100), ("a/added-001", 8, 60), ("b", 16, 128)):
+        counts = {"sequences": 4 * rows, "tokens": tokens * rows}
+        make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=counts)
+    named = [f"data.path={tmp_path / 'a'}", f'data.mix={{"{tmp_path / "b"}"=0.5}}']
+    cfg = configuration.load("tiny", [*named, "batch.global_size=64"])
+    manifest = dry_run.manifest_of(cfg)
+    assert manifest is not None and shapes_of(cfg, manifest).sequences == 4
+    update = dry_run.work(cfg, manifest)
+    assert update.tokens == 64 * (90 + 128) / 2 and update.sequences == 64 * 4
+    assert job_of(cfg).tokens == update.tokens
+    assert dry_run.manifest_of(configuration.load("tiny")) is None
 
 
 def test_a_budget_of_tokens_decides_the_number_of_updates() -> None:
@@ -222,7 +239,11 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
 
 
 def one_fake_step(world: World) -> str:
-    return fake_step(tiny.config(batch__global_size=4096, zero__stage=2), tiny.LENGTH, world)
+    cfg = tiny.config(batch__global_size=4096, zero__stage=2)
+    batch = {
+        key: to_deepspeed(cfg, world.size)[key] for key in BATCH
+    }  # as in a user's file that fits the run
+    return fake_step(cfg, tiny.LENGTH, world, deepspeed_extra=batch)
 
 
 def fake_steps(world: World) -> str:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest, dataset
 from megabert.model.bert import BertForPreTraining
-from megabert.training.exchange import Refused
-from megabert.training.pretraining import Pretraining, open_data
+from megabert.training.exchange import Refused, agreed
+from megabert.training.pretraining import Pretraining, open_data, open_run
 from tests.helpers import tiny
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -102,6 +103,23 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     (tmp_path / "a" / "shard-000001.tar").unlink()
     with pytest.raises(Refused, match=r"rank 8: .*shard-000001\.tar: is missing"):
         open_data(cfg, first)  # type: ignore[arg-type]
+
+
+def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
+    """Rank 8 cannot; rank 1 hears of it."""
+    main, alone, other = Rank(0), Rank(8), Rank(1)
+    make_dataset(tmp_path, 20)
+    cfg = config(tmp_path)
+    open_data(cfg, main)  # type: ignore[arg-type]
+    alone.told = main.told
+    with pytest.raises(Refused, match=r"rank 8: .*tokenizer\.model") as found:
+        open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
+    assert exit_code(found.value) == USER_ERROR
+    assert agreed(other, lambda: "read") == "read"  # type: ignore[arg-type]
+    other.max_ints = lambda own: [USER_ERROR]  # type: ignore[method-assign]
+    other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="rank 8: its disk is gone"):
+        agreed(other, lambda: "read")  # type: ignore[arg-type]
 
 
 def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> None:

@@ -42,3 +42,13 @@ def test_without_updates_nothing_is_written(tmp_path) -> None:
         profiler.update(step)
     profiler.close()
     assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize("steps", [range(4, 8), range(1, 2), ()])
+def test_a_range_that_no_update_of_this_start_is_in_is_said_once(steps, tmp_path, capsys) -> None:
+    profiler = Profiler(tmp_path / "profile", 0, 2, 3)
+    for step in steps:
+        profiler.update(step)
+    profiler.close()
+    assert capsys.readouterr().err.count("--profile 2:3: none of these updates was trained here") == 1
+    assert not (tmp_path / "profile").exists()

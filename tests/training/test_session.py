@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from megabert.common.errors import FAILED
+import pytest
+
+from megabert.common.errors import FAILED, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
+from megabert.distributed.watchdog import Watchdog
 from megabert.training import session
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -30,3 +34,15 @@ def test_a_loader_process_that_died_is_a_fault_of_the_machine(tmp_path: Path, ca
 
     assert session.run(command) == FAILED
     assert "error: a loader process died: DataLoader worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("local_rank", "watched", "said"), [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_a_mistake_while_a_run_opens_is_said_once_a_node(local_rank, watched, said, tmp_path, capsys) -> None:
+    def command(ranks: session.Session) -> int:
+        ranks.world = replace(ranks.world, rank=8, local_rank=local_rank, size=16)
+        if watched:
+            ranks.watchdog = Watchdog(ranks.world, tmp_path, 0)
+        raise ValueError("init_from=here: no such folder")
+
+    assert session.run(command) == USER_ERROR
+    assert capsys.readouterr().err.count("init_from=here: no such folder") == said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
 import struct
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from megabert import config as configuration
 from megabert.training import sinks
 from megabert.training.pretraining import open_run
-from megabert.training.sinks import SampleLines, Shown, Sinks, TensorBoard
+from megabert.training.sinks import JsonLines, MLflow, SampleLines, Shown, Sink, Sinks, TensorBoard
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "said": [[" b", 0.5]]}]}]
 
@@ -137,7 +139,8 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
 ) -> None:
     from mlflow import MlflowClient
 
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for variable in ("MLFLOW_TRACKING_URI", *sinks.MLFLOW_PATIENCE):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "mini"
     folder.mkdir()
@@ -153,14 +156,53 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
     assert run.data.metrics["final/mlm_loss"] == 7.5 and run.data.params["log.mlflow"] == "mine"
     assert "data/row_digest" not in run.data.metrics
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mini"]  # nothing where the command was given
+    for variable, value in sinks.MLFLOW_PATIENCE.items():
+        assert os.environ[variable] == value
 
     config = configuration.load("tiny", ["log.tensorboard=false", "log.mlflow=mine"])
-    opened = Sinks(folder, config, 20, 20)
+    opened, idle = Sinks(folder, config, 20, 20), MLflow(folder, config, fresh=False)
     (folder / "mlflow.db").unlink()
     (folder / "mlflow.db").mkdir()  # as a server that no longer answers
     for step in (30, 40):
         opened.write({"step": step, "train/loss": 7.0})
     opened.close()
     assert capsys.readouterr().err.count("no more is sent to it") == 1
+    idle.close()  # which hears of it only now
+    assert capsys.readouterr().err.count("no more is sent to it") == 1
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [10, 20, 30, 40]
+
+
+@pytest.mark.slow
+@needs("mlflow")
+def test_a_server_that_does_not_answer_when_a_run_goes_on_is_left_alone(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "sinks.json").write_text('{"mlflow": "0123456789abcdef"}')
+    config = configuration.load("tiny", ["log.tensorboard=false", "log.mlflow=mine"])
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for variable, value in zip(sinks.MLFLOW_PATIENCE, ("1", "0"), strict=True):
+            monkeypatch.setenv(variable, value)
+        opened = Sinks(tmp_path, config, 20, 20)
+        opened.write({"step": 30, "train/loss": 7.0})
+        opened.close()
+        with pytest.raises(ValueError, match=r"log\.mlflow=mine: "):
+            Sinks(tmp_path, config, 0, -1)
+    assert capsys.readouterr().err.count("no more is sent to it") == 1
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 30
+
+
+class Broken(Sink):
+    def close(self) -> None:
+        raise OSError("its disk is full")
+
+
+def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
+    opened = Sinks(tmp_path, configuration.load("tiny", ["log.tensorboard=false"]), 0, -1)
+    lines = opened._sinks[0]
+    assert isinstance(lines, JsonLines)
+    opened._sinks.insert(0, Broken())
+    with pytest.raises(OSError, match="its disk is full"):
+        opened.close()
+    assert lines._file.closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megabert.checkpoint import Checkpoints
-from megabert.common.errors import FAILED, USER_ERROR, exit_code
+from megabert.checkpoint import Checkpoints, newest_step
+from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -110,6 +111,36 @@ def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_
         replayed = json.loads(trainer(cfg, world, tmp_path, replay=step).replay(step))
         assert [replayed[name] for name in same] == [again[step][name] for name in same]
     assert len(record.read_bytes()) == 7 * RECORD.size
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("failures", "stopped"), [(1, False), (2, False), (2, True)])
+def test_a_run_ends_well_only_with_its_last_updates_saved(
+    failures: int, stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
+) -> None:
+    cfg = tiny.config(
+        zero__stage=0, schedule__warmup_steps=0, log__tensorboard=False, batch__micro_size=8,
+        checkpoint__asynchronous=asynchronous, checkpoint__on_error="continue",
+    )  # fmt: skip
+    failed = []
+
+    def write(self: Checkpoints, folder: Path, snapshot: Any) -> None:
+        if folder.name != ".saving-00000003" and len(failed) < failures:
+            failed.append(folder.name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(self, folder, snapshot)
+
+    whole = Checkpoints._write
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    ours = trainer(cfg, world, tmp_path)
+    ours.stop = StopAt(6) if stopped else StopAt()  # type: ignore[assignment]
+    if failures == 1:
+        assert ours.train() and newest_step(tmp_path) == 7
+        return
+    with pytest.raises(Failed, match="could not be saved") as found:
+        ours.train()
+    assert exit_code(found.value) == FAILED and len(set(failed)) == 1
+    assert newest_step(tmp_path) == ours.saves.step == 3
 
 
 STEPS, LINES = 12, 4  # updates, updates between log lines

@@ -281,7 +281,7 @@ def _beside(run: Path, given: Iterable[Path]) -> Iterator[tuple[Path, dict[str, 
             seen.add(path.parent)
             try:
                 found = json.loads(path.read_bytes())
-            except ValueError:
+            except (OSError, ValueError):
                 continue  # somebody else's file
             if isinstance(found, dict) and _is_summary(found) and _names(found, run, path.parent):
                 yield path.parent, found

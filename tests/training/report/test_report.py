@@ -224,6 +224,7 @@ def test_results_of_fine_tuning_are_found_by_the_model_that_they_name(tmp_path: 
     folders.finetuned(tmp_path / "runs" / "glue" / "rte", "runs/mini/checkpoints/step-00000100", 0.61)
     folders.finetuned(tmp_path / "runs" / "sst2", "runs/mini2", 0.62)
     far = folders.finetuned(tmp_path / "far", "somewhere/else", 0.63)
+    (tmp_path / "runs" / "theirs" / "summary.json").mkdir(parents=True)
     monkeypatch.chdir("/")
     _, rows = report(run, output=tmp_path / "r.html")
     assert [row[3] for row in rows if row[:1] == ["sst2"]] == ["0.6100 ± 0.0125"]
