@@ -87,8 +87,9 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"). A collective where one is in flight.
+    def save(self, engine: Engine, state: Mapping[str, Any]) -> Path | None:
+        """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"): its folder where it is committed at once.
+        A collective where one is in flight.
 
         When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot` says
         what that takes), and threads write and commit it: the ranks exchange their `status` now and then and tell what it
@@ -101,8 +102,7 @@ class Checkpoints:
         folder = self.folder / f"{SAVING}{int(state['step']):08d}"
         writing = Background(f"save-{folder.name}", partial(self._write, folder, snapshot))
         self._in_flight = _Save(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
-        if not self.settings.asynchronous:
-            self.finish()
+        return None if self.settings.asynchronous else self.finish()
 
     @property
     def pending(self) -> bool:

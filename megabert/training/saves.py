@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megabert.checkpoint import Checkpoints, newest_step
+from megabert.checkpoint import Checkpoints
 from megabert.common.errors import Failed
 from megabert.distributed.preemption import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -25,11 +25,7 @@ class Saves:
         """Begin a checkpoint of this moment; it is committed by `finish`, or at once where saving is not asynchronous."""
         self.finish()
         self._since, self._begun = time.perf_counter(), step
-        self._checkpoints.save(engine, state())
-        if not self._checkpoints.pending:
-            world = self._checkpoints.world
-            newest = newest_step(self._checkpoints.run_dir) if world.is_main else None
-            self._ended(world.broadcast(newest) == step)
+        self._ended(self._checkpoints.save(engine, state()) is not None)
         self._watchdog.progress()
 
     def hear(self, status: int) -> None:
