@@ -122,13 +122,14 @@ def main() -> int:
     parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    result: dict[str, Any] = {"seed": args.seed}
+    result: dict[str, Any] = {"seed": args.seed, "asked": {"kills": args.kills, "soak": args.soak}}
     if args.json and args.json.exists():
-        result |= json.loads(args.json.read_text())
-        if not result.pop("about", None) or result["seed"] != args.seed:
-            parser.error(f"{args.json} is of another seed; write elsewhere")
-        if "followed_by" not in result.get("kills", {"followed_by": 0}):
-            parser.error(f"{args.json} is of an older form, without counts; write elsewhere")
+        before = json.loads(args.json.read_text())
+        if any(before.get(key) != result[key] for key in result):
+            parser.error(f"{args.json} is of another seed, or of other numbers; write elsewhere")
+        if before.pop("about")["revision"] != hardware.revision():
+            parser.error(f"{args.json} is of another revision; write elsewhere")
+        result = before
     with tempfile.TemporaryDirectory() as scratch:
         folder, data = Path(scratch), args.data
         if data is None:

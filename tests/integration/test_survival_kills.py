@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_survival
+from benchmarks.common import hardware
 from benchmarks.survival import kills
 from benchmarks.survival.compare import counts, differences
 from benchmarks.survival.life import Case, Failure, Life, Server
@@ -194,3 +195,10 @@ def test_a_failed_case_is_counted_with_its_reason(tmp_path, monkeypatch, capsys)
     assert found["kills"] == 200 - 20 - 35 + 2 + 2 and found["fell"] == {"in training": 4}
     assert (found["runs"], found["runs_that_came_to_their_end"], found["runs_that_differ"]) == (8, 6, 0)
     assert found["updates_lost"] == found["updates_of_other_rows"] == 0
+    before = target.read_bytes()
+    for number, revision in (("60", hardware.revision()), ("200", "of-before")):
+        monkeypatch.setattr(sys, "argv", ["bench_survival.py", "--kills", number, *options[2:]])
+        monkeypatch.setattr(hardware, "revision", lambda named=revision: named)
+        with pytest.raises(SystemExit):
+            bench_survival.main()
+        assert "write elsewhere" in capsys.readouterr().err and target.read_bytes() == before
