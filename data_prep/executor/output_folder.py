@@ -17,7 +17,9 @@ from typing import Any
 
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
+from megabert.common.errors import describe
 from megabert.common.file_lock import lock
+from megabert.common.logs import log
 from megabert.common.remote import is_url
 from megabert.data.casing import CONFIG
 from megabert.data.shards import ADDED, MANIFEST, Manifest
@@ -206,7 +208,7 @@ def _prepare(
     _refuse_foreign(output)
     if not overwrite and _is_done(output, account, seq_lens):
         if (output / WORK).exists():  # killed while it was removed
-            shutil.rmtree(output / WORK)
+            _remove_work(output)
         return False
     _refuse_sources(output, sources)
     if overwrite and not _is_begun(output, account):
@@ -226,6 +228,14 @@ def _prepare(
 def _refuse_dataset(output: Path) -> None:
     if list(output.rglob(MANIFEST)):
         raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
+
+
+def _remove_work(output: Path) -> None:
+    """Remove the work folder of a dataset that is whole. On NFS a file that some process still has open stays, as `.nfs…`."""
+    try:
+        shutil.rmtree(output / WORK)
+    except OSError as error:
+        log.warning(f"the dataset is whole, but {describe(error)}: remove {output / WORK} by hand")
 
 
 @contextlib.contextmanager
@@ -309,6 +319,6 @@ def opened(
                 output.rmdir()
             raise
         (output / WORK / ACCOUNT).unlink()  # first: nobody goes on in a work folder of which a part is gone
-        shutil.rmtree(output / WORK)
+        _remove_work(output)
     finally:
         os.close(handle)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.common.errors import BadInput
+from data_prep.executor.output_folder import WORK
 from megabert.common import remote
 from megabert.common.atomic_io import sha256_of, write_whole
 from megabert.data.shards import MANIFEST
@@ -45,8 +46,8 @@ def check(url: str, seq_lens: tuple[int, ...], overwrite: bool) -> None:
 def upload(url: str) -> int:
     """Bring what was built for `url` there, and return the number of files that were not there yet. Raises OSError."""
     folder, done = staging(url), _Uploaded(url)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    digests = {path.as_posix(): sha256_of(folder / path) for path in paths if WORK not in path.parts}
     missing = [name for name, digest in digests.items() if not done.is_there(name, digest)]
     if not missing:
         return 0

@@ -77,6 +77,23 @@ def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path
     assert not (tmp_path / output_folder.WORK).exists()
 
 
+def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whole(
+    tmp_path, monkeypatch, capsys
+):
+    def kept(folder):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    monkeypatch.setattr(output_folder.shutil, "rmtree", kept)
+    logs.setup()
+    with opened(tmp_path, ACCOUNT, (128,), False):
+        output_folder.write_json(tmp_path / output_folder.ACCOUNT, ACCOUNT)
+        (tmp_path / MANIFEST).write_text("{}")
+    with opened(tmp_path, ACCOUNT, (128,), False) as work:
+        assert work is None
+    said = f"the dataset is whole, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
+    assert capsys.readouterr().err.count(said) == 2
+
+
 def test_what_only_has_the_name_of_a_part_of_a_dataset_stays(tmp_path):
     """A folder that no build was in is the user's, whatever lies in it."""
     (tmp_path / "held_out").mkdir()
