@@ -38,6 +38,7 @@ from data_prep.readers import decompress
 from data_prep.readers import tasks as sources
 
 ROOT = hardware.ROOT
+DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
 RECORDED = {  # not measured here: the machine it was measured on and the program are not at hand
     "what": "google-research/bert create_training_instances.py",
     "command": "create_training_instances.py --vocab_file=vocab.txt --dupe_factor=1 --max_seq_length=128",
@@ -104,12 +105,22 @@ def grow(paths: list[str], megabytes: float, folder: Path) -> None:
         copy += 1
 
 
+def usual_input() -> list[str]:
+    """English Wikipedia where it is at hand, else Python's documentation."""
+    return [str(DATA / "enwiki") if (DATA / "enwiki").is_dir() else sources.PYDOC]
+
+
+def build_command(inputs: list[str], output: Path, *extra: str) -> list[str]:
+    """That builds a dataset without a word."""
+    start = [sys.executable, "-m", "data_prep", "build", "--input", *inputs, "--output", str(output)]
+    return [*start, "--quiet", *extra]
+
+
 def build(inputs: list[str], output: Path, *extra: str) -> dict[str, Any]:
     """Summary of one run of the command."""
     summary = output.with_suffix(".json")
-    command = [sys.executable, "-m", "data_prep", "build", "--input", *inputs, "--output", str(output)]
     subprocess.run(
-        [*command, "--overwrite", "--quiet", "--json", str(summary), *extra],
+        build_command(inputs, output, "--overwrite", "--json", str(summary), *extra),
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,
@@ -255,17 +266,16 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
     )
-    data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
     parser.add_argument(
         "--vocab",
         metavar="FILE",
-        default=str(data / "bert-base-uncased-vocab.txt"),
+        default=str(DATA / "bert-base-uncased-vocab.txt"),
         help="of both in `ratio`",
     )
     parser.add_argument("--workers", type=int, default=hardware.cores())
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else sources.PYDOC]
+    inputs = args.input or usual_input()
     with tempfile.TemporaryDirectory() as folder:
         result = (memory if args.memory else speed)(args, inputs, Path(folder))
     if args.json:

@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 
 import psutil
 
-from benchmarks.bench_prep import RECORDED, unpack
+from benchmarks.bench_prep import DATA, RECORDED, build_command, unpack, usual_input
 from benchmarks.common import hardware
-from data_prep.readers import tasks as sources
 
 ROOT = hardware.ROOT
 PEERS = {"datasets": "datasets_prep.py", "datatrove": "datatrove_prep.py"}  # by the package they need
@@ -85,9 +84,8 @@ def run(command: list[str]) -> tuple[str, dict[str, int]]:
 
 def ours(args: argparse.Namespace, files: list[str], output: Path) -> dict[str, Any]:
     summary = output.with_suffix(".json")
-    command = [sys.executable, "-m", "data_prep", "build", "--input", *files, "--output", str(output)]
-    command += ["--tokenizer", args.vocab, "--workers", str(args.workers), "--quiet", "--json", str(summary)]
-    _, most = run(command)
+    extra = ("--tokenizer", args.vocab, "--workers", str(args.workers), "--json", str(summary))
+    _, most = run(build_command(files, output, *extra))
     found = json.loads(summary.read_text())
     return {"seconds": found["seconds"], "tokens": found["read"]["tokens"], **most}
 
@@ -101,10 +99,9 @@ def peer(name: str, args: argparse.Namespace, files: list[str], output: Path) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     hardware.add_json(parser)
-    data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
     parser.add_argument("--input", nargs="+", metavar="PATH")
     parser.add_argument("--megabytes", type=float, default=210, help="of unpacked input")
-    parser.add_argument("--vocab", metavar="FILE", default=str(data / "bert-base-uncased-vocab.txt"))
+    parser.add_argument("--vocab", metavar="FILE", default=str(DATA / "bert-base-uncased-vocab.txt"))
     parser.add_argument("--workers", type=int, default=hardware.cores())
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -113,7 +110,7 @@ def main() -> None:
         parser.error(f"peers are not installed: pip install {' '.join(missing)}")
     if not os.path.isfile(args.vocab):
         parser.error(f"--vocab {args.vocab}: no such file")
-    inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else sources.PYDOC]
+    inputs = args.input or usual_input()
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], **{name: [] for name in PEERS}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -34,9 +34,8 @@ import bz2
 
 import numpy as np
 
-from benchmarks.bench_prep import CHANGED, LETTERS, build, unpack
+from benchmarks.bench_prep import CHANGED, LETTERS, build, build_command, unpack, usual_input
 from benchmarks.common import hardware
-from data_prep.readers import tasks as sources
 
 ROOT = hardware.ROOT
 SMALL = 2_000  # bytes of a small file
@@ -101,19 +100,10 @@ def say(name: str, run: dict[str, Any]) -> None:
 
 def killed(path: Path, output: Path, extra: list[str], kills: int, seconds: float) -> None:
     """Begin the build of `path` and kill it, `kills` times; the last one is left to go on."""
-    command = [
-        sys.executable,
-        "-m",
-        "data_prep",
-        "build",
-        "--input",
-        str(path),
-        "--output",
-        str(output),
-        "--quiet",
-    ]
     for _ in range(kills):
-        process = subprocess.Popen([*command, *extra], cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            build_command([str(path)], output, *extra), cwd=ROOT, start_new_session=True
+        )
         try:
             process.wait(timeout=seconds / (kills + 1))
             raise SystemExit("the build ended before it was killed; give more text")
@@ -139,19 +129,9 @@ def packed(args: argparse.Namespace, paths: list[str], folder: Path, extra: list
         output = folder / "killed"
         killed(names["bz2"], output, extra, args.kills, runs["bz2"]["seconds"])
         began = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "data_prep",
-            "build",
-            "--input",
-            str(names["bz2"]),
-            "--output",
-            str(output),
-        ]
         summary = folder / "killed.json"
         subprocess.run(
-            [*command, "--quiet", "--json", str(summary), *extra],
+            build_command([str(names["bz2"])], output, "--json", str(summary), *extra),
             cwd=ROOT,
             check=True,
             stdout=subprocess.DEVNULL,
@@ -219,8 +199,7 @@ def main() -> None:
     parser.add_argument("--scratch", metavar="DIR", help="where the text and the datasets are written")
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    data = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
-    inputs = args.input or [str(data / "enwiki") if (data / "enwiki").is_dir() else sources.PYDOC]
+    inputs = args.input or usual_input()
     result: dict[str, Any] = {"unit": "MB/s", "workers": args.workers}
     with tempfile.TemporaryDirectory(dir=args.scratch) as name:
         folder = Path(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from benchmarks.common import hardware
 from benchmarks.gpu.pack import NATIVE_SOURCES, Pack, digest
 from benchmarks.gpu.runner import Absent
 from megabert.common import environment
+from megabert.common.atomic_io import sha256_of
 
 ROOT = hardware.ROOT
 LIBRARY = ROOT / "megabert" / "_native.abi3.so"
@@ -108,7 +108,7 @@ def of_this_tree() -> bool:
     if not (record.is_file() and LIBRARY.is_file()):
         return False
     here = {
-        "library": hashlib.sha256(LIBRARY.read_bytes()).hexdigest(),
+        "library": sha256_of(LIBRARY),
         "native_sources": digest(NATIVE_SOURCES),
     }
     return here == json.loads(record.read_text())

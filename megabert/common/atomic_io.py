@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -82,12 +81,15 @@ def _remove_left_over(target: Path, own: Path) -> None:
     for path in _hidden(target, "new"):
         if path == own:
             continue
-        descriptor = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
-        except OSError:  # at work, or no locks: it may be somebody's
-            log.debug(f"{path}: left where it is")
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another process has just made it its target
+        try:
+            if lock(descriptor, path, "remove it by hand if nobody writes it"):
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            log.debug(f"{path}: another process is writing it")
         finally:
             os.close(descriptor)
 

@@ -79,9 +79,8 @@ def changes(exclude: Sequence[str] = ()) -> list[str]:
 
 def revision(exclude: Sequence[str] = ()) -> str:
     """Short git revision, with `+changes` when the tree differs from it; "unknown" in an installed copy or without git."""
-    if output(["git", "rev-parse", "--show-toplevel"]) != os.fspath(
-        ROOT
-    ):  # a repository that this copy was installed in
+    repository = output(["git", "rev-parse", "--show-toplevel"])
+    if repository != os.fspath(ROOT):  # that this copy was merely installed in
         return "unknown"
     short = output(["git", "rev-parse", "--short=12", "HEAD"])
     return f"{short}{'+changes' if changes(exclude) else ''}" if short else "unknown"

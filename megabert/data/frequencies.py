@@ -26,8 +26,7 @@ def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
     for first in range(0, len(chosen), CHUNK):
         some = chosen[first : first + CHUNK]
         dataset.read_ahead(some)
-        found = (
-            dataset.examine(some)[0] if dataset.tolerant else dataset.read(some)
-        )  # a damaged row is padding
+        # a damaged row is padding
+        found = dataset.examine(some)[0] if dataset.tolerant else dataset.read(some)
         counts += np.bincount(found.ids.ravel(), minlength=len(predicted))
     return counts * predicted

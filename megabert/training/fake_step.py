@@ -56,9 +56,8 @@ def fake_step(
     micro = min(config.batch.micro_size, 2)
     batch = config.batch.model_copy(update={"micro_size": micro, "global_size": micro * world.size * 2})
     reduced = config.model_copy(update={"batch": batch})
-    extra = {
-        key: value for key, value in (deepspeed_extra or {}).items() if key not in BATCH
-    }  # of the whole batch
+    # without what it says of the whole batch
+    extra = {key: value for key, value in (deepspeed_extra or {}).items() if key not in BATCH}
     engine = Engine(reduced, lambda: distillation.build(config, tokenizer, world.device), world, extra)
     lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     objectives = {

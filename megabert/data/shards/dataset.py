@@ -120,9 +120,8 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._open = OPEN_SHARDS
-        self._damaged: dict[
-            str, Path
-        ] = {}  # shards at a URL that could not be had whole -> where what came lies
+        # shards at a URL that could not be had whole -> where what came lies
+        self._damaged: dict[str, Path] = {}
         self._ahead: set[int] = set()  # blocks that were last asked to be read ahead
         # section -> its map, None where nothing of it is in the file, and the views over that
         self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()

@@ -36,10 +36,9 @@ def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
     with _alone(path) as alone:
         if _is_there(path, size):
             return
-        for left_over in (
-            path.parent.glob(f".{path.name}.*.tmp") if alone else ()
-        ):  # of a process that was killed
-            left_over.unlink()
+        if alone:  # what is there is of a process that was killed
+            for left_over in path.parent.glob(f".{path.name}.*.tmp"):
+                left_over.unlink()
         for _ in range(TRIES):
             try:
                 return _fetch_once(url, path, sha256)
@@ -49,13 +48,13 @@ def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
 
 
 def fetch_unsealed(url: str, path: Path) -> None:
-    """As `fetch`, of a small file that no manifest tells of, and that need not be there."""
+    """Leave the file at `url` as `path`, whatever is in it, where it is there at all."""
     try:
         data = remote.read_whole(url)
     except (
         FileNotFoundError,
         PermissionError,
-    ):  # S3 says the second of what is not there, where it may not be listed
+    ):  # S3's second, for what is not there, where it may not be listed
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
