@@ -94,11 +94,13 @@ def test_nothing_of_the_work_folder_is_open_when_it_is_removed(inputs, tmp_path,
     whole = shutil.rmtree
 
     def removed(folder, *arguments, **named):
-        mapped.append([line for line in Path("/proc/self/maps").read_text().split("\n") if "/.work/" in line])
+        if Path(folder).name == ".work":  # the folder of a stage's results is removed while others work
+            maps = Path("/proc/self/maps").read_text().split("\n")
+            mapped.append([line for line in maps if "/.work/" in line])
         whole(folder, *arguments, **named)
 
     (inputs / "hosts").write_text("example.org\n")
     monkeypatch.setattr(shutil, "rmtree", removed)
     files = ("--decontaminate", f"{inputs}/sst.tsv", "--drop-urls", f"{inputs}/hosts", "--allow")
     assert build(inputs, tmp_path / "out", "--workers", "1", *files) == 0
-    assert mapped and not any(mapped)
+    assert mapped == [[]]
