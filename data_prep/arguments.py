@@ -271,6 +271,8 @@ def part_of(args: argparse.Namespace) -> tuple[int, int] | None:
         raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
     if args.merge or args.overwrite:
         raise BadInput("--part: goes neither with --merge nor with --overwrite")
+    if args.json:
+        raise BadInput("--json: a part has no summary; give it with --merge")
     return int(named[1]), int(named[2])
 
 

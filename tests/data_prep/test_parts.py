@@ -91,6 +91,7 @@ def test_parts_at_the_same_time_share_a_folder_that_no_whole_build_may_enter(giv
         (["--part", "3/2"], "--part 3/2: give K/N with K from 1 to N"),
         (["--part", "one"], "--part one: give K/N"),
         (["--part", "1/2", "--merge"], "goes neither with --merge nor with --overwrite"),
+        (["--part", "1/2", "--json", "summary.json"], "--json: a part has no summary; give it with --merge"),
     ],
 )
 def test_a_part_that_makes_no_sense_is_one_line(extra, said, tmp_path, capfd):
