@@ -62,7 +62,7 @@ def kills(
         for index in new:
             case, share = CASES[index]
             count = -(-number * share // whole)
-            case = replace(case, steps=max(80, 8 * count))
+            case = replace(case, steps=max(80, 12 * count))
             by_command = range(3, 3 + BY_COMMAND)
             result = survive(case, data, folder / str(index), server, count, seed + index, by_command)
             found[case.name] = result

@@ -77,12 +77,12 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
         time.sleep(rng.uniform(0.0, START_SECONDS))
         return
     newest = max(steps_of(life.run), default=0)
-    reach = min(newest + rng.randint(2, 2 + int(2 * share)), case.steps - 1)
+    ahead = rng.randint(2, 2 + int(2 * share)) if aim == "any" else 3 * case.interval  # saves may pass unseen
+    reach = min(newest + ahead, case.steps - 1)
     pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": life.slow[1]}[aim])
 
     def due() -> bool:
-        arrived = life.step() >= reach if aim == "any" else bool(life.saving())
-        return arrived or not life.running()
+        return life.step() >= reach or (aim != "any" and bool(life.saving())) or not life.running()
 
     wait(due, LIFE_ENDS_WITHIN, f"{case.name}: no update and no save")
     time.sleep(pause)
