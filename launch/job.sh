@@ -76,6 +76,27 @@ tell() {
 # many attempts in a row made none, and what it printed last.
 remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
 
+# ends_itself: whether SLURM ends this job
+ends_itself() {
+  scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE ' JobState=(CANCELLED|COMPLETING) '
+}
+
+# wait_for_lost_node: return when the ranks' step has ended on all nodes, or when SLURM ends this job. srun leaves a step that
+# is on a node that does not answer. Requeued then, the job is counted wrongly once SLURM finds that node down: its next start
+# is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down after SlurmdTimeout, and requeues by itself.
+wait_for_lost_node() {
+  local patience waited
+  patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p')
+  for ((waited = 0; waited < ${patience:-300} + 60; waited += 5)); do
+    if ends_itself || ! squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; then
+      return
+    fi
+    if [ "$waited" = 10 ]; then echo "$(date -Is) a node does not answer: waiting until SLURM finds it down"; fi
+    sleep 5 &
+    wait $!
+  done
+}
+
 # run_or_restart WHAT command…: goes on when the command is finished; otherwise ends this job, requeued or not.
 run_or_restart() {
   local what=$1 count=0 before=''
@@ -88,8 +109,8 @@ run_or_restart() {
   esac
   # Before a time limit this shell was told by USR2. Otherwise a job that is completing while this shell still runs is one
   # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
-  if [ "$stopping" != USR2 ] &&
-    scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE ' JobState=(CANCELLED|COMPLETING) '; then
+  if [ -z "$stopping" ]; then wait_for_lost_node; fi
+  if [ "$stopping" != USR2 ] && ends_itself; then
     echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
   fi
   { read -r count && IFS= read -r before; } <"$job/restarts" || true
