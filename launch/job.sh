@@ -86,7 +86,7 @@ ends_itself() {
 # is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down after SlurmdTimeout, and requeues by itself.
 wait_for_lost_node() {
   local patience waited
-  patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p')
+  patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p') || true # no scontrol here
   for ((waited = 0; waited < ${patience:-300} + 60; waited += 5)); do
     if ends_itself || ! squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; then
       return
