@@ -113,13 +113,19 @@ def killed(path: Path, output: Path, extra: list[str], kills: int, seconds: floa
 
 
 def packed(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
-    names = {"plain": folder / "text", "gz": folder / "text.gz", "bz2": folder / "text.bz2"}
-    with (
-        open(names["plain"], "wb") as plain,
-        gzip.open(names["gz"], "wb", 6) as gz,
-        bz2.open(names["bz2"], "wb") as bz,
-    ):
-        write_text(paths, int(args.packed * 1e9), [plain, gz, bz])
+    place = Path(args.texts) / f"packed-{args.packed}" if args.texts else folder
+    names = {"plain": place / "text", "gz": place / "text.gz", "bz2": place / "text.bz2"}
+    if not all(path.exists() for path in names.values()):
+        place.mkdir(parents=True, exist_ok=True)
+        drafts = {name: path.with_suffix(f"{path.suffix}.draft") for name, path in names.items()}
+        with (
+            open(drafts["plain"], "wb") as plain,
+            gzip.open(drafts["gz"], "wb", 6) as gz,
+            bz2.open(drafts["bz2"], "wb") as bz,
+        ):
+            write_text(paths, int(args.packed * 1e9), [plain, gz, bz])
+        for name, path in names.items():
+            drafts[name].rename(path)
     runs: dict[str, Any] = {}
     for name, path in names.items():
         run = build([str(path)], folder / "built", *extra)
@@ -196,6 +202,9 @@ def main() -> None:
         "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
     )
     parser.add_argument("--workers", type=int, default=hardware.cores())
+    parser.add_argument(
+        "--texts", metavar="DIR", help="the packed files are kept here, and used again by the next run"
+    )
     parser.add_argument("--scratch", metavar="DIR", help="where the text and the datasets are written")
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)

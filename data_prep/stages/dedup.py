@@ -206,7 +206,7 @@ def _signatures(job: Job, numbers: np.ndarray) -> np.ndarray:
     found = np.empty((len(numbers), minhash.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
         here = tasks == task
-        found[here] = _signatures_of(job, task)[rows[here]]
+        found[here] = work_files.copy_of(_signatures_of(job, task), rows[here])
     return found
 
 
@@ -223,7 +223,7 @@ def _of_tasks(drops: np.ndarray, first: int, tasks: int) -> np.ndarray:
     """Of drops ordered by number those of tasks [first, first + tasks)."""
     edges = np.array([first, first + tasks], np.uint64) << np.uint64(TASK_SHIFT)
     low, high = np.searchsorted(drops["number"], edges)
-    return np.array(drops[low:high])
+    return work_files.copy_of(drops, slice(low, high))
 
 
 def dropped(job: Job, task: int, drops: Drops) -> tuple[np.ndarray, np.ndarray]:

@@ -48,7 +48,7 @@ class Kept:
             left = unit if mask is None else unit.select_sentences(mask[s:s_end])
             t_end = t + len(left.tokens)
             if of_tokens is not None:
-                left = left.select_tokens(np.asarray(of_tokens[t:t_end]))
+                left = left.select_tokens(work_files.copy_of(of_tokens, slice(t, t_end)))
             parts.append((table[d:d_end], left))
             d, s, t = d_end, s_end, t_end
         return parts

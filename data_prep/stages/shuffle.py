@@ -133,7 +133,7 @@ def _gather(
             continue
         first = int(found["start"][0])
         tokens = int(found["start"][-1]) + int(found["length"][-1]) - first
-        ids.append(its[first : first + tokens])
+        ids.append(work_files.copy_of(its, slice(first, first + tokens)))
         found["start"] = found["start"] - first + used
         used += tokens
         metas.append(found)

@@ -5,9 +5,11 @@ import io
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep.executor import work_files
+from data_prep.options import BuildOptions
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
@@ -30,3 +32,22 @@ def test_peak_memory_where_proc_does_not_say_it(monkeypatch):
     known = work_files.peak_memory()
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name:\tpython\nVmRSS:\t  4096 kB\n")
     assert known / 4 < work_files.peak_memory() < known * 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc on this system")
+def test_a_copy_of_a_mapped_file_leaves_nothing_of_it_in_memory(tmp_path):
+    (tmp_path / "items").write_bytes(np.arange(1 << 20, dtype=np.uint64).tobytes())
+    job = work_files.Job(BuildOptions(), "", str(tmp_path), "stop")
+    items = work_files.mapped(job, "items", np.uint64)
+
+    def resident() -> int:
+        """KB of the file."""
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        assert any(line.endswith(f"{tmp_path}/items") for line in lines)
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+    assert int(items[::512].sum()) and resident() >= 8 << 10
+    copy = work_files.copy_of(items, slice(1000, 5000))
+    assert resident() == 0 and copy.tolist() == list(range(1000, 5000))
+    assert work_files.copy_of(items, np.array([7, 5])).tolist() == [7, 5] and resident() == 0
+    assert work_files.copy_of(np.arange(3), slice(1, None)).tolist() == [1, 2]
