@@ -23,7 +23,7 @@ from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
 from data_prep.filters.url_lists import UrlList
 from data_prep.options import BuildOptions
-from data_prep.pipeline import Made, Ready, Stages, make_ready, run_stages
+from data_prep.pipeline import TRAINING_STAGES, Made, Ready, Stages, make_ready, run_stages
 from data_prep.readers.tasks import Corpus, Piece, list_pieces
 from data_prep.report import html_report, summary
 from data_prep.stages import decontaminate, read
@@ -90,11 +90,12 @@ def build(
             )
             inputs.write(Path(folder), pieces)
             _commit(Path(folder), made, facts, account, recipe)
-    seconds = finished - made.began_reading
+    trained_in = sum(stages.figures[name]["seconds"] for name in TRAINING_STAGES if name in stages.figures)
+    seconds = finished - began - trained_in
     megabytes = facts["read"]["bytes"] / 1e6
     return facts | {
         "seconds": seconds,
-        "tokenizer_seconds": made.began_reading - began,
+        "tokenizer_seconds": trained_in,
         "workers": executor.size,
         "resumed": resumed,
         # Of a build that went on, part of the work was done before the clock was started.

@@ -37,6 +37,8 @@ from data_prep.text import clean, minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data.tokenizer import Tokenizer
 
+TRAINING_STAGES = "sample", "train"  # of the tokenizer
+
 
 class Stages:
     """Runs stages with a progress bar each on stderr; `everything` is the sum of what they report."""
@@ -98,13 +100,12 @@ class WrittenDataset:
 
 @dataclass(frozen=True)
 class Made:
-    """All that the stages made. `documents` is the stage that read the input, which began at `began_reading` of the clock."""
+    """All that the stages made. `documents` is the stage that read the input."""
 
     tokenizer: Tokenizer
     tasks: list[Task]
     documents: Stage
     datasets: list[WrittenDataset]
-    began_reading: float
     contaminated: str | None  # the list of documents that overlap with evaluation texts
 
 
@@ -137,7 +138,6 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
     """The list of stages. Shards are in their place when it ends, manifests are not."""
     job, tokenizer, tasks, unpacked = ready.job, ready.tokenizer, ready.tasks, ready.unpacked
     options = job.options
-    began_reading = time.perf_counter()
     size = sum(task.size for task in tasks)
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
     if unpacked:
@@ -173,7 +173,7 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
             listed["reading_version"] = output_folder.READING_VERSION
         datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
     contaminated = job.path(output_folder.CONTAMINATED) if options.decontaminate else None
-    return Made(tokenizer, tasks, documents, datasets, began_reading, contaminated)
+    return Made(tokenizer, tasks, documents, datasets, contaminated)
 
 
 def _tasks(stages: Stages, job: Job, pieces: list[tuple[int, Piece]]) -> tuple[list[Task], Stage | None]:
@@ -196,8 +196,9 @@ def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | N
     """The tokenizer to use, in the work folder: a copy of the given one, or one trained on a sample."""
     if given is None:
         shares = train_tokenizer.shares(tasks, job.options, job.weights)
-        samples = stages.map("sample", train_tokenizer.sample, job, shares)
-        trained = stages.map("train", train_tokenizer.train_item, job, [len(shares)])
+        sample, train = TRAINING_STAGES
+        samples = stages.map(sample, train_tokenizer.sample, job, shares)
+        trained = stages.map(train, train_tokenizer.train_item, job, [len(shares)])
         stages.journal.consume(samples, trained)
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
