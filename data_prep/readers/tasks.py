@@ -30,6 +30,7 @@ from data_prep.readers import (
     pydoc_corpus,
 )  # fmt: skip
 from data_prep.readers.documents import EXPANSION, SNIFF
+from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
 __all__ = [
     "Corpus",
@@ -285,6 +286,8 @@ def _is_stream(piece: Piece, head: bytes) -> bool:
     if not piece.compression:
         return piece.encoding != encodings.UTF8 and piece.size > RANGE_BYTES * 3 // 2
     if piece.size <= RANGE_BYTES // EXPANSION * 3 // 2:  # by the usual ratio; a few files pack much better
+        if max(BOMB_BYTES, BOMB_RATIO * piece.size) <= MOST_UNCUT * RANGE_BYTES:  # more is refused
+            return False
         return decompress.ratio(head, piece.compression) * piece.size > MOST_UNCUT * RANGE_BYTES
     by_streams = (
         piece.compression == "bz2" and piece.encoding == encodings.UTF8 and piece.format in formats.ELEMENTS

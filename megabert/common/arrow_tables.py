@@ -24,7 +24,7 @@ MAGIC = (
 )  # of a file's first bytes
 ENDINGS = (".parquet", ".arrow", ".feather")
 # Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read.
-BOMB_BYTES, BOMB_RATIO = 100 << 20, 200
+BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of a saved dataset, of a dictionary of them
 
 

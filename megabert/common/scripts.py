@@ -19,6 +19,8 @@ TRAILING_VOWELS = (
 
 def writes_without_spaces(character: str) -> bool:
     """Whether a character's script puts no space between words."""
+    if character < "\u0e00":  # most of most texts
+        return False
     return any(first <= ord(character) <= last for first, last in NO_SPACES)
 
 
