@@ -203,7 +203,9 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=hardware.cores())
     parser.add_argument(
-        "--texts", metavar="DIR", help="the packed files are kept here, and used again by the next run"
+        "--texts",
+        metavar="DIR",
+        help="the packed files are kept here, and used again by the next run of the same input",
     )
     parser.add_argument("--scratch", metavar="DIR", help="where the text and the datasets are written")
     args = parser.parse_args()

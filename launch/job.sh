@@ -81,19 +81,19 @@ ends_itself() {
   scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE ' JobState=(CANCELLED|COMPLETING) '
 }
 
-# wait_for_lost_node: return when the ranks' step has ended on all nodes, or when SLURM ends this job. srun leaves a step that
-# is on a node that does not answer. Requeued then, the job is counted wrongly once SLURM finds that node down: its next start
-# is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down after SlurmdTimeout, and requeues by itself.
+# on_nodes: whether the ranks' step is still on some node
+on_nodes() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; }
+
+# wait_for_lost_node: return when the ranks' step has ended on all nodes, when SLURM ends this job, or at a signal. srun leaves
+# a step that is on a node that does not answer. Requeued then, the job is counted wrongly once SLURM finds that node down: its
+# next start is refused the GPUs (22.05: "Invalid generic resource"). SLURM finds it down after SlurmdTimeout, and requeues.
 wait_for_lost_node() {
   local patience waited
   patience=$(scontrol show config 2>/dev/null | sed -nE 's/^SlurmdTimeout *= *([0-9]+).*/\1/p') || true # no scontrol here
   for ((waited = 0; waited < ${patience:-300} + 60; waited += 5)); do
-    if ends_itself || ! squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; then
-      return
-    fi
+    if [ -n "$stopping" ] || ends_itself || ! on_nodes; then return; fi
     if [ "$waited" = 10 ]; then echo "$(date -Is) a node does not answer: waiting until SLURM finds it down"; fi
-    sleep 5 &
-    wait $!
+    rest 5
   done
 }
 
@@ -109,7 +109,7 @@ run_or_restart() {
   esac
   # Before a time limit this shell was told by USR2. Otherwise a job that is completing while this shell still runs is one
   # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
-  if [ -z "$stopping" ]; then wait_for_lost_node; fi
+  wait_for_lost_node
   if [ "$stopping" != USR2 ] && ends_itself; then
     echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
   fi

@@ -29,6 +29,12 @@ before_restart() {
   [ "$1" -gt 0 ] || return 0
   for ((turn = 1; turn < $1 && seconds < LONGEST_WAIT; turn++)); do seconds=$((seconds * 2)); done
   if [ "$seconds" -gt "$LONGEST_WAIT" ]; then seconds=$LONGEST_WAIT; fi
+  rest "$seconds"
+}
+
+# rest SECONDS: waits so long, or until a signal asks for the end
+rest() {
+  local seconds=$1
   while [ "$seconds" -gt 0 ] && [ -z "$stopping" ]; do # by the second: a signal may come just before `sleep`
     sleep 1
     seconds=$((seconds - 1))

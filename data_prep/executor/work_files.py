@@ -223,7 +223,8 @@ def copy_of(items: np.ndarray, chosen: Any) -> np.ndarray:
     A look at one page maps all that the system keeps with it, since Linux 6.18 up to megabytes: looks at many files together
     would take what the files have.
     """
-    copy = np.array(items[chosen])
+    # what is looked up by its places is a copy already
+    copy = np.array(items[chosen], copy=isinstance(chosen, slice) or None)
     if isinstance(items, np.memmap):
         items._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
     return copy

@@ -23,7 +23,8 @@ MAGIC = (
     (b"\xff\xff\xff\xff", "arrow"),
 )  # of a file's first bytes
 ENDINGS = (".parquet", ".arrow", ".feather")
-# Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read.
+# Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read. BOMB_BYTES is
+# what `data_prep` reads in one task at most (`readers/tasks.py`), so that of a small file nothing need be unpacked to know that.
 BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of a saved dataset, of a dictionary of them
 

@@ -12,6 +12,7 @@ NO_SPACES = (
     (0x31A0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA4CF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
     (0xF900, 0xFAFF), (0xFF00, 0xFF9F), (0x20000, 0x3FFFF),
 )  # fmt: skip
+FIRST_WITHOUT = chr(NO_SPACES[0][0])  # most of most texts comes before it
 TRAILING_VOWELS = (
     "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
 )
@@ -19,9 +20,7 @@ TRAILING_VOWELS = (
 
 def writes_without_spaces(character: str) -> bool:
     """Whether a character's script puts no space between words."""
-    if character < "\u0e00":  # most of most texts
-        return False
-    return any(first <= ord(character) <= last for first, last in NO_SPACES)
+    return character >= FIRST_WITHOUT and any(first <= ord(character) <= last for first, last in NO_SPACES)
 
 
 def stand_together(before: str, after: str) -> bool:

@@ -12,7 +12,7 @@ import importlib, importlib.util, sys, torch
 from megabert.distributed.process_group import World
 from megabert.engine.deepspeed_import import import_deepspeed
 import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
-muon = sys.modules["deepspeed.runtime.zero.muon.muon_optimizer"]
+assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
 print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))
 compiler = importlib.import_module("deepspeed.runtime.compiler")
 assert compiler.compile() is torch.compile

@@ -215,6 +215,15 @@ def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
     assert text.size == 200 and not text.stream
 
 
+def test_nothing_is_unpacked_to_guess_the_ratio_of_a_small_file(tmp_path, monkeypatch):
+    path = tmp_path / "small.bz2"
+    path.write_bytes(bz2.compress(b"One sentence. Another one.\n" * 10_000))
+    asked = []
+    monkeypatch.setattr(decompress, "ratio", lambda head, compression: asked.append(compression) or 1.0)
+    (piece,) = tasks._ranges(Piece(str(path), "bz2", "text", size=path.stat().st_size), b"", ReadOptions())
+    assert piece.size == path.stat().st_size and not piece.stream and asked == []
+
+
 def test_the_speed_of_a_build_counts_unpacking(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
     path = tmp_path / "text.gz"
     path.write_bytes(
