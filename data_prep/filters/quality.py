@@ -44,11 +44,11 @@ _IS_CURLY = np.isin(_BYTES, [ord("{"), ord("}")])
 _IS_LONE_BULLET = np.isin(_BYTES, [ord(c) for c in LONE_BULLETS if c.isascii()])
 
 
-def describe(words: list[str], ends: list[int]) -> np.ndarray:
+def describe(words: list[str], ends: np.ndarray) -> np.ndarray:
     """FACTS [w] of words as `clean.clean_word` leaves them; none holds a NUL. A hash is never zero.
 
-    `ends` are `sentences.ends(words)`, not 0 where a sentence may end. What ASCII decides is found in the bytes of all words at once; the few words with
-    other characters are looked at alone.
+    `ends` are `sentences.ends(words)`, not 0 where a sentence may end. What ASCII decides is found in the bytes of all
+    words at once; the few words with other characters are looked at alone.
     """
     parts = [
         _describe(words[i : i + WORDS_AT_ONCE], ends[i : i + WORDS_AT_ONCE])
@@ -57,7 +57,7 @@ def describe(words: list[str], ends: list[int]) -> np.ndarray:
     return np.concatenate([np.zeros(0, FACTS), *parts])
 
 
-def _describe(words: list[str], can_end: list[int]) -> np.ndarray:
+def _describe(words: list[str], can_end: np.ndarray) -> np.ndarray:
     facts = np.zeros(len(words), FACTS)
     # A lone surrogate half, which JSON can spell, has no UTF-8 form.
     joined = np.frombuffer("\0".join([*words, ""]).encode("utf-8", "surrogatepass"), np.uint8)
@@ -78,7 +78,7 @@ def _describe(words: list[str], can_end: list[int]) -> np.ndarray:
     flags[np.isin(last, np.frombuffer(MARKS.encode(), np.uint8)) & (ends > begins)] |= MARK_END
     for i in np.flatnonzero(flags & _WIDE).tolist():
         flags[i] |= _beyond_ascii(words[i])
-    flags[np.array(can_end, bool)] |= SENTENCE_END
+    flags[can_end > 0] |= SENTENCE_END
     flags &= ~np.uint8(_WIDE)
     flags[np.searchsorted(ends, np.flatnonzero(_IS_CURLY[joined]))] |= CURLY
     facts["flags"] = flags

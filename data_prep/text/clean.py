@@ -40,6 +40,7 @@ GLUED = (
 _CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
 GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
 BY_SCRIPT = "sentence ends by script"  # what they are counted under
+_GLUED_LEADS = sorted({mark.encode()[:1] for mark in GLUED})  # quickly searched for; few texts hold one
 GLUED_SHARE = 200  # characters a mark at most, where a text is in such a script and does not merely quote it
 
 
@@ -102,6 +103,9 @@ def _part_sentences(text: str, counts: Counter[str] | None) -> str:
 
     A text that merely quotes a line in such a script is cut there, quotation marks or not, into paragraphs.
     """
+    data = text.encode("utf-8", "surrogatepass")
+    if not any(lead in data for lead in _GLUED_LEADS):
+        return text
     marks = sum(text.count(mark) for mark in GLUED if mark in text)
     if not marks:
         return text

@@ -204,19 +204,28 @@ def _is_phrase_letter(character: str) -> bool:
     return "\u0e01" <= character <= "\u0edf" and character not in "\u0e3f\u0e46\u0e4f\u0e5a\u0e5b\u0ec6"
 
 
-def ends(words: list[str]) -> list[int]:
-    """The kinds of ends after each word."""
-    found = [PLAIN | CASELESS | LOWER if word[-1:] in LAST and can_end(word) else 0 for word in words]
-    for i, word in enumerate(words):
-        if word[-1:] in SCRIPT_LAST or word[-1:] >= "\u0e01":
-            found[i] |= _script_end(word)
-    return found
+def ends(words: list[str]) -> np.ndarray:
+    """uint8 [w]: the kinds of ends after each word, none where its last character rules them out."""
+    lasts = [word[-1:] for word in words]
+    may = {last for last in set(lasts) if last in LAST or last in SCRIPT_LAST or last >= "\u0e01"}
+    found = [_end(word) if last in may else 0 for word, last in zip(words, lasts, strict=True)]
+    return np.array(found, np.uint8)
 
 
-def starts(words: list[str]) -> list[int]:
-    """The kinds of starts before each word, which the first character mostly tells, and FOREIGN and CAPITAL."""
-    told = {first: _start(first) for first in {word[:1] for word in words} if first.isalnum()}
-    return [told[word[0]] if word.isascii() and word[:1] in told else _start(word) for word in words]
+def _end(word: str) -> int:
+    found = PLAIN | CASELESS | LOWER if can_end(word) else 0
+    return found if word.isascii() else found | _script_end(word)
+
+
+def starts(words: list[str]) -> np.ndarray:
+    """uint8 [w]: the kinds of starts before each word, FOREIGN and CAPITAL; its first letter tells those of an ASCII one."""
+    firsts = [word.lstrip(OPENERS)[:1] for word in words]
+    told = {first: _start(first) for first in set(firsts) if first.isalnum()}
+    found = [
+        told[first] if first in told and word.isascii() else _start(word)
+        for word, first in zip(words, firsts, strict=True)
+    ]
+    return np.array(found, np.uint8)
 
 
 def _start(word: str) -> int:

@@ -9,6 +9,9 @@ the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -156,6 +159,18 @@ def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.diff(np.searchsorted(places, edges))
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Without the search for cycles, which looks again and again through hundreds of thousands of lists that have none."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
@@ -213,13 +228,15 @@ class WordEncoder:
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
         if not full.all():
-            edges = np.append(0, np.cumsum(here >= 0))[edges]
-            here = here[here >= 0]
+            empty = here < 0
+            edges -= np.searchsorted(np.flatnonzero(empty), edges)
+            here = here[~empty]
         return here, edges
 
     def _take_in(self, words: pa.StringArray) -> None:
         """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        rows, tokens, letters = self._learn(words.to_pylist())
+        with no_garbage_collection():
+            rows, tokens, letters = self._learn(words.to_pylist())
         rows["start"] = self._place(tokens, rows["length"])
         last = self._lexicon.size
         while last > len(self._table):
