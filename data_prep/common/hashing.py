@@ -40,6 +40,11 @@ def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.nd
     return found
 
 
+def counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """int64 [n]: how many of the ascending `places` lie in each range between two of `edges` [n + 1]."""
+    return np.diff(np.searchsorted(places, edges))
+
+
 def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
     """uint64 [n]: a hash of `parts` [w], in their order, in each segment of `edges` [n + 1]; 0 without parts, else not 0.
 

@@ -64,7 +64,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
             else:
                 raw = document.text
             try:
-                text, nuls, controls = clean.decode(raw)
+                text, nuls, controls, glued = clean.decode(raw)
             except UnicodeDecodeError as error:
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8")
                 before = clock()
@@ -73,7 +73,9 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
             done.counts["control characters"] += controls
             if job.options.mask:
                 text = masking.mask(text, job.options.mask, done.counts)
-            paragraphs = clean.paragraphs(text, document.markup, done.counts, job.options.keep_whitespace)
+            paragraphs = clean.paragraphs(
+                text, document.markup, done.counts, job.options.keep_whitespace, glued
+            )
             found = Text(paragraphs, len(raw), document.url)
             done.seconds["clean"] += clock() - before
             yield found

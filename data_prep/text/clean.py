@@ -40,16 +40,20 @@ GLUED = (
 _CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
 GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
 BY_SCRIPT = "sentence ends by script"  # what they are counted under
-_GLUED_LEADS = sorted({mark.encode()[:1] for mark in GLUED})  # quickly searched for; few texts hold one
+_GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})  # that one of them begins with
 GLUED_SHARE = 200  # characters a mark at most, where a text is in such a script and does not merely quote it
 
 
 class Decoded(NamedTuple):
-    """Text with bare line feeds, and how many NULs and other control characters were removed from it."""
+    """Text with bare line feeds, and how many NULs and other control characters were removed from it.
+
+    `glued`: whether it may hold one of the marks GLUED, which few texts do.
+    """
 
     text: str
     nuls: int
     controls: int
+    glued: bool
 
 
 def decode(raw: bytes) -> Decoded:
@@ -64,7 +68,8 @@ def decode(raw: bytes) -> Decoded:
         text = cleaned.decode()
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return Decoded(text, nuls, len(raw) - len(cleaned) - nuls)
+    glued = not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
+    return Decoded(text, nuls, len(raw) - len(cleaned) - nuls, glued)
 
 
 def is_hard_wrapped(text: str) -> bool:
@@ -77,13 +82,17 @@ def is_hard_wrapped(text: str) -> bool:
 
 
 def paragraphs(
-    text: str, markup: bool, counts: Counter[str] | None = None, keep_whitespace: bool = False
+    text: str,
+    markup: bool,
+    counts: Counter[str] | None = None,
+    keep_whitespace: bool = False,
+    glued: bool = True,
 ) -> list[str]:
     """Paragraphs of a document; whitespace inside them is still as it was.
 
     With `keep_whitespace` they are its lines, each with the line ends and blanks before it: joined they are the text with a
-    space before it, as SentencePiece puts one there. `markup` says that the text came out of an extractor (paragraphs are lines, tags may be left over);
-    these are counted in `counts`.
+    space before it, as SentencePiece puts one there. `markup` says that the text came out of an extractor (paragraphs are
+    lines, tags may be left over); these are counted in `counts`. `glued` is `decode`'s.
     """
     if markup and "<" in text:
         text, tags = TAG.subn(" ", text)
@@ -91,7 +100,7 @@ def paragraphs(
             counts["markup tags"] += tags
     if keep_whitespace:
         return KEPT_EDGE.split(" " + text) if text.strip(BLANKS) else [""]
-    if not text.isascii():
+    if glued and not text.isascii():
         text = _part_sentences(text, counts)
     if not markup and is_hard_wrapped(text):
         return BLANK_LINES.split(text)
@@ -103,9 +112,6 @@ def _part_sentences(text: str, counts: Counter[str] | None) -> str:
 
     A text that merely quotes a line in such a script is cut there, quotation marks or not, into paragraphs.
     """
-    data = text.encode("utf-8", "surrogatepass")
-    if not any(lead in data for lead in _GLUED_LEADS):
-        return text
     marks = sum(text.count(mark) for mark in GLUED if mark in text)
     if not marks:
         return text

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_prep.common.hashing import sums
+from data_prep.common.hashing import counts
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
 FOREIGN, CAPITAL = 32, 64  # of a start: the word has other than Latin letters; it begins with a capital
@@ -205,16 +205,13 @@ def _is_phrase_letter(character: str) -> bool:
 
 
 def ends(words: list[str]) -> np.ndarray:
-    """uint8 [w]: the kinds of ends after each word, none where its last character rules them out."""
-    lasts = [word[-1:] for word in words]
-    may = {last for last in set(lasts) if last in LAST or last in SCRIPT_LAST or last >= "\u0e01"}
-    found = [_end(word) if last in may else 0 for word, last in zip(words, lasts, strict=True)]
+    """uint8 [w]: the kinds of ends after each word."""
+    found = [PLAIN | CASELESS | LOWER if word[-1:] in LAST and can_end(word) else 0 for word in words]
+    for i in [i for i, word in enumerate(words) if not word.isascii()]:
+        last = words[i][-1]
+        if last in SCRIPT_LAST or last >= "\u0e01":
+            found[i] |= _script_end(words[i])
     return np.array(found, np.uint8)
-
-
-def _end(word: str) -> int:
-    found = PLAIN | CASELESS | LOWER if can_end(word) else 0
-    return found if word.isascii() else found | _script_end(word)
 
 
 def starts(words: list[str]) -> np.ndarray:
@@ -255,9 +252,9 @@ def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """uint8 [d]: the kinds of ends that each document has. `starts`: uint8 [w] of its words; `documents`: their edges [d + 1]."""
     words = np.diff(documents)
     found = np.full(len(words), PLAIN, np.uint8)
-    foreign = sums((starts & FOREIGN) > 0, documents)
+    foreign = counts(np.flatnonzero(starts & FOREIGN), documents)
     found[(foreign > 0) & (foreign >= FOREIGN_SHARE * words)] |= SCRIPT | PHRASE | CASELESS
-    capitals = sums((starts & CAPITAL) > 0, documents)
+    capitals = counts(np.flatnonzero(starts & CAPITAL), documents)
     found[(words >= LOWER_WORDS) & (capitals <= CAPITAL_SHARE * words)] |= LOWER
     return found
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.common.errors import BadInput
-from data_prep.common.hashing import sums
+from data_prep.common.hashing import counts, sums
 from data_prep.common.lexicon import Lexicon, word_hashes
 from data_prep.filters import quality
 from data_prep.filters.folding import FOLDED, fold
@@ -152,11 +152,6 @@ def word_facts(
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     letters = fold(plain)[numbers] if folded else None
     return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64), letters)
-
-
-def _counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """int64 [n]: how many of the ascending `places` lie in each range between two of `edges` [n + 1]."""
-    return np.diff(np.searchsorted(places, edges))
 
 
 @contextmanager
@@ -312,8 +307,8 @@ class WordEncoder:
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
         kept = sentence_lengths > 0  # words of invisible characters alone give no token
-        sizes = _counts(sentence_words[kept], documents)
-        paragraph_sizes = _counts(sentence_words[kept], paragraphs)
+        sizes = counts(sentence_words[kept], documents)
+        paragraph_sizes = counts(sentence_words[kept], paragraphs)
         starts = self._table["start"][numbers]
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
