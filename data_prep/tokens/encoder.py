@@ -9,9 +9,6 @@ the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -154,18 +151,6 @@ def word_facts(
     return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64), letters)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Without the search for cycles, which looks again and again through hundreds of thousands of lists that have none."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
@@ -230,8 +215,7 @@ class WordEncoder:
 
     def _take_in(self, words: pa.StringArray) -> None:
         """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        with no_garbage_collection():
-            rows, tokens, letters = self._learn(words.to_pylist())
+        rows, tokens, letters = self._learn(words.to_pylist())
         rows["start"] = self._place(tokens, rows["length"])
         last = self._lexicon.size
         while last > len(self._table):

@@ -1,6 +1,5 @@
 """Words through the cache give the tokens, sentences and paragraphs of the text itself."""
 
-import gc
 import sys
 
 import numpy as np
@@ -62,30 +61,6 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
             encoder.add(document)
         np.testing.assert_array_equal(encoder.finish().encoded.tokens, encoded.tokens)
         encoder._reset_cache()
-
-
-def test_the_garbage_collector_is_as_it_was_after_new_words_even_where_they_failed(
-    tokenizer_file, monkeypatch
-):
-    seen = []
-
-    def fail(tokenizer, words):
-        seen.append(gc.isenabled())
-        raise RuntimeError("no tokens")
-
-    tokenizer = Tokenizer.load(tokenizer_file)
-    monkeypatch.setattr(type(tokenizer), "encode_batch", fail)
-    for on in (gc.enable, gc.disable):
-        encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
-        encoder.add(["A word."])
-        on()
-        try:
-            with pytest.raises(RuntimeError, match="no tokens"):
-                encoder.finish()
-            assert gc.isenabled() == (on is gc.enable)
-        finally:
-            gc.enable()
-    assert seen == [False, False]
 
 
 def test_a_megabyte_without_a_space_is_cut_not_refused(tokenizer_file):
