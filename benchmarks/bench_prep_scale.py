@@ -9,7 +9,8 @@ one letter in fifty changed (`bench_prep.py --memory` says why). The tokenizer i
 largest process by stage, and whether the shards are the same bytes. With `--kills N` the bzip2 build is killed N times
 (SIGKILL to all its processes, at even distances of the time that the first build took) and goes on each time.
 `--files N`: N files of 2 KB in folders of a thousand: seconds and memory to list and group them, and of the whole build.
-`--corpus G`: G GB in files of 200 MB, of which two fifths are one gzip file: MB/s and memory by stage, beside 1/100 of it.
+`--corpus G`: G GB in files of 200 MB, of which two fifths are one gzip file: MB/s and memory by stage, and its rate
+over that of 1/100 of it, which is built three times before and three times after it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +42,7 @@ from benchmarks.common import hardware
 ROOT = hardware.ROOT
 SMALL = 2_000  # bytes of a small file
 FILE_BYTES = 200_000_000  # of a corpus
+AROUND = 3  # builds of the small corpus before and after the large one: a machine's speed moves
 LISTING = """
 import json, sys, time
 from data_prep.common.errors import Problems
@@ -170,22 +173,36 @@ def files(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[
     return {"files": args.files, "listed": listed, "build": figures(run)}
 
 
+def write_corpus(paths: list[str], size: int, place: Path) -> None:
+    """`size` bytes: two fifths in one gzip file, the rest in files of FILE_BYTES."""
+    place.mkdir()
+    with gzip.open(place / "large.gz", "wb", 6) as file:
+        write_text(paths, size * 2 // 5, [file], first_copy=1)
+    left, number = size * 3 // 5, 0
+    while left > 0:
+        with open(place / f"{number:04d}", "wb") as plain:
+            write_text(paths, min(left, FILE_BYTES), [plain], first_copy=1_000 + number)
+        left, number = left - FILE_BYTES, number + 1
+
+
 def corpus(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
-    runs = {}
-    for size in (args.corpus / 100, args.corpus):
-        place = folder / f"corpus-{size}"
-        place.mkdir()
-        with gzip.open(place / "large.gz", "wb", 6) as file:
-            write_text(paths, int(size * 0.4e9), [file], first_copy=1)
-        left, number = int(size * 0.6e9), 0
-        while left > 0:
-            with open(place / f"{number:04d}", "wb") as plain:
-                write_text(paths, min(left, FILE_BYTES), [plain], first_copy=1_000 + number)
-            left, number = left - FILE_BYTES, number + 1
-        run = build([str(place)], folder / "built", *extra, "--dedup", "documents", "near")
-        say(f"{size} GB", run)
-        runs[str(size)] = figures(run)
-    return runs
+    size, small = int(args.corpus * 1e9), int(args.corpus * 1e7)
+
+    def run(of: int) -> dict[str, Any]:
+        found = build([str(folder / str(of))], folder / "built", *extra, "--dedup", "documents", "near")
+        say(f"{of / 1e9:g} GB", found)
+        return figures(found)
+
+    for of in (small, size):
+        write_corpus(paths, of, folder / str(of))
+        print(f"{of / 1e9:g} GB written", flush=True)
+    before = [run(small) for _ in range(AROUND)]
+    large = run(size)
+    around = [*before, *(run(small) for _ in range(AROUND))]
+    rate = statistics.median(each["mb_per_second"] for each in around)
+    ratio = large["mb_per_second"] / rate
+    print(f"{size / 1e9:g} GB at {ratio:.3f} of the rate of {small / 1e9:g} GB ({rate:.2f} MB/s, median)")
+    return {"large": large, "small": around, "large over small": ratio}
 
 
 def main() -> None:
