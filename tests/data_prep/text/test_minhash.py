@@ -190,7 +190,7 @@ def test_planted_copies_are_found_and_nothing_else_is(capsys) -> None:
     ]
     copies = 500
     plant(documents, copies, seed=9)
-    table = quality.describe(list(numbers), [False] * len(numbers))["hash"]
+    table = quality.describe(list(numbers), np.zeros(len(numbers), np.uint8))["hash"]
     words, edges = hashes_of([table[np.array(document, np.int64)] for document in documents])
     pairs = dropped_pairs(minhash.signatures(words, edges))
     full = np.diff(edges) > 0
