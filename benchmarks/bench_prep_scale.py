@@ -10,7 +10,8 @@ largest process by stage, and whether the shards are the same bytes. With `--kil
 (SIGKILL to all its processes, at even distances of the time that the first build took) and goes on each time.
 `--files N`: N files of 2 KB in folders of a thousand: seconds and memory to list and group them, and of the whole build.
 `--corpus G`: G GB in files of 200 MB, of which two fifths are one gzip file: MB/s and memory by stage, and its rate
-over that of 1/100 of it, which is built three times before and three times after it.
+over that of 1/100 of it, which is built three times before and three times after it. With `--near` near duplicates are
+searched for, and as copies are such, hardly anything is left to shuffle and write.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,7 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
     return {
         "read_bytes": run["read"]["bytes"],
         "documents": run["read"]["documents"],
+        "dropped": run["dropped"]["reasons"],
         "mb_per_second": run["mb_per_second"],
         "seconds": run["seconds"] + run["tokenizer_seconds"],
         "peak_memory_bytes": run["peak_memory"],
@@ -173,28 +176,37 @@ def files(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[
     return {"files": args.files, "listed": listed, "build": figures(run)}
 
 
-def write_corpus(paths: list[str], size: int, place: Path) -> None:
+def write_file(paths: list[str], size: int, path: Path, first_copy: int) -> None:
+    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else open(path, "wb") as file:
+        write_text(paths, size, [file], first_copy)
+
+
+def write_corpus(paths: list[str], size: int, place: Path, workers: int) -> None:
     """`size` bytes: two fifths in one gzip file, the rest in files of FILE_BYTES."""
     place.mkdir()
-    with gzip.open(place / "large.gz", "wb", 6) as file:
-        write_text(paths, size * 2 // 5, [file], first_copy=1)
-    left, number = size * 3 // 5, 0
-    while left > 0:
-        with open(place / f"{number:04d}", "wb") as plain:
-            write_text(paths, min(left, FILE_BYTES), [plain], first_copy=1_000 + number)
-        left, number = left - FILE_BYTES, number + 1
+    sizes = {place / "large.gz": size * 2 // 5}
+    for number, done in enumerate(range(0, size * 3 // 5, FILE_BYTES)):
+        sizes[place / f"{number:04d}"] = min(size * 3 // 5 - done, FILE_BYTES)
+    with ProcessPoolExecutor(workers) as pool:
+        written = [
+            pool.submit(write_file, paths, of, path, 1 + 1_000 * i)
+            for i, (path, of) in enumerate(sizes.items())
+        ]
+        for one in written:
+            one.result()
 
 
 def corpus(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
     size, small = int(args.corpus * 1e9), int(args.corpus * 1e7)
+    duplicates = ["--dedup", "documents", *(["near"] if args.near else [])]
 
     def run(of: int) -> dict[str, Any]:
-        found = build([str(folder / str(of))], folder / "built", *extra, "--dedup", "documents", "near")
+        found = build([str(folder / str(of))], folder / "built", *extra, *duplicates)
         say(f"{of / 1e9:g} GB", found)
         return figures(found)
 
     for of in (small, size):
-        write_corpus(paths, of, folder / str(of))
+        write_corpus(paths, of, folder / str(of), args.workers)
         print(f"{of / 1e9:g} GB written", flush=True)
     before = [run(small) for _ in range(AROUND)]
     large = run(size)
@@ -202,7 +214,7 @@ def corpus(args: argparse.Namespace, paths: list[str], folder: Path, extra: list
     rate = statistics.median(each["mb_per_second"] for each in around)
     ratio = large["mb_per_second"] / rate
     print(f"{size / 1e9:g} GB at {ratio:.3f} of the rate of {small / 1e9:g} GB ({rate:.2f} MB/s, median)")
-    return {"large": large, "small": around, "large over small": ratio}
+    return {"near duplicates removed": args.near, "large": large, "small": around, "large over small": ratio}
 
 
 def main() -> None:
@@ -214,6 +226,9 @@ def main() -> None:
     parser.add_argument("--files", type=int, metavar="N", help="of 2 KB")
     parser.add_argument(
         "--corpus", type=float, metavar="GB", help="of text in many files, one of them a large gz"
+    )
+    parser.add_argument(
+        "--near", action="store_true", help="the corpus loses its near duplicates: most of it"
     )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"

@@ -117,7 +117,9 @@ def test_documents_without_words_fail_counts_alone() -> None:
         assert reasons(["", "A b cc."], Rules(**{name: 1})) == [name.replace("_", "-"), ""]
     none = batch_of([])
     assert len(quality.judge(none, Rules.preset("gopher"))) == 0
-    assert len(quality.document_hashes(none, 0)) == 0 and len(quality.describe([], np.zeros(0, np.uint8))) == 0
+    assert (
+        len(quality.document_hashes(none, 0)) == 0 and len(quality.describe([], np.zeros(0, np.uint8))) == 0
+    )
 
 
 def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
