@@ -100,7 +100,7 @@ def paragraphs(
             counts["markup tags"] += tags
     if keep_whitespace:
         return KEPT_EDGE.split(" " + text) if text.strip(BLANKS) else [""]
-    if glued and not text.isascii():
+    if glued:
         text = _part_sentences(text, counts)
     if not markup and is_hard_wrapped(text):
         return BLANK_LINES.split(text)

@@ -9,9 +9,12 @@ def test_bytes_become_text_with_controls_removed_and_nuls_counted():
     assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", 2, 1, False)
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")
+    assert error.value.start == 5
+
+
+def test_texts_that_may_hold_marks_of_other_scripts_are_told_by_their_bytes():
     assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode()).glued
     assert all(clean.decode(f"ab{mark}".encode()).glued for mark in clean.GLUED)
-    assert error.value.start == 5
 
 
 def test_hard_wrapped_lines_are_rejoined_and_others_are_paragraphs():
