@@ -10,6 +10,7 @@ known by its track, its recipe's digest and the dataset: the same command adds t
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import statistics
@@ -25,14 +26,30 @@ Entry = dict[str, Any]
 
 
 class Records:
-    """The file, and entries of it; `write` after each change."""
+    """The file, and entries of it; `write` after each change. Several commands may add to one file at the same time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: list[Entry] = json.loads(path.read_text())["entries"] if path.is_file() else []
+        self.entries: list[Entry] = self._on_disk()
+
+    def _on_disk(self) -> list[Entry]:
+        return json.loads(self.path.read_text())["entries"] if self.path.is_file() else []
 
     def write(self) -> None:
-        hardware.write_json(self.path, {"entries": self.entries})
+        """Write the entries, and what others have added to the file since it was read."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            for theirs in self._on_disk():
+                ours = next((entry for entry in self.entries if _known_by(entry) == _known_by(theirs)), None)
+                if ours is None:
+                    self.entries.append(theirs)
+                else:
+                    ours["seeds"] = theirs["seeds"] | ours["seeds"]
+            hardware.write_json(self.path, {"entries": self.entries})
+        finally:
+            os.close(folder)
 
     def entry(self, track: Track, recipe: Recipe, data: dict[str, str]) -> Entry:
         """The entry of a recipe on a track, made where it is not there.
@@ -46,7 +63,7 @@ class Records:
                     f"{self.path}: its entries were scored on other held-out documents than those of this --text; "
                     "name another --json"
                 )
-            if (entry["track"], entry["digest"], entry["data"]) == known:
+            if _known_by(entry) == known:
                 return entry
         entry = {"track": track.name, "recipe": recipe.name, "digest": recipe.digest}
         entry |= {"about": recipe.about, "change": recipe.change, "system": recipe.system}
@@ -59,6 +76,10 @@ class Records:
         """Entries of a track with a result, the best first."""
         found = [entry for entry in self.entries if entry["track"] == track and entry["seeds"]]
         return sorted(found, key=lambda entry: mean(entry, "bits"))
+
+
+def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
+    return entry["track"], entry["digest"], entry["data"]
 
 
 def vocabulary_name(recipe: Recipe) -> str:

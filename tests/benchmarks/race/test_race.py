@@ -170,3 +170,20 @@ def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> Non
     pytest.importorskip("matplotlib")
     picture.plot(entries, "5m-tokens", tmp_path / "plot.svg")
     assert "million real tokens" in (tmp_path / "plot.svg").read_text()
+
+
+def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
+    track, path = tracks.track_of("5m-tokens"), tmp_path / "new" / "records.json"
+    both, own = Recipe("both", about="both"), Recipe("own", about="own", keys={"optimizer.lr": 0.1})
+    one, other = Records(path), Records(path)
+    one.entry(track, both, DATA)["seeds"]["42"] = result(2.0, "2026-11-01T00:00:00+00:00")
+    one.write()
+    other.entry(track, both, DATA)["seeds"]["43"] = result(2.1, "2026-11-01T00:00:01+00:00")
+    other.entry(track, own, DATA)["seeds"]["42"] = result(1.9, "2026-11-01T00:00:02+00:00")
+    other.write()
+    one.entry(track, both, DATA)["seeds"]["44"] = result(2.2, "2026-11-01T00:00:03+00:00")
+    one.write()
+    assert [(e["recipe"], sorted(e["seeds"])) for e in Records(path).of("5m-tokens")] == [
+        ("own", ["42"]),
+        ("both", ["42", "43", "44"]),
+    ]
