@@ -5,6 +5,7 @@ A stage is a map over items of work that depend on nothing but the stages before
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Sequence
@@ -158,20 +159,19 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
 
     datasets = []
     for seq_len, place in output_folder.folders(folder, options.seq_lens).items():
-        draws = sequences.train_draws(kept, seq_len)
-        train = stages.map(f"pairs {seq_len}", sequences.draw, job, draws)
         groups = sequences.held_groups(kept, held_out.tokens, seq_len)
-        held = stages.map(f"held out {seq_len}", sequences.draw, job, groups)
+        draws = sequences.train_draws(kept, seq_len)
+        drawn = stages.map(f"pairs {seq_len}", sequences.draw, job, [*groups, *draws])
         if seq_len == options.seq_lens[-1]:
             for stage in (documents, *compared):
-                stages.journal.consume(stage, train, held)
-        pair_checks.check(total(train.results), seq_len, allow)
+                stages.journal.consume(stage, drawn)
+        pair_checks.check(total(drawn.results[len(groups) :]), seq_len, allow)
         listed = options.listed(trained)
         if any(done.counts[clean.BY_SCRIPT] for done in documents.results):
             listed["text_rules"] = TEXT_RULES
         if unpacked or documents_by_later_rules(tasks, documents):
             listed["reading_version"] = output_folder.READING_VERSION
-        datasets.append(_dataset(stages, job, seq_len, train, held, tokenizer, place, listed))
+        datasets.append(_dataset(stages, job, seq_len, drawn, len(groups), tokenizer, place, listed))
     contaminated = job.path(output_folder.CONTAMINATED) if options.decontaminate else None
     return Made(tokenizer, tasks, documents, datasets, contaminated)
 
@@ -203,7 +203,9 @@ def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | N
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
         write_whole(Path(job.path(name)), data)  # other jobs may be reading it
-    return Tokenizer.load(job.path(given.file_name))
+    same = copy.copy(given)
+    same.path = Path(job.path(given.file_name))
+    return same
 
 
 def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[Stage], str]:
@@ -282,26 +284,28 @@ def _dataset(
     stages: Stages,
     job: Job,
     seq_len: int,
-    train: Stage,
-    held: Stage,
+    drawn: Stage,
+    held_runs: int,
     tokenizer: Tokenizer,
     folder: Path,
     listed: dict[str, Any],
 ) -> WrittenDataset:
-    """Shuffle and write what the stages `train` and `held` drew; `listed` are the options as manifests list them."""
-    train_drawn, held_drawn = total(train.results), total(held.results)
+    """Shuffle and write what the stage `drawn` drew, the first `held_runs` of it held out; `listed` are the options as
+    manifests list them."""
+    held, train = drawn.results[:held_runs], drawn.results[held_runs:]
+    held_drawn, train_drawn = total(held), total(train)
     lengths = train_drawn.histograms["tokens of a sequence"]
     slots = job.options.max_sequences or shuffle.choose_slots(lengths, seq_len)
     dtype, name = work_files.id_dtype(tokenizer).name, tokenizer.path.name
     held_folder, held_entry, manifests = folder / output_folder.HELD_OUT, None, []
     if held_drawn.counts["sequences"]:
-        part = shuffle.Part("heldout", seq_len, slots, len(held.results), dtype, str(held_folder))
-        entries = _shuffle_and_write(stages, job, held, part)
+        part = shuffle.Part("heldout", seq_len, slots, len(held), dtype, str(held_folder))
+        entries = _shuffle_and_write(stages, job, held_drawn.counts["tokens"], part, None)
         manifest = write.manifest(part, entries, held_drawn, tokenizer, f"../{name}", listed, None)
         manifests.append((held_folder, manifest))
         held_entry = {"path": output_folder.HELD_OUT, "rows": manifest["rows"]}
-    part = shuffle.Part("train", seq_len, slots, len(train.results), dtype, str(folder))
-    entries = _shuffle_and_write(stages, job, train, part)
+    part = shuffle.Part("train", seq_len, slots, len(train), dtype, str(folder))
+    entries = _shuffle_and_write(stages, job, train_drawn.counts["tokens"], part, drawn)
     manifest = write.manifest(part, entries, train_drawn, tokenizer, name, listed, held_entry)
     manifests.append((folder, manifest))
     return WrittenDataset(
@@ -309,18 +313,25 @@ def _dataset(
     )
 
 
-def _shuffle_and_write(stages: Stages, job: Job, drawn: Stage, part: shuffle.Part) -> list[dict[str, Any]]:
-    """Pack and shuffle the sequences of the stage `drawn` and write them. Returns the entries of the shards."""
+def _shuffle_and_write(
+    stages: Stages, job: Job, tokens: int, part: shuffle.Part, drawn: Stage | None
+) -> list[dict[str, Any]]:
+    """Pack and shuffle the sequences of a part, which are so many tokens, and write them. Returns the entries of the shards.
+
+    `drawn` is the stage that drew them, where nothing else is left to be made of it.
+    """
     Path(part.folder).mkdir(parents=True, exist_ok=True)
-    tokens = total(drawn.results).counts["tokens"]
     shard_tokens = job.options.rows_per_shard * part.seq_len
+    used = [] if drawn is None else [drawn]
     if groups := shuffle.merges(part, tokens, len(shuffle.buckets(part, tokens, shard_tokens))):
         merged = stages.map(f"merge {part.stem}", shuffle.merge, job, groups)
-        stages.journal.consume(drawn, merged)
-        drawn, part = merged, replace(part, runs=len(groups), merged=True)
+        for stage in used:
+            stages.journal.consume(stage, merged)
+        used, part = [merged], replace(part, runs=len(groups), merged=True)
     buckets = shuffle.buckets(part, tokens, shard_tokens)
     packed = stages.map(f"shuffle {part.stem}", shuffle.process_bucket, job, buckets, unit="bucket")
-    stages.journal.consume(drawn, packed)
+    for stage in used:
+        stages.journal.consume(stage, packed)
     rows = [done.counts["rows"] for done in packed.results]
     plans = write.plan_shards(part, rows, job.options.rows_per_shard)
     written = stages.map(f"write {part.stem}", write.process_shard, job, plans, unit="shard")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.common.errors import BadInput
+from data_prep.common.segments import sums
 from megabert.common.atomic_io import sha256_of
 from megabert.common.hash_mixer import GOLDEN64, mix64
 
@@ -29,20 +30,6 @@ def of_file(path: str, option: str) -> str:
         return sha256_of(Path(path))
     except OSError as error:
         raise BadInput(f"{option} {path}: can't be read: {error.strerror}") from None
-
-
-def sums(values: np.ndarray, edges: np.ndarray, dtype: type = np.int64) -> np.ndarray:
-    """Sum of `values` [w] in each of the segments [edges[i], edges[i + 1]), which together are all of it."""
-    found: np.ndarray = np.zeros(len(edges) - 1, dtype)
-    full = edges[1:] > edges[:-1]
-    if full.any():
-        found[full] = np.add.reduceat(values, edges[:-1][full], dtype=dtype)
-    return found
-
-
-def counts(places: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """int64 [n]: how many of the ascending `places` lie in each range between two of `edges` [n + 1]."""
-    return np.diff(np.searchsorted(places, edges))
 
 
 def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:

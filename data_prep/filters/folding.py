@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from data_prep.common.hashing import sums
+from data_prep.common.segments import sums
 from megabert.common.hash_mixer import mix64
 
 # Of a word: the polynomial of its letters, their number, and whether it ends in a full stop of any kind, an abbreviation's too.

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from data_prep.common import hashing
-from data_prep.common.hashing import sums
+from data_prep.common import hashing, segments
+from data_prep.common.segments import sums
 from data_prep.filters import phrases, repetition
 from data_prep.filters.rules import LINE_RULES, REASONS, SHORT_LINE, Rules
 from megabert.common.hash_mixer import mix64
@@ -59,11 +59,8 @@ def describe(words: list[str], ends: np.ndarray) -> np.ndarray:
 
 def _describe(words: list[str], can_end: np.ndarray) -> np.ndarray:
     facts = np.zeros(len(words), FACTS)
-    # A lone surrogate half, which JSON can spell, has no UTF-8 form.
-    joined = np.frombuffer("\0".join([*words, ""]).encode("utf-8", "surrogatepass"), np.uint8)
-    ends = np.flatnonzero(joined == 0)
-    assert len(ends) == len(words), "a word holds a NUL"
-    edges = np.concatenate([[0], ends + 1])
+    joined, edges = segments.of_words(words)
+    ends = edges[1:] - 1  # where the NULs are
     begins = edges[:-1]
     facts["hash"] = hashing.of_runs(joined, edges)
     facts["characters"] = sums((joined & 0xC0) != 0x80, edges) - 1  # UTF-8's continuation bytes and the NUL

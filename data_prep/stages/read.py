@@ -22,16 +22,18 @@ from data_prep.readers.tasks import Task, read_piece
 from data_prep.stages import decontaminate, url_list
 from data_prep.text import clean, masking, minhash
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
+from data_prep.tokens.shared_words import SharedWords
 from megabert.data.tokenizer import Tokenizer
 
 UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
 CHARACTERS_AT_ONCE = 3 << 19  # encoded together: about 260,000 words
 
-_encoders: dict[tuple[str, str, str, bool], tuple[Tokenizer, WordEncoder]] = {}
+_encoders: dict[tuple[str, str, str, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
-def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
-    """The tokenizer and its word cache, kept for the life of the process; every build in a folder has the same path of it."""
+def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder, SharedWords]:
+    """The tokenizer, its word cache and those of other workers, kept for the life of the process; every build in a folder
+    has the same path of it."""
     form = job.options.normalization
     folded = bool(job.options.decontaminate) or job.folds()
     key = (job.tokenizer, job.tokenizer_sha256, form, folded)
@@ -39,7 +41,8 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder]:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
         encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, folded)
-        _encoders[key] = (tokenizer, encoder)
+        of_options = hashing.of_bytes(repr((*key[1:], job.text_rules)).encode())
+        _encoders[key] = (tokenizer, encoder, SharedWords(job.work, f"{of_options:016x}"))
     return _encoders[key]
 
 
@@ -94,7 +97,11 @@ def read_task(job: Job, task: Task) -> Done:
 
 def _read_task(job: Job, task: Task) -> Done:
     done, problems = Done(size=task.size), Problems(job.on_error)
-    encoder = encoder_of(job)[1]
+    _, encoder, shared = encoder_of(job)
+    before = time.perf_counter()
+    for words in shared.take():
+        encoder.take_over(words)
+    done.seconds["encode"] += time.perf_counter() - before
     with _TaskFiles(job, task, done) as out:
         pending: list[Text] = []
         clock = time.perf_counter
@@ -108,6 +115,10 @@ def _read_task(job: Job, task: Task) -> Done:
                 pending = []
         if pending:
             out.add(_encode(encoder, done), pending)
+    before = time.perf_counter()
+    if learnt := encoder.learnt():
+        shared.give(task.index, learnt)
+    done.seconds["encode"] += time.perf_counter() - before
     done.problems = problems.counts
     done.counts += problems.noted
     for reason, documents in problems.dropped.items():

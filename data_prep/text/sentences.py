@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_prep.common.hashing import counts
+from data_prep.common import segments
+from data_prep.common.segments import counts
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
 FOREIGN, CAPITAL = 32, 64  # of a start: the word has other than Latin letters; it begins with a capital
@@ -151,6 +152,7 @@ ABBREVIATIONS = frozenset(
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
 LAST = frozenset(TERMINALS + CLOSERS)
 SCRIPT_LAST = SCRIPT_TERMINALS | frozenset(CLOSERS + WIDE_CLOSERS + ":;\u1361")
+_MAY_END = np.array([byte >= 0x80 or chr(byte) in LAST | SCRIPT_LAST for byte in range(256)])  # last bytes
 
 
 def can_end(word: str) -> bool:
@@ -206,27 +208,43 @@ def _is_phrase_letter(character: str) -> bool:
 
 def ends(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of ends after each word."""
-    found = [PLAIN | CASELESS | LOWER if word[-1:] in LAST and can_end(word) else 0 for word in words]
-    for i in [i for i, word in enumerate(words) if not word.isascii()]:
-        last = words[i][-1]
-        if last in SCRIPT_LAST or last >= "\u0e01":
-            found[i] |= _script_end(words[i])
-    return np.array(found, np.uint8)
+    text, edges = segments.of_words(words)
+    found = np.zeros(len(words), np.uint8)
+    may = np.flatnonzero(
+        _MAY_END[text[edges[1:] - 2]]
+    )  # by the last byte, which is a NUL's where a word is empty
+    found[may] = [_end(words[i]) for i in may.tolist()]
+    return found
+
+
+def _end(word: str) -> int:
+    found = PLAIN | CASELESS | LOWER if can_end(word) else 0
+    last = word[-1]
+    if not word.isascii() and (last in SCRIPT_LAST or last >= "\u0e01"):
+        found |= _script_end(word)
+    return found
 
 
 def starts(words: list[str]) -> np.ndarray:
-    """uint8 [w]: the kinds of starts before each word, FOREIGN and CAPITAL; its first letter tells those of an ASCII one."""
-    firsts = [word.lstrip(OPENERS)[:1] for word in words]
-    told = {first: _start(first) for first in set(firsts) if first.isalnum()}
-    found = [
-        told[first] if first in told and word.isascii() else _start(word)
-        for word, first in zip(words, firsts, strict=True)
-    ]
-    return np.array(found, np.uint8)
+    """uint8 [w]: the kinds of starts before each word, FOREIGN and CAPITAL."""
+    text, edges = segments.of_words(words)
+    first = text[edges[:-1]]
+    found = _START_OF_BYTE[first]
+    ascii_alone = np.bitwise_or.reduceat(text, edges[:-1]) < 0x80
+    others = np.flatnonzero(~(ascii_alone & _IS_ALPHANUMERIC[first]))
+    found[others] = [_start(words[i]) for i in others.tolist()]
+    return found
 
 
 def _start(word: str) -> int:
     first = word.lstrip(OPENERS)[:1]
+    if word.isascii() and first.isalnum():
+        return int(_START_OF_BYTE[ord(first)])
+    return _kinds_of_start(word, first)
+
+
+def _kinds_of_start(word: str, first: str) -> int:
+    """The kinds of starts before a word whose first character, openers aside, is `first`."""
     found = PLAIN if can_start(word) else 0
     if any(map(str.isalnum, word)):
         found |= SCRIPT
@@ -246,6 +264,13 @@ def _start(word: str) -> int:
 def _is_foreign(character: str) -> bool:
     """Of another script than Latin; Latin letters, their accents, dashes, quotation marks and symbols are not."""
     return "\u0370" <= character < "\u1e00" or "\u2e80" <= character < "\ufb00"
+
+
+# What the first letter or digit tells of a word of ASCII alone.
+_IS_ALPHANUMERIC = np.array([byte < 0x80 and chr(byte).isalnum() for byte in range(256)])
+_START_OF_BYTE = np.array(
+    [_kinds_of_start(chr(byte), chr(byte)) if _IS_ALPHANUMERIC[byte] else 0 for byte in range(256)], np.uint8
+)
 
 
 def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:

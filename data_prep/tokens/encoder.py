@@ -10,33 +10,24 @@ the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.common.errors import BadInput
-from data_prep.common.hashing import counts, sums
 from data_prep.common.lexicon import Lexicon, word_hashes
+from data_prep.common.segments import counts, sums
 from data_prep.filters import quality
 from data_prep.filters.folding import FOLDED, fold
 from data_prep.text import clean, sentences
+from data_prep.tokens.shared_words import WORD, Words
 from megabert.data.tokenizer import Tokenizer
 
 MAX_WORDS = 2_000_000  # distinct words kept, about 150 MB
 MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbers
 MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
-WORD = np.dtype(
-    [
-        ("facts", quality.FACTS),
-        ("start", "<i4"),
-        ("length", "<i4"),
-        ("ends", "u1"),  # kinds, as of text.sentences
-        ("starts", "u1"),
-    ],
-    align=True,
-)
 
 
 @dataclass
@@ -176,6 +167,7 @@ class WordEncoder:
         self._used = 0
         self._table = np.zeros(1 << 14, WORD)
         self._letters = np.zeros(0, FOLDED)
+        self._learnt: list[Words] = []
 
     def _reset_documents(self) -> None:
         self._paragraphs: list[str] = []  # of all documents that wait
@@ -203,7 +195,9 @@ class WordEncoder:
         numbers[full], new = self._lexicon.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            self._take_in(distinct.take(pa.array(new)))
+            learnt = self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
+            self._put(learnt)
+            self._learnt.append(learnt)
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -213,18 +207,28 @@ class WordEncoder:
             here = here[~empty]
         return here, edges
 
-    def _take_in(self, words: pa.StringArray) -> None:
-        """Put words met for the first time, the last that the lexicon numbered, into the tables."""
-        rows, tokens, letters = self._learn(words.to_pylist())
-        rows["start"] = self._place(tokens, rows["length"])
-        last = self._lexicon.size
+    def _put(self, words: Words) -> None:
+        """Put words into the tables, the last ones that the lexicon numbered."""
+        first, last = self._lexicon.size - len(words.rows), self._lexicon.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-        self._table[last - len(rows) : last] = rows
-        if self.folded:
+        self._table[first:last] = words.rows
+        self._table["start"][first:last] = self._place(words.tokens, words.rows["length"])
+        if words.letters is not None:
             if len(self._letters) < len(self._table):
                 self._letters = np.resize(self._letters, len(self._table))
-            self._letters[last - len(rows) : last] = letters
+            self._letters[first:last] = words.letters
+
+    def take_over(self, words: Words) -> None:
+        """Take words that another encoder with the same options has learnt, as long as the cache is not half full."""
+        if self._lexicon.size + len(words.hashes) <= MAX_WORDS // 2:
+            new = self._lexicon.numbers(words.hashes)[1]
+            self._put(words.select(new))
+
+    def learnt(self) -> Words | None:
+        """The words learnt since the last call."""
+        found, self._learnt = self._learnt, []
+        return Words.join(found) if found else None
 
     def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Append the tokens of words of these lengths. Returns where each word starts."""
@@ -234,38 +238,29 @@ class WordEncoder:
         self._used += len(tokens)
         return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
-    def _learn(self, new: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Encode words: WORD [w] but for start, their tokens, and FOLDED [w] where that is asked for."""
-        clean_word, form = clean.clean_word, self.form
-        if self.tokenizer.keeps_whitespace:
-            return self._learn_kept(new)
-        cut = new if max(map(len, new)) <= MAX_WORD else [w[:MAX_WORD] for w in new]
-        plain = [w if w.isascii() and "&" not in w else clean_word(w, form) for w in cut]
-        encoded = self.tokenizer.encode_batch(plain)
-        for i in [i for i, w in enumerate(new) if len(w) > MAX_WORD] if cut is not new else ():
-            pieces = [clean_word(new[i][k : k + MAX_WORD], form) for k in range(0, len(new[i]), MAX_WORD)]
-            encoded[i] = [token for piece in self.tokenizer.encode_batch(pieces) for token in piece]
-            plain[i] = "".join(pieces)
-        return self._described(plain, encoded)
-
-    def _learn_kept(self, new: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """As `_learn`, of words with the blanks around them."""
-        parts = [[word[k : k + MAX_WORD] for k in range(0, len(word), MAX_WORD)] for word in new]
-        encoded = iter(self.tokenizer.encode_chunks(list(chain.from_iterable(parts))))
-        ids = [[token for _ in its for token in next(encoded)] for its in parts]
-        return self._described([word.strip(clean.BLANKS) for word in new], ids)
-
-    def _described(
-        self, plain: list[str], encoded: list[list[int]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """What `_learn` returns, of words as filters see them and their tokens."""
+    def _learn(self, hashes: np.ndarray, new: list[str]) -> Words:
+        """Encode words met for the first time."""
+        parts, edges = new, np.arange(len(new) + 1)
+        if max(map(len, new)) > MAX_WORD:
+            parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
+            edges = np.append(0, np.cumsum([-(-len(word) // MAX_WORD) for word in new]))
+        if self.tokenizer.keeps_whitespace:  # the blanks around a word are part of it
+            encoded = self.tokenizer.encode_chunks(parts)
+            plain = [word.strip(clean.BLANKS) for word in new]
+        else:
+            form = self.form
+            plain = [w if w.isascii() and "&" not in w else clean.clean_word(w, form) for w in parts]
+            encoded = self.tokenizer.encode_batch(plain)
+            if parts is not new:
+                plain = ["".join(plain[first:end]) for first, end in pairwise(edges.tolist())]
+        lengths = np.fromiter(map(len, encoded), np.int32, len(parts))
+        tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(lengths.sum()))
         ends = sentences.ends(plain)
         rows = np.zeros(len(plain), WORD)
-        rows["length"] = np.fromiter(map(len, encoded), np.int32, len(plain))
+        rows["length"] = sums(lengths, edges)
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
         rows["facts"] = quality.describe(plain, ends)
-        tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(rows["length"].sum()))
-        return rows, tokens, fold(plain) if self.folded else None
+        return Words(hashes, rows, tokens, fold(plain) if self.folded else None)
 
     def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""

@@ -60,6 +60,7 @@ class Tokenizer:
     file_name: str
     keeps_whitespace = False  # whether runs of spaces, tabs and line feeds decode to what they were
     processor: Any
+    proto: Any  # the protocol buffer of a SentencePiece model
     data: bytes
 
     def __init__(
@@ -203,7 +204,7 @@ class _SentencePiece(Tokenizer):
     kind, file_name = "sentencepiece", "tokenizer.model"
 
     @functools.cached_property
-    def _proto(self) -> Any:
+    def proto(self) -> Any:
         from sentencepiece import sentencepiece_model_pb2
 
         messages: Any = sentencepiece_model_pb2
@@ -212,14 +213,14 @@ class _SentencePiece(Tokenizer):
     @functools.cached_property
     def _takes_text_as_it_is(self) -> bool:
         """Whether the model was trained on text of which nothing was changed."""
-        return bool(self._proto.normalizer_spec.name == "identity")
+        return bool(self.proto.normalizer_spec.name == "identity")
 
     def _keeps_whitespace(self) -> bool:
         """Whether the model's flags and its pieces for line feed and tab say so; trained with --keep-whitespace."""
         ids = [self.processor.piece_to_id(piece) for piece in KEPT_BLANKS]
         if self.unk_id in ids:
             return False
-        spec, pieces = self._proto.normalizer_spec, self._proto.pieces
+        spec, pieces = self.proto.normalizer_spec, self.proto.pieces
         symbols = all(pieces[i].type == USER_DEFINED for i in ids)
         return bool(
             symbols

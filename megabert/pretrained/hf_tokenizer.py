@@ -108,22 +108,15 @@ def _from_wordpiece(tokenizer: Tokenizer) -> Any:
     return built
 
 
-def _proto(tokenizer: Tokenizer) -> Any:
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2
-    return messages.ModelProto.FromString(tokenizer.processor.serialized_model_proto())
-
-
 def _controls(tokenizer: Tokenizer) -> list[str]:
-    return [piece.piece for piece in _proto(tokenizer).pieces if piece.type == CONTROL]
+    return [piece.piece for piece in tokenizer.proto.pieces if piece.type == CONTROL]
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     import tokenizers
     from tokenizers import decoders, normalizers, pre_tokenizers
 
-    proto = _proto(tokenizer)
+    proto = tokenizer.proto
     _refuse_unknown(tokenizer, proto)
     built = tokenizers.Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto))
     rules, spec = _character_rules(proto), proto.normalizer_spec

@@ -52,9 +52,3 @@ def test_hashes_are_uniform_in_every_byte() -> None:
         counts = [np.bincount(hashes.view(np.uint8)[byte::8], minlength=256) for byte in range(8)]
         chi = [float(((c - 256) ** 2 / 256).sum()) for c in counts]
         assert all(abs(x - 255) < 6 * (2 * 255) ** 0.5 for x in chi), chi
-
-
-def test_sums_of_empty_segments_are_zero() -> None:
-    values = np.array([1, 2, 4, 8], np.uint8)
-    assert hashing.sums(values, np.array([0, 0, 1, 1, 4, 4])).tolist() == [0, 1, 0, 14, 0]
-    assert hashing.sums(values[:0], np.array([0, 0, 0])).tolist() == [0, 0]

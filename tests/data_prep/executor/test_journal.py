@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
@@ -94,13 +95,29 @@ def test_other_items_or_options_are_done_again_with_all_that_follows(job):
     assert run(again, (1, 2, 4)) == ([2, 5, 17], [])
 
 
-def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path):
+def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "SWEPT", 0)
+    on_disk = []
+    monkeypatch.setattr(journal_module, "sync", lambda path: on_disk.append((path.name, squares_left())))
+
+    def squares_left():
+        return len(list(tmp_path.glob("square-*")))
+
     assert run(job, consume=True)[0] == [2, 5, 10]
     assert not list(tmp_path.glob("square-*")) and len(list(tmp_path.glob("sum-*"))) == 3
     assert run(job, consume=True) == ([2, 5, 10], [])
+    # What was made of them was on the disk before, and so were its records.
+    names = [*(f"sum-{i}" for i in (1, 2, 3)), *(f"{i:07d}.json" for i in range(3)), "sums"]
+    assert sorted(on_disk[: len(names)]) == sorted((name, 3) for name in names)
 
 
-def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path):
+def test_files_of_a_small_stage_stay(job, tmp_path):
+    assert run(job, consume=True)[0] == [2, 5, 10]
+    assert len(list(tmp_path.glob("square-*"))) == 3 and run(job, consume=True) == ([2, 5, 10], [])
+
+
+def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "SWEPT", 0)
     journal = Journal(Path(job.work), Pool(1))
     squares = journal.map("squares", square, job, [1], lambda done: None)
     (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
