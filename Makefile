@@ -40,7 +40,7 @@ docs: venv
 	@echo "build/docs/index.html"
 
 test: lint
-	$(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: venv
 	$(RUN_IN) python -m pytest -q -m "slow or soak" $(PYTEST_ARGS)

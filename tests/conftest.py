@@ -25,6 +25,17 @@ def messages() -> None:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Operations work on two threads, whatever OMP_NUM_THREADS says: `make test` gives each of its processes one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def own_signals() -> Iterator[None]:
     """What the test makes of the signals that stop a run ends with it."""
     from megabert.distributed.preemption import SIGNALS

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from data_prep import pipeline
+from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal
 from data_prep.executor.pool import Pool
@@ -35,6 +36,7 @@ def opened(monkeypatch):
 
 def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, opened):
     monkeypatch.setattr(dedup, "RANGE_RECORDS", 1024)
+    monkeypatch.setattr(journal_module, "SWEPT", 0)
     rng = np.random.default_rng(1)
     keys = rng.integers(0, 1 << 64, TASKS * RECORDS, np.uint64)
     copied = rng.choice(len(keys), 2_000, replace=False)

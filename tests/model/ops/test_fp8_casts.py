@@ -13,7 +13,7 @@ from torch import Tensor
 from megabert.model.ops import fp8
 from tests.model.ops.oracle import error, needs_library, normal
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("two_threads")]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE, STREAM, EPS = 4.0, 3, 1e-5
 PLACES = [

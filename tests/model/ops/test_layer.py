@@ -141,11 +141,14 @@ def test_empty_batch() -> None:
 def test_the_number_of_threads_changes_no_bit() -> None:
     before = torch.get_num_threads()
     results = []
+    # of more than 512 rows of this width a thread gets a part
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        leaves = [t.bfloat16().requires_grad_() for t in norm_inputs((300, 64))]
+        leaves = [t.bfloat16().requires_grad_() for t in norm_inputs((3000, 64))]
         y, z = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native")
-        g = ops.bias_gelu(y, leaves[1], "native")
+        g = ops.dropout(
+            ops.bias_gelu(y, leaves[1], "native"), 0.1, torch.tensor([SEED]), STREAM + 1, "native"
+        )
         (g.float().square().sum() + z.float().sum()).backward()
         results.append([g, *(t.grad for t in leaves)])
     torch.set_num_threads(before)

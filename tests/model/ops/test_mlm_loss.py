@@ -14,7 +14,7 @@ from megabert.model import ops
 from megabert.model.ops import reference
 from tests.model.ops.oracle import DTYPES, check, needs_library, normal
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("two_threads")]
 
 
 def problem(count: int, width: int, vocab: int, entries: int) -> tuple[list[Tensor], Tensor]:
