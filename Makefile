@@ -39,6 +39,7 @@ docs: venv
 	$(RUN_IN) python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
 
+# One thread a process: two would wait for each other on cores that other processes take.
 test: lint
 	OMP_NUM_THREADS=1 $(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
