@@ -53,14 +53,16 @@ def measured(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
         return max(rates, default=None)
 
     def over(role: str) -> float | None:
-        """Milliseconds of the best other candidate at 128 over ours."""
+        """Milliseconds of the best other candidate at 128, with dropout where it has any, over ours."""
+        dropout = 0.0 if role in plan.WITHOUT_DROPOUT else 0.1
         rows = [
             v
             for k, v in done.items()
-            if k.startswith(f"operations/{role} ") and v["seq_len"] == 128 and v["dropout"] > 0
+            if k.startswith(f"operations/{role} ") and v["seq_len"] == 128 and v["dropout"] == dropout
         ]
-        ours = [v["ms"] for v in rows if v["name"] == "native"]
-        others = [v["ms"] for v in rows if v["name"] not in ("native", "fused_softmax")]
+        own = plan.OURS[role]
+        ours = [v["ms"] for v in rows if v["name"] == own]
+        others = [v["ms"] for v in rows if v["name"] not in (own, "fused_softmax")]
         return min(others) / ours[0] if ours and others else None
 
     def ratio(a: float | None, b: float | None) -> float | None:
@@ -87,6 +89,7 @@ def measured(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
         "rows_128": bf16, "rows_512": best(512, precision="bf16"),
         "fp8_ratio_128": fp8[128], "fp8_ratio_512": fp8[512],
         "attention_ratio_128": over("attention"), "layer_ratio_128": over("layer"),
+        "feed_forward_ratio": over("feed_forward"),
     }  # fmt: skip
 
 

@@ -19,8 +19,11 @@ PARTS = {
 CANDIDATES = {
     "attention": ("sdpa", "varlen", "cudnn", "native", "fused_softmax"),
     "layer": ("torch", "native", "compiled", "apex"),
+    "feed_forward": ("torch", "triton"),
     "mlm_loss": ("torch", "native"),
 }
+OURS = {"attention": "native", "mlm_loss": "native", "layer": "native", "feed_forward": "triton"}
+WITHOUT_DROPOUT = ("mlm_loss", "feed_forward")
 LENGTHS = {128: 128, 512: 32}  # row length -> rows of the paper's 16,384 tokens
 TOKENS = 16384
 
@@ -74,8 +77,8 @@ def operations(o: Options) -> list[Item]:
         for seq_len in o.data:
             rows = 2 if o.small else LENGTHS[seq_len]
             for role, names in CANDIDATES.items():
-                if (role == "mlm_loss" and dropout) or (role != "attention" and seq_len != min(o.data)):
-                    continue  # the loss has no dropout; only attention depends on how long the rows are
+                if (role in WITHOUT_DROPOUT and dropout) or (role != "attention" and seq_len != min(o.data)):
+                    continue  # only attention depends on how long the rows are
                 for name in names:
                     given = {
                         **o.both(),

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.common.measure import quantiles, synchronise
 from benchmarks.gpu.library import healthy
+from benchmarks.gpu.plan import OURS, WITHOUT_DROPOUT
 from benchmarks.gpu.runner import Absent, Journal
 from megabert import config as configuration
 from megabert.common.malloc import keep_freed_memory
@@ -45,11 +46,6 @@ WARM_UP = 3
 TRAINER = "trainer's step under DeepSpeed"
 FP8_CASTS = "operations/fp8 casts"  # the item that tests them
 GRAPHS = 16  # of the compiled layer: two row lengths, the last layer's own, numbers of sequences that differ
-KERNEL = {
-    "attention": "attention",
-    "mlm_loss": "mlm_loss",
-    "layer": "bias_gelu",
-}  # that shows whether a role is native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,29 +149,28 @@ def chosen(setup: Setup, device: str, seq_len: int, journal: str) -> tuple[dict[
     results = Journal(Path(journal)).results()
     rows = [r | {"key": key} for key, r in results.items() if key.startswith("operations/")]
     found, notes = {}, {}
-    for role, kernel in KERNEL.items():
+    for role, own in OURS.items():
         usual = {"attention": "varlen" if device == "cuda" else "sdpa"}.get(role, "torch")
         of_role = [r for r in rows if r["key"].split("/")[1].split(" ")[0] == role]
-        failed = next(
-            (r for r in of_role if r["key"].split(" ")[1] == "native" and r["state"] == "failed"), None
-        )
-        native = "native" if ops.has_kernel(kernel, device) and not failed else usual
+        failed = next((r for r in of_role if r["key"].split(" ")[1] == own and r["state"] == "failed"), None)
+        obstacle = ops.obstacles(role, device, torch.bfloat16)[own]
+        ours = usual if obstacle or failed else own
         if setup.backends == "torch":
             found[role] = usual
             continue
         if failed:
             notes[role] = f"{failed['key']} failed: {failed.get('reason', '')[:200]}"
-        elif native != "native":
-            notes[role] = ops.MISSING or f"the native library has no {device} code for it"
+        elif obstacle:
+            notes[role] = obstacle
         timed = [
             r["value"]
             for r in of_role
             if r["state"] == "done"
-            and r["value"]["dropout"] == (setup.dropout if role != "mlm_loss" else 0.0)
+            and r["value"]["dropout"] == (0.0 if role in WITHOUT_DROPOUT else setup.dropout)
             and (r["value"]["seq_len"] == seq_len or role != "attention")  # the others work token by token
         ]
         fastest = min(timed, key=lambda value: value["ms"], default=None)
-        found[role] = fastest["name"] if fastest and setup.backends == "best" else native
+        found[role] = fastest["name"] if fastest and setup.backends == "best" else ours
     return found, notes
 
 

@@ -234,6 +234,10 @@ class OpsConfig(Section):
         "auto",
         description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm",
     )
+    feed_forward: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="the feed-forward's second product backwards; triton: GELU's gradient is taken at its end",
+    )
     optimizer: Literal["auto", "torch", "apex"] = Field(
         "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"
     )

@@ -63,15 +63,23 @@ class QueriesKeysValues(Affine):
 
 
 class LinearActivation(Affine):
-    """f(x W^T + b) with the exact (erf) GELU or the squared ReLU."""
+    """f(x W^T + b) with the exact (erf) GELU or the squared ReLU.
 
-    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str):
+    `joined`: while training, GELU is left to the product that reads it. That gives b its gradient too, as attention does.
+    """
+
+    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str, joined: bool = False):
         super().__init__(inputs, outputs, cfg.init_std)
         self.activation = native.bias_gelu if cfg.activation == "gelu" else native.bias_relu2
         self.backend, self.gelu = backend, cfg.activation == "gelu"
+        self.joined = joined and self.gelu
         self.following: native.Linear8 | None = None  # of the linear that alone reads the result
 
-    def forward(self, x: Tensor | native.Rounded) -> Tensor | native.Rounded:  # (..., in) -> (..., out)
+    def forward(
+        self, x: Tensor | native.Rounded
+    ) -> Tensor | native.Rounded | native.BeforeGelu:  # (..., in) -> (..., out)
+        if self.joined and self.training and self.fp8 is None:
+            return native.BeforeGelu(self.product(x), self.bias.view_as(self.bias))
         if self.packed is not None and self.gelu:
             assert isinstance(x, Tensor)
             return native.packed_linear(x, self.packed, self.bias, gelu=True)
@@ -97,14 +105,18 @@ class LinearNorm(Affine):
             nn.init.zeros_(self.weight)
 
     def forward(
-        self, x: Tensor | native.Rounded, residual: Tensor, seed: Tensor, stream: int
+        self, x: Tensor | native.Rounded | native.BeforeGelu, residual: Tensor, seed: Tensor, stream: int
     ) -> tuple[Tensor | native.Rounded, Tensor]:
         p, eps, post = (
             self.cfg.dropout if self.training else 0.0,
             self.cfg.layer_norm_eps,
             self.cfg.norm == "post",
         )
-        inputs = self.product(x), self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
+        if isinstance(x, native.BeforeGelu):
+            branch = native.gelu_linear(x, self.weight, self.backend)
+        else:
+            branch = self.product(x)
+        inputs = branch, self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
         following = self.following if self.training else None
         if following and native.rounds_norm(following, self.cfg.hidden, self.backend, residual.device.type):
             return native.norm_rounded(*inputs, post, following)
@@ -186,7 +198,8 @@ class Layer(nn.Module):
         layer = backends.layer.name
         self.qkv = QueriesKeysValues(cfg, backends.attention.name)
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
-        self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer)
+        joined = backends.feed_forward.name == "triton"
+        self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer, joined)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
         self.attention_output.matrices = self.feed_forward.matrices = self.feed_forward_output.matrices = 1

@@ -23,6 +23,7 @@ from tests.helpers.rows import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+TORCHS = {"attention": "varlen", "mlm_loss": "torch", "layer": "torch", "feed_forward": "torch"}
 SUITE = ["benchmarks/gpu_suite.py", "--device", "cpu", "--small"]
 
 
@@ -139,7 +140,7 @@ def test_backends_follow_what_the_operations_showed(tmp_path: Path) -> None:
     assert notes["layer"] == "operations/layer native 128 dropout 0.1 failed: wrong by 3"
     assert choose("best", 512)[0]["attention"] == "varlen"
     assert choose("ours", 512)[0]["layer"] == "torch", "what is wrong is not trained with"
-    assert choose("torch", 128) == ({"attention": "varlen", "mlm_loss": "torch", "layer": "torch"}, {})
+    assert choose("torch", 128) == (TORCHS, {})
 
 
 def test_without_the_library_torchs_backends_are_left(
@@ -147,11 +148,11 @@ def test_without_the_library_torchs_backends_are_left(
 ) -> None:
     for module in (ops, ops.backend):
         monkeypatch.setattr(module, "MISSING", "native library not built")
-    torchs = {"attention": "varlen", "mlm_loss": "torch", "layer": "torch"}
+    natives = dict.fromkeys(("attention", "mlm_loss", "layer"), "native library not built")
     for backends in ("torch", "ours", "best"):
         found, notes = steps.chosen(steps.Setup(backends=backends), "cuda", 128, str(tmp_path / "journal"))
-        assert found == torchs
-        assert notes == ({} if backends == "torch" else dict.fromkeys(torchs, "native library not built"))
+        assert found == TORCHS | ({} if backends == "torch" else {"feed_forward": "triton"})
+        assert notes == ({} if backends == "torch" else natives)
 
 
 def test_fp8_is_not_measured_with_casts_that_failed_their_tests(tmp_path: Path) -> None:

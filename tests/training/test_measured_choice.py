@@ -33,7 +33,8 @@ from tests.model.ops.oracle import needs_library
 
 DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-NATIVE = [f"ops.{role}=native" for role in ops.BACKENDS]
+OURS = dict.fromkeys(("attention", "mlm_loss", "layer"), "native") | {"feed_forward": "torch"}  # of the CPU
+NATIVE = [f"ops.{role}={name}" for role, name in OURS.items()]
 TORCH = ["ops.attention=sdpa", "ops.mlm_loss=torch", "ops.layer=torch"]
 SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "precision=fp32", "batch.micro_size=2"]
 
@@ -91,7 +92,7 @@ def run(tmp_path: Path) -> Path:
 
 def names(settled: Config) -> dict[str, str]:
     found = settled.ops.model_dump()
-    assert found.pop("optimizer") == "torch"  # nothing else can run on the CPU
+    assert found.pop("optimizer") == found.pop("feed_forward") == "torch"  # nothing else can run on the CPU
     return found
 
 
@@ -104,9 +105,12 @@ def test_the_fastest_right_one_runs_and_the_log_says_why_others_lost(stand, run,
         settled = settle(config(), MANIFEST, ALONE, run)
     assert names(settled) == {"attention": "native", "mlm_loss": "native", "layer": "native"}
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 4 and lines[0].startswith("ops.attention=auto is native, measured now: ")
+    assert len(lines) == 5 and lines[0].startswith("ops.attention=auto is native, measured now: ")
     assert "no varlen: variable-length flash attention needs a CUDA device" in lines[0]
     assert lines[3].startswith(
+        "ops.feed_forward=auto is torch, the only one that can run: nothing timed; no triton: "
+    )
+    assert lines[4].startswith(
         "ops.optimizer=auto is torch, the only one that can run: nothing timed; no apex: NVIDIA's"
     )
     assert re.search(
@@ -133,7 +137,7 @@ def test_an_explicit_choice_wins_and_nothing_is_timed_for_it(stand, run) -> None
     settled = settle(config(*named), MANIFEST, ALONE, run)
     assert names(settled) == {"attention": "sdpa", "mlm_loss": "torch", "layer": "native"}
     assert stand.measured == ["layer"]
-    settle(config(*named, "ops.layer=torch", "ops.optimizer=torch"), MANIFEST, ALONE, run)
+    settle(config(*named, *TORCH[2:], "ops.optimizer=torch"), MANIFEST, ALONE, run)
     assert stand.measured == ["layer"]
 
 
@@ -289,7 +293,7 @@ def test_the_doctor_prints_the_tables_of_this_machine_and_of_no_other(
     monkeypatch.setattr(doctor, "examine", lambda: doctor.measured("cpu"))
     assert doctor.main(["--json"]) == 0
     lines = {line["name"]: line["value"] for line in json.loads(capsys.readouterr().out)}
-    assert list(lines) == [f"{role} 2 x 64 float32" for role in sorted(ops.BACKENDS)]
+    assert list(lines) == [f"{role} 2 x 64 float32" for role in ("attention", "layer", "mlm_loss")]
     assert re.fullmatch(r"native: native \S+ ms, torch \S+ ms; no apex: .*", lines["layer 2 x 64 float32"])
     assert doctor.main([]) == 0 and "no varlen: variable-length" in capsys.readouterr().out
     real = measured_choice.place(ALONE.device)
@@ -371,7 +375,7 @@ def test_two_ranks_agree_and_a_run_is_the_same_with_a_fresh_choice_a_cached_a_re
     tmp_path: Path,
 ) -> None:
     first, second = run_ranks(2, two_ranks, tmp_path)
-    assert first["names"] == second["names"] == dict.fromkeys(ops.BACKENDS, "native")
+    assert first["names"] == second["names"] == dict.fromkeys(list(OURS)[:3], "native")
     assert (first["measured"], second["measured"]) == (3, 0)
     said = "Failed: measuring ops.attention failed: CUDA error: an illegal memory access was encountered"
     assert first["failed"] == second["failed"] == said
@@ -387,10 +391,7 @@ def test_two_ranks_agree_and_a_run_is_the_same_with_a_fresh_choice_a_cached_a_re
     assert first["others"] != first["fresh"]  # a choice does show in the weights
 
     run = json.loads((tmp_path / "resumed" / "config.json").read_text())
-    assert (
-        run["backends"] == dict.fromkeys(ops.BACKENDS, "native") | {"optimizer": "torch"}
-        and run["config"]["ops"]["layer"] == "auto"
-    )
+    assert run["backends"] == OURS | {"optimizer": "torch"} and run["config"]["ops"]["layer"] == "auto"
     table = json.loads((tmp_path / "resumed" / RECORD).read_text())
     assert [entry["role"] for entry in table] == [*ops.BACKENDS, "optimizer"]
     assert {row["name"] for row in table[0]["rows"]} >= {"sdpa", "varlen", "native"}

@@ -11,6 +11,7 @@ from megabert.model.ops.backend import (
     has_kernel,
     obstacles,
 )
+from megabert.model.ops.feed_forward import BeforeGelu, gelu_linear
 from megabert.model.ops.fp8 import Linear8, Rounded, Scaling, linear, linear_gelu
 from megabert.model.ops.fp8 import support as fp8_support
 from megabert.model.ops.layer import (
@@ -30,6 +31,7 @@ __all__ = [
     "LIBRARY",
     "MISSING",
     "Backends",
+    "BeforeGelu",
     "Choice",
     "Linear8",
     "Rounded",
@@ -43,6 +45,7 @@ __all__ = [
     "dropout_add_layer_norm",
     "fp8_support",
     "fused_softmax_mask",
+    "gelu_linear",
     "has_kernel",
     "linear",
     "linear_gelu",

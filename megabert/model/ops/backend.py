@@ -31,6 +31,7 @@ ROLES: dict[str, dict[str, str]] = {
     },
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": "", "apex": ""},
+    "feed_forward": {"torch": "", "triton": ""},
 }
 FLASH = {
     "varlen": "variable-length flash attention",
@@ -50,6 +51,7 @@ class Backends(NamedTuple):
     attention: Choice
     mlm_loss: Choice
     layer: Choice
+    feed_forward: Choice
 
 
 def _load() -> str:
@@ -74,7 +76,7 @@ def choose(
     causal: bool = False,
     head_size: int = 64,
 ) -> Choice:
-    """Backend of `op` ("attention", "mlm_loss" or "layer") on a device type in a compute type, with the reason.
+    """Backend of `op` (of `ROLES`) on a device type in a compute type, with the reason.
 
     `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. Raises ValueError when
     `requested` is unknown or cannot run there.
@@ -90,11 +92,12 @@ def choose(
         return Choice(requested, "asked for")
     if op == "attention" and not obstacle["varlen"]:
         return Choice("varlen", f"flash attention over packed sequences on {device}")
-    if obstacle["native"]:
-        return Choice(BACKENDS[op][0], obstacle["native"])
+    fused = "native" if "native" in obstacle else BACKENDS[op][-1]
+    if obstacle[fused]:
+        return Choice(BACKENDS[op][0], obstacle[fused])
     if device == "cuda":
         return Choice(BACKENDS[op][0], "runs everywhere; pre-training measures at its start instead")
-    return Choice("native", f"fused {device} code for {_short(dtype)}")
+    return Choice(fused, f"fused {device} code for {_short(dtype)}")
 
 
 def obstacles(
@@ -128,6 +131,8 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
     if name == "compiled":
         return _compiler(device)
+    if name == "triton":
+        return _triton(device, dtype)
     if name == "apex":
         if device != "cuda":
             return "NVIDIA's apex needs a CUDA device"
@@ -144,6 +149,17 @@ def _compiler(device: str) -> str:
         return "" if importlib.util.find_spec("triton") else "torch.compile needs the package triton on cuda"
     compiler = os.environ.get("CXX", "g++")  # as torch looks for it
     return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler; there is no {compiler}"
+
+
+def _triton(device: str, dtype: torch.dtype) -> str:
+    """Why our product in Triton cannot run, or an empty string."""
+    if device != "cuda":
+        return "Triton's product needs a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"Triton's product takes bfloat16 and float16, not {_short(dtype)}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        return "Triton's product needs compute capability 9.0 or newer, whose copy engine moves its tiles"
+    return "" if importlib.util.find_spec("triton") else "it needs the package triton"
 
 
 def has_kernel(op: str, device: str) -> bool:
