@@ -94,8 +94,8 @@ class Ours:
         slots = sum(b.mlm_positions.numel() for b in update.batches)
         sequences = sum(b.cls_positions.numel() for b in update.batches)
         squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
-        d, f = self.model.hidden, self.model.ffn
-        skipped = 6 * (d * d + 2 * d * f) * (tokens - slots - sequences)
+        d, f = self.model.hidden, self.model.ffn_inputs + self.model.ffn
+        skipped = 6 * (d * d + d * f) * (tokens - slots - sequences)
         return training_flops(self.model, tokens, squares, slots, sequences) - skipped
 
 

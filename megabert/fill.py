@@ -23,9 +23,8 @@ from megabert.common.errors import OK, code_of, command, describe
 from megabert.common.logs import log
 from megabert.data.packing import pack
 from megabert.pretrained import Pretrained, hf_tokenizer
-from megabert.pretrained.hf_read import HEADS
+from megabert.pretrained.hf_read import MLM_HEAD, NSP_HEAD, POOLER
 
-MLM_HEAD, POOLER, NSP_HEAD = HEADS.values()
 MASK = "[MASK]"
 BETWEEN = "|||"
 PROMPT = "text with [MASK] (an empty line ends) > "

@@ -197,7 +197,7 @@ def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
         "| model FLOPs utilisation | not measured |",
         "| GLUE, SQuAD and other tasks | not measured |",
         "| updates | none |",
-        "| layers, width, heads, feed-forward | 2, 32, 2, 128 |",
+        "| layers, width, heads, feed-forward width | 2, 32, 2, 128 |",
         f"| dataset fingerprint | {'d' * 64} |",
         "| text | the dataset is no longer where the run had it, so nothing more is known |",
     ):

@@ -255,9 +255,9 @@ def compile_layers(model: BertForPreTraining, backend: Any) -> None:
     numbered = any(choice.name in ("native", "fused_softmax") for choice in model.backends)
 
     def forward(
-        layer: torch.nn.Module, normed: Any, x: Any, bounds: Any, seed: Any, stream: int, keep: Any = None
+        layer: torch.nn.Module, normed: Any, x: Any, bounds: Any, seed: Any, stream: int, *others: Any
     ) -> Any:
-        return compiled(layer, normed, x, bounds, seed, stream if numbered else 0, keep)
+        return compiled(layer, normed, x, bounds, seed, stream if numbered else 0, *others)
 
     for layer in model.layers:
         layer.forward = functools.partial(forward, layer)

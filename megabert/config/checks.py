@@ -16,6 +16,17 @@ def check(config: Config) -> None:
     causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
     if model.hidden % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
+    if model.modern:
+        for field, value in (("norm", "pre"), ("nsp", False), ("activation", "gelu")):
+            if getattr(model, field) != value:
+                shown = str(value).lower()
+                raise ValueError(
+                    f"model.kind=modern needs model.{field}={shown}; it is {str(getattr(model, field)).lower()}"
+                )
+        if model.hidden // model.heads % 2:
+            raise ValueError(
+                f"model.kind=modern turns pairs of columns: model.hidden / model.heads = {model.hidden // model.heads} is odd"
+            )
     if masking.mask + masking.random > 1:
         raise ValueError("data.masking.mask + data.masking.random exceed 1")
     if config.causal_updates and model.nsp:

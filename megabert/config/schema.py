@@ -11,62 +11,14 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from megabert.config import toml_files
 from megabert.config.checks import check
+from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
-VOCAB_MULTIPLE = 128  # the embedding is padded to this, so that matrix products have aligned shapes
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ModelConfig(Section):
-    """The encoder's shape. BASE is 12 layers, 768, 12 heads; LARGE is 24, 1024, 16 (Devlin et al. 2019)."""
-
-    layers: int = Field(12, gt=0, description="number of encoder layers")
-    hidden: int = Field(768, gt=0, description="width of the residual stream")
-    heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
-    intermediate: int = Field(0, ge=0, description="width of the feed-forward layer; 0 means 4 x hidden")
-    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
-    max_positions: int = Field(512, gt=0, description="learned position embeddings")
-    norm: Literal["post", "pre"] = Field(
-        "post", description="LayerNorm after (published) or before each block"
-    )
-    dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
-    attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
-    layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
-    init_std: float = Field(
-        0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
-    )
-    nsp: bool = Field(True, description="train the next-sentence head")
-    activation: Literal["gelu", "relu2"] = Field(
-        "gelu",
-        description="of the feed-forward layers and the MLM head; relu2: the square of ReLU (So et al. 2021)",
-    )
-    tied: bool = Field(True, description="the decoder's weights are the word embedding's")
-    zero_init: bool = Field(
-        False,
-        description="the projections back into the residual stream start at zero, so that layers start as nothing",
-    )
-    frequency_bias: bool = Field(
-        False, description="the decoder's bias starts at the log-frequencies of the dataset's tokens"
-    )
-    activation_checkpointing: bool = Field(
-        False, description="recompute each layer in backward to save memory"
-    )
-
-    @property
-    def ffn(self) -> int:
-        return self.intermediate or 4 * self.hidden
-
-    @property
-    def padded_vocab(self) -> int:
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class MaskingConfig(Section):

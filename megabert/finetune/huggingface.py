@@ -62,7 +62,7 @@ def class_of(kind: str) -> str:
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return hf_names.CLASSES[described.config.model.norm] + class_of(described.task.kind)
+    return hf_names.class_of(described.config.model) + class_of(described.task.kind)
 
 
 def names(described: Described) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def logits_of(
 def reads_lines(module: Finetuner) -> bool:
     """Whether rows may be as long as a batch: the CPU's own attention takes no longer over them."""
     encoder = module.fixed[0] if module.fixed else module.encoder
-    return encoder.embeddings.position.device.type == "cpu" and encoder.backends.attention.name == "native"
+    return encoder.embeddings.word.weight.device.type == "cpu" and encoder.backends.attention.name == "native"
 
 
 def predict_file(

@@ -99,7 +99,7 @@ class BertForPreTraining(nn.Module):
         layers: list[Any] = list(self.layers)
         for layer, above in zip_longest(layers, layers[1:]):
             layer.attention_output.following = layer.feed_forward.fp8
-            if self.cfg.activation == "gelu":
+            if self.cfg.activation == "gelu" and not self.cfg.modern:
                 layer.feed_forward.following = layer.feed_forward_output.fp8
             if above is not None and not self.cfg.activation_checkpointing:  # which keeps what layers read
                 layer.feed_forward_output.following = above.qkv.fp8
@@ -145,11 +145,14 @@ class BertForPreTraining(nn.Module):
         bounds = native.attention_inputs(self.backends.attention.name, key_start, key_end, lengths)
         normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)
         yield normed, x
+        angles = None
+        if self.cfg.modern:
+            angles = native.rotation(position_ids, self.cfg.hidden // self.cfg.heads, x.dtype)
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
             if last is not None and not self.training:
                 bounds = native.only_queries(self.backends.attention.name, bounds, last)
-            args = (normed, x, bounds, seed, 4 * index + 4, last)
+            args = (normed, x, bounds, seed, 4 * index + 4, last, angles)
             if self.cfg.activation_checkpointing and self.training:
                 normed, x = checkpoint(layer, *args, use_reentrant=False)
             else:

@@ -39,7 +39,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     product on predicted positions only (Kaplan et al. 2020, section 2.1, without embeddings).
     """
     d, ffn = model.hidden, model.ffn
-    encoder = 6 * model.layers * (4 * d * d + 2 * d * ffn) * tokens
+    encoder = 6 * model.layers * (4 * d * d + d * (model.ffn_inputs + ffn)) * tokens
     attention = 12 * model.layers * d * pairs
     heads = 6 * (model.vocab_size * d + d * d) * predictions + (6 * d * d * sequences if model.nsp else 0)
     return float(encoder + attention + heads)

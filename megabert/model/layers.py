@@ -52,7 +52,7 @@ class QueriesKeysValues(Affine):
 
     def __init__(self, cfg: ModelConfig, attention: str):
         super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
-        self.native = attention == "native"
+        self.native = attention == "native" and not cfg.modern  # rotation is of what has its bias
 
     def forward(
         self, x: Tensor | native.Rounded
@@ -87,6 +87,19 @@ class LinearActivation(Affine):
         if self.training and self.backend == "native" and following and fp8 and fp8.known:
             return native.linear_gelu(x, self.weight, self.bias, fp8, following)
         return self.activation(self.product(x), self.bias, self.backend)
+
+
+class GatedLinear(Affine):
+    """gelu(a) * b of (a, b) = x W^T + b, W [2F, D]: a feed-forward layer with a gate."""
+
+    matrices = 2
+
+    def __init__(self, cfg: ModelConfig, backend: str):
+        super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std)
+        self.backend = backend
+
+    def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (..., D) -> (..., F)
+        return native.geglu(self.product(x, self.bias), self.backend)
 
 
 class LinearNorm(Affine):
@@ -160,13 +173,14 @@ class Vocabulary(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Words + positions + segments, LayerNorm, dropout."""
+    """Words + positions + segments, LayerNorm, dropout. `modern`: words alone, and their norm is the stream, too."""
 
     def __init__(self, cfg: ModelConfig, backends: native.Backends, z_loss: float = 0.0):
         super().__init__()
         self.word = Vocabulary(cfg, backends.mlm_loss.name, z_loss)
-        self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
-        self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
+        if not cfg.modern:
+            self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
+            self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.cfg, self.backend = cfg, backends.layer.name
@@ -175,16 +189,14 @@ class Embeddings(nn.Module):
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """int32 [B, T] each -> (normed, stream), both [B, T, D]."""
-        x = (
-            self.word(input_ids)
-            + F.embedding(position_ids, self.position)
-            + F.embedding(segment_ids, self.segment)
-        )
+        x = self.word(input_ids)
+        if not self.cfg.modern:
+            x = x + F.embedding(position_ids, self.position) + F.embedding(segment_ids, self.segment)
         normed = F.layer_norm(
             x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps
         )
         p = self.cfg.dropout if self.training else 0.0
-        if self.cfg.norm == "post":
+        if self.cfg.norm == "post" or self.cfg.modern:
             normed = native.dropout(normed, p, seed, 0, self.backend)
             return normed, normed
         return normed, native.dropout(x, p, seed, 0, self.backend)
@@ -199,10 +211,15 @@ class Layer(nn.Module):
         self.qkv = QueriesKeysValues(cfg, backends.attention.name)
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
         joined = backends.feed_forward.name == "triton"
-        self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer, joined)
+        self.feed_forward: GatedLinear | LinearActivation
+        if cfg.modern:
+            self.feed_forward = GatedLinear(cfg, layer)
+        else:
+            self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer, joined)
+            self.feed_forward.matrices = 1
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
-        self.attention_output.matrices = self.feed_forward.matrices = self.feed_forward_output.matrices = 1
+        self.attention_output.matrices = self.feed_forward_output.matrices = 1
         self.cfg, self.attention = cfg, backends.attention.name
 
     def forward(
@@ -213,10 +230,13 @@ class Layer(nn.Module):
         seed: Tensor,
         stream: int,
         keep: Tensor | None = None,
+        angles: native.Rotation | None = None,
     ) -> tuple[Tensor | native.Rounded, Tensor]:
         """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
         p = self.cfg.attention_dropout if self.training else 0.0
         qkv, bias = self.qkv(normed)  # (B, T, 3D)
+        if angles is not None:
+            qkv = native.rotate(qkv, self.cfg.heads, angles)
         context = native.attend(
             qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias
         )  # (B, T, D)

@@ -28,8 +28,8 @@ STEPS = 256  # of a unigram score in 1, as data_prep trains them: their sums are
 NORMAL, USER_DEFINED, UNUSED = 1, 4, 5  # SentencePiece's numbers of kinds of pieces
 UNIGRAM, BPE = 1, 2  # and of kinds of models
 ROWS = (  # a row a piece; the decoder's own where it is not tied
-    *("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"),
-    "cls.predictions.decoder.weight",
+    *("bert.embeddings.word_embeddings.weight", "cls.predictions.bias", "cls.predictions.decoder.weight"),
+    *("model.embeddings.tok_embeddings.weight", "decoder.bias", "decoder.weight"),
 )
 
 

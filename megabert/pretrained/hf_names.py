@@ -2,7 +2,7 @@
 
 Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
 parameters with the norms in front of the branches and none on the embeddings (RoBERTa-PreLayerNorm normalises the
-embeddings too, so it is another function). Ours stacks queries, keys and values, pads the vocabulary to a multiple of
+embeddings too, so it is another function). A modern model is its ModernBERT (`hf_modern`). Ours stacks queries, keys and values, pads the vocabulary to a multiple of
 128 with zeros, and names a norm after the branch that ends in it.
 """
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import ModelConfig
+from megabert.pretrained import hf_modern
 
-TYPES = {"post": "bert", "pre": "megatron-bert"}
+TYPES = {"post": "bert", "pre": "megatron-bert"}  # of kind bert
 CLASSES = {"post": "Bert", "pre": "MegatronBert"}
 CAUSAL = {
     "post": "BertLMHeadModel",
@@ -58,6 +59,7 @@ _OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside 
 }
 _PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
 _DECODER = {"embeddings.word.decoder": "cls.predictions.decoder.weight"}  # where it is not tied
+DECODERS = (*_DECODER.values(), hf_modern.DECODER)  # of either kind
 _ACTIVATIONS = ("gelu", "relu2")  # names of ours too
 # Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
 _FIXED: dict[str, tuple[Any, Any]] = {
@@ -84,11 +86,25 @@ def _norms(cfg: ModelConfig) -> dict[str, str]:
     return names
 
 
+def class_of(cfg: ModelConfig) -> str:
+    """What the names of a model's classes begin with."""
+    return hf_modern.CLASS if cfg.modern else CLASSES[cfg.norm]
+
+
+def prefix_of(cfg: ModelConfig) -> str:
+    """What the names of the encoder's tensors begin with in a class that has heads."""
+    return "model." if cfg.modern else "bert."
+
+
 def _names(cfg: ModelConfig) -> dict[str, str]:
+    if cfg.modern:
+        return hf_modern.names(cfg)
     return _encoder_names(cfg) | _MLM | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
 
 
 def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
+    if cfg.modern:
+        return hf_modern.encoder_names(cfg)
     names = dict(_EMBEDDINGS)
     for i in range(cfg.layers):
         names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
@@ -97,17 +113,30 @@ def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _qkv(layer: int, kind: str) -> tuple[str, list[str]]:
-    parts = [f"bert.encoder.layer.{layer}.attention.self.{part}.{kind}" for part in ("query", "key", "value")]
-    return f"layers.{layer}.qkv.{kind}", parts
+def _stacked(cfg: ModelConfig) -> dict[str, list[str]]:
+    """Our name -> theirs, of tensors that ours stacks and theirs does not."""
+    if cfg.modern:
+        return {}
+    return {
+        f"layers.{i}.qkv.{kind}": [
+            f"bert.encoder.layer.{i}.attention.self.{part}.{kind}" for part in ("query", "key", "value")
+        ]
+        for i in range(cfg.layers)
+        for kind in ("weight", "bias")
+    }
 
 
 def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's).
+    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's), or
+    ModernBertForMaskedLM's.
 
     Raises ValueError naming a tensor that is missing or left over.
     """
     result = _renamed(state, cfg, _names(cfg))
+    if cfg.modern:
+        if cfg.tied:
+            result[hf_modern.DECODER] = result["model.embeddings.tok_embeddings.weight"]
+        return result
     if cfg.tied:
         result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
     bias = result["cls.predictions.bias"]
@@ -116,7 +145,7 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
 
 
 def encoder_to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """The state dict of an encoder without heads as the `bert.` part of Hugging Face's (Megatron)Bert classes.
+    """The state dict of an encoder without heads as the part of Hugging Face's classes that `prefix_of` names.
 
     Raises ValueError naming a tensor that is missing or left over.
     """
@@ -129,11 +158,9 @@ def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, 
     for ours, theirs in names.items():
         tensor = _take(left, ours)
         result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
-    for layer in range(cfg.layers):
-        for kind in ("weight", "bias"):
-            ours, parts = _qkv(layer, kind)
-            for part, piece in zip(parts, _take(left, ours).chunk(3), strict=True):
-                result[part] = piece.clone()
+    for ours, parts in _stacked(cfg).items():
+        for part, piece in zip(parts, _take(left, ours).chunk(len(parts)), strict=True):
+            result[part] = piece.clone()
     _refuse_left(left)
     return result
 
@@ -143,7 +170,8 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 
     Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg says.
     """
-    left = {k: v for k, v in state.items() if k not in _OPTIONAL or (k in _DECODER.values() and not cfg.tied)}
+    optional = {hf_modern.DECODER} if cfg.modern else _OPTIONAL
+    left = {k: v for k, v in state.items() if k not in optional or (k in DECODERS and not cfg.tied)}
     if not cfg.nsp:
         left = {k: v for k, v in left.items() if k not in _NSP.values()}
     result: dict[str, Tensor] = {}
@@ -155,10 +183,8 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
             padding = [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size]
             tensor = F.pad(tensor, padding)
         result[ours] = tensor
-    for layer in range(cfg.layers):
-        for kind in ("weight", "bias"):
-            ours, parts = _qkv(layer, kind)
-            result[ours] = torch.cat([_take(left, part) for part in parts])
+    for ours, parts in _stacked(cfg).items():
+        result[ours] = torch.cat([_take(left, part) for part in parts])
     _refuse_left(left)
     return result
 
@@ -166,16 +192,20 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 def expected(cfg: ModelConfig) -> dict[str, str]:
     """Every name of Hugging Face's that `from_huggingface` needs, and the name of ours that it goes into."""
     names = {theirs: ours for ours, theirs in _names(cfg).items()}
-    for layer in range(cfg.layers):
-        for kind in ("weight", "bias"):
-            ours, parts = _qkv(layer, kind)
-            names |= dict.fromkeys(parts, ours)
+    for ours, parts in _stacked(cfg).items():
+        names |= dict.fromkeys(parts, ours)
     return names
 
 
 def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
     """The `config.json` of a model; `causal`: one that was trained left to right, which has no NSP head."""
     assert not (causal and cfg.nsp)
+    if cfg.modern:
+        if causal:
+            raise ValueError(
+                "a left-to-right model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it"
+            )
+        return hf_modern.config(cfg)
     name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
     return {field: value for field, (value, _) in _FIXED.items()} | {
         "hidden_act": cfg.activation,
@@ -204,19 +234,17 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     """
     kinds = {theirs: ours for ours, theirs in TYPES.items()}
     kind = tree.get("model_type", "bert")  # the first releases do not say it
+    if kind == hf_modern.TYPE:
+        return _modern(tree, where)
     if kind not in kinds:
         raise ValueError(
-            f"{where}: model_type={kind!r} is not a BERT; {' and '.join(kinds)} can be converted"
+            f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {hf_modern.TYPE} can be converted"
         )
-    for field, (value, default) in _FIXED.items():
-        if (found := tree.get(field, default)) != value:
-            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+    _refuse_others(tree, _FIXED, where)
     if (activation := tree.get("hidden_act", "gelu")) not in _ACTIVATIONS:
         raise ValueError(
             f"{where}: hidden_act={activation!r} is not supported, only {' and '.join(map(repr, _ACTIVATIONS))}"
         )
-    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
-        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
     for field in ("pruned_heads", "quantization_config"):
         if tree.get(field):
             raise ValueError(f"{where}: {field} is not supported; save the model without it")
@@ -228,16 +256,45 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     fields = {
         "norm": kinds[kind],
         "activation": activation,
+        "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
+        "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
+        "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),
+    }
+    return _model(tree, fields, where)
+
+
+def _modern(tree: Mapping[str, Any], where: str) -> ModelConfig:
+    _refuse_others(tree, hf_modern.FIXED, where)
+    hf_modern.refuse_other(tree, where)
+    fields = {
+        "kind": "modern",
+        "norm": "pre",
+        "nsp": False,
+        "dropout": _number(tree, "embedding_dropout", where, float, 0.0),
+        "attention_dropout": _number(tree, "attention_dropout", where, float, 0.0),
+        "layer_norm_eps": _number(tree, "norm_eps", where, float, 1e-5),
+    }
+    return _model(tree, fields, where)
+
+
+def _refuse_others(tree: Mapping[str, Any], fixed: Mapping[str, tuple[Any, Any]], where: str) -> None:
+    for field, (value, default) in fixed.items():
+        if (found := tree.get(field, default)) != value:
+            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+
+
+def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> ModelConfig:
+    """The model of `fields` and of what every kind of `config.json` calls alike."""
+    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
+        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
+    fields |= {
         "tied": tied,
-        "hidden": hidden,
+        "hidden": _number(tree, "hidden_size", where, int),
         "layers": _number(tree, "num_hidden_layers", where, int),
         "heads": _number(tree, "num_attention_heads", where, int),
         "intermediate": _number(tree, "intermediate_size", where, int),
         "vocab_size": _number(tree, "vocab_size", where, int),
         "max_positions": _number(tree, "max_position_embeddings", where, int),
-        "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
-        "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
-        "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),
         "init_std": _number(tree, "initializer_range", where, float, 0.02),
     }
     try:

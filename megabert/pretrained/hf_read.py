@@ -19,16 +19,18 @@ from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig
 from megabert.data.casing import refuse_other
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
 from megabert.model.bert import outline
-from megabert.pretrained import extend, hf_names
+from megabert.pretrained import extend, hf_modern, hf_names
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 LARGEST_JSON = 256 << 20  # bytes
-HEADS = {
-    "cls.predictions.": "masked-LM head",
-    "bert.pooler.": "pooler",
-    "cls.seq_relationship.": "next-sentence head",
+ENCODER = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.")  # names in a class without heads
+MLM_HEAD, POOLER, NSP_HEAD = "masked-LM head", "pooler", "next-sentence head"
+HEADS = {  # and what the names of their tensors begin with
+    MLM_HEAD: ("cls.predictions.", "head.", "decoder."),
+    POOLER: ("bert.pooler.",),
+    NSP_HEAD: ("cls.seq_relationship.",),
 }
 PARTS = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}  # of a WordPiece tokenizer.json
 DECODER = "cls.predictions.decoder."
@@ -68,8 +70,8 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
     tree = read_json(config_file)
     model = hf_names.from_huggingface_config(tree, str(config_file))
     causal = hf_names.is_causal(tree, str(config_file))
-    model = model.model_copy(update={"nsp": nsp and not causal})
-    file, tensors = read_weights(folder)
+    model = model.model_copy(update={"nsp": nsp and not causal and not model.modern})
+    file, tensors = read_weights(folder, model)
     weights, initialised, ignored = complete(tensors, model, str(file))
     found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
     if found.kind == "wordpiece" and not tokenizer:
@@ -111,8 +113,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The weights file of a folder and its tensors, fp32, under Hugging Face's present names.
+def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tensor]]:
+    """The weights file of a folder and its tensors, fp32, under Hugging Face's present names for a class with heads.
 
     Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
     not run), and a tensor that is no floating-point one.
@@ -157,15 +159,15 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
             continue  # buffers that count up, saved by old versions
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise ValueError(f"{path}: {name} is no floating-point tensor; save the model unquantised")
-        tensors[present_name(name)] = tensor.float()
+        tensors[present_name(name, hf_names.prefix_of(model))] = tensor.float()
     return path, tensors
 
 
-def present_name(name: str) -> str:
-    """A tensor's name as today's (Megatron)BertForPreTraining has it."""
+def present_name(name: str, prefix: str = "bert.") -> str:
+    """A tensor's name as today's class with pre-training heads has it, whose encoder's begin with `prefix`."""
     for old, new in RENAMED.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
-    return f"bert.{name}" if name.startswith(("embeddings.", "encoder.", "pooler.")) else name
+    return prefix + name if name.startswith(ENCODER) else name
 
 
 def complete(
@@ -178,11 +180,15 @@ def complete(
     if model.layers > len(tensors):  # before anything of that size is built
         raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
     left = dict(tensors)
-    bias = left.pop(f"{DECODER}bias", None)
-    if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
-        raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
-    decoder = left.pop(f"{DECODER}weight", None) if model.tied else None
-    embedding = left.get("bert.embeddings.word_embeddings.weight")
+    if model.modern:
+        tied_to, decoder_name = "model.embeddings.tok_embeddings.weight", hf_modern.DECODER
+    else:
+        tied_to, decoder_name = "bert.embeddings.word_embeddings.weight", f"{DECODER}weight"
+        bias = left.pop(f"{DECODER}bias", None)
+        if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
+            raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
+    decoder = left.pop(decoder_name, None) if model.tied else None
+    embedding = left.get(tied_to)
     if decoder is not None and embedding is not None and not decoder.equal(embedding):
         raise ValueError(
             f"{where}: {DECODER}weight is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
@@ -190,8 +196,8 @@ def complete(
     shapes = their_shapes(model)
     made = []
     torch.manual_seed(Config().seed)
-    for prefix, head in HEADS.items():
-        names = [name for name in shapes if name.startswith(prefix)]
+    for head, prefixes in HEADS.items():
+        names = [name for name in shapes if name.startswith(prefixes)]
         if names and not any(name in left for name in names):
             left |= {name: initial(name, shapes[name], model.init_std) for name in names}
             made.append(head)
@@ -213,13 +219,14 @@ def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         first, *rest = ours[name]
         if name.startswith("embeddings.word."):
             first = model.vocab_size
-        shapes[theirs] = (first // 3 if ".qkv." in name else first, *rest)
+        stacked = ".qkv." in name and not model.modern
+        shapes[theirs] = (first // 3 if stacked else first, *rest)
     return shapes
 
 
 def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
     """How a new model begins (Devlin et al. 2019): norms as the identity, biases at zero, matrices truncated-normal."""
-    if name.endswith("LayerNorm.weight"):
+    if name.endswith(("LayerNorm.weight", "norm.weight")):
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)

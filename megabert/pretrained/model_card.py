@@ -52,9 +52,10 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
         "## Model",
         table(
             {
-                "layers, width, heads, feed-forward": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
+                "layers, width, heads, feed-forward width": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
                 "layer norms": "after each block" if model.norm == "post" else "before each block",
-                "positions": model.max_positions,
+                "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
+                "feed-forward": "gated GELU" if model.modern else model.activation,
                 "vocabulary": f"{model.vocab_size:,} pieces, {found.tokenizer.kind}",
                 "tokenizer SHA-256": found.tokenizer.sha256,
                 "next-sentence head": "yes" if model.nsp else "none",

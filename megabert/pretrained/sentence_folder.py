@@ -107,11 +107,12 @@ def write(
     """
     model, causal = start.config.model, start.config.data.masking.causal
     tree = hf_names.to_huggingface_config(model, causal)
-    tree["architectures"] = [f"{hf_names.CLASSES[model.norm]}Model"]
+    tree["architectures"] = [f"{hf_names.class_of(model)}Model"]
     named = hf_names.to_huggingface(start.weights | dict(encoder), model)
-    weights = {name.removeprefix("bert."): w for name, w in named.items() if name.startswith("bert.")}
+    prefix = hf_names.prefix_of(model)
+    weights = {name.removeprefix(prefix): w for name, w in named.items() if name.startswith(prefix)}
     limit: dict[str, Any] = {"max_seq_length": pooling.max_length, "do_lower_case": False}
-    if not model.nsp:
+    if not model.nsp and not model.modern:  # whose class has no pooler to leave out
         limit["model_args"] = {"add_pooling_layer": False}
     flag = NAMES["last" if causal and pooling.pool == "cls" else pooling.pool]
     kinds = ("Transformer", "Pooling", "Normalize")[: 3 if pooling.normalise else 2]

@@ -26,6 +26,7 @@ from megabert.pretrained import Pretrained, fingerprint
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
 SAME = (
+    "kind",
     "hidden",
     "heads",
     "ffn",

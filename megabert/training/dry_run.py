@@ -144,7 +144,7 @@ def activations(config: Config, seq_len: int) -> float:
     model, micro = config.model, config.batch.micro_size
     width = DTYPES[config.precision].itemsize
     tokens = micro * seq_len
-    layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn / model.hidden) / 16
+    layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn_inputs / model.hidden) / 16
     kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
     predictions = largest_capacity(config, seq_len)
     heads = micro * predictions * (2 * model.padded_vocab + 6 * model.hidden) * width

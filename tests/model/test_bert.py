@@ -23,6 +23,11 @@ PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
 NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
 FUSED_SOFTMAX = OpsConfig(attention="fused_softmax", mlm_loss="torch", layer="native")
 needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+KINDS = pytest.mark.parametrize(
+    "fields",
+    [{"norm": "post"}, {"norm": "pre"}, {"kind": "modern", "norm": "pre", "nsp": False}],
+    ids=["post", "pre", "modern"],
+)
 native = pytest.param(NATIVE, id="native", marks=needs_library)
 fused_softmax = pytest.param(FUSED_SOFTMAX, id="fused_softmax", marks=needs_library)
 backends = pytest.mark.parametrize("choice", [pytest.param(PLAIN, id="torch"), native, fused_softmax])
@@ -109,9 +114,9 @@ def test_equals_hugging_face(lengths: list[list[int]], choice: OpsConfig) -> Non
 
 
 @backends
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_a_packed_sequence_has_the_output_it_has_alone(norm: str, choice: OpsConfig) -> None:
-    built = model(choice, norm=norm).eval()
+@KINDS
+def test_a_packed_sequence_has_the_output_it_has_alone(fields: dict[str, Any], choice: OpsConfig) -> None:
+    built = model(choice, **fields).eval()
     inputs = batch([[9, 20, 1], [32], [16, 15]], 32)
     packed = built.encode(**encoder_inputs(inputs))
     for b, row in enumerate([[9, 20, 1], [32], [16, 15]]):
@@ -151,9 +156,9 @@ def gradients(
 
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_backends_give_the_same_losses_and_gradients(norm: str) -> None:
-    changes: dict[str, Any] = {"norm": norm, "dropout": 0.0, "attention_dropout": 0.0}
+@KINDS
+def test_backends_give_the_same_losses_and_gradients(fields: dict[str, Any]) -> None:
+    changes: dict[str, Any] = fields | {"dropout": 0.0, "attention_dropout": 0.0}
     inputs = batch([[9, 20, 1], [32], [16]], 32)
     results = [gradients(model(choice, **changes), inputs) for choice in (PLAIN, NATIVE)]
     for a, b in zip(results[0][0], results[1][0], strict=True):
@@ -183,15 +188,15 @@ def test_attention_gives_the_gradient_of_the_biases_in_front_of_it(recompute: bo
 
 
 @backends
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_recomputation_replays_dropout(norm: str, choice: OpsConfig) -> None:
+@KINDS
+def test_recomputation_replays_dropout(fields: dict[str, Any], choice: OpsConfig) -> None:
     """Activation checkpointing changes neither loss nor gradients, bit for bit, with dropout on."""
     inputs = batch([[9, 20, 1], [32]], 32)
-    plain, grads = gradients(model(choice, norm=norm).train(), inputs)
-    again, regrads = gradients(model(choice, norm=norm, activation_checkpointing=True).train(), inputs)
+    plain, grads = gradients(model(choice, **fields).train(), inputs)
+    again, regrads = gradients(model(choice, **fields, activation_checkpointing=True).train(), inputs)
     assert all(a.equal(b) for a, b in zip(plain, again, strict=True))
     assert all(grads[name].equal(regrads[name]) for name in grads)
-    other, _ = gradients(model(choice, norm=norm).train(), inputs, seed=6)
+    other, _ = gradients(model(choice, **fields).train(), inputs, seed=6)
     assert other.mlm_loss_sum != plain.mlm_loss_sum  # dropout is on and follows the seed
 
 
@@ -296,10 +301,10 @@ def test_initialisation() -> None:
 
 
 @backends
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_bf16_weights_train(norm: str, choice: OpsConfig) -> None:
+@KINDS
+def test_bf16_weights_train(fields: dict[str, Any], choice: OpsConfig) -> None:
     """The whole module in bf16: finite, and the losses near those of the same weights in fp32."""
-    built, inputs = model(choice, norm=norm, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+    built, inputs = model(choice, **fields, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
     exact, _ = gradients(built, inputs)
     half, grads = gradients(built.bfloat16(), inputs)
     assert half.mlm_loss_sum.dtype == torch.float32
@@ -331,8 +336,10 @@ def test_twenty_bf16_steps_are_torchs_and_repeat_bit_for_bit(choice: OpsConfig) 
 
 
 @backends
-def test_compiles(choice: OpsConfig) -> None:
-    built, inputs = model(choice, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+@KINDS
+def test_compiles(fields: dict[str, Any], choice: OpsConfig) -> None:
+    built, inputs = model(choice, **fields, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+    torch.compiler.reset()  # one function may be compiled eight times
     compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs), built(**inputs), rtol=1e-5, atol=1e-4)
 

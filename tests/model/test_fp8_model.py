@@ -52,11 +52,15 @@ def test_first_and_last_layer_heads_and_evaluation_are_bf16() -> None:
     assert scaling.amax.equal(before)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_recomputation_changes_no_bit(norm: str) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"norm": "post"}, {"norm": "pre"}, {"kind": "modern", "norm": "pre", "nsp": False}],
+    ids=["post", "pre", "modern"],
+)
+def test_recomputation_changes_no_bit(fields: dict[str, Any]) -> None:
     found = []
     for again in (False, True):
-        bert = model(norm=norm, activation_checkpointing=again)
+        bert = model(**fields, activation_checkpointing=again)
         scaling = bert.use_fp8(CPU, 1)
         for _ in range(2):
             loss, gradients = step(bert)

@@ -19,11 +19,13 @@ from megabert.model.ops.layer import (
     bias_relu2,
     dropout,
     dropout_add_layer_norm,
+    geglu,
     norm_rounded,
     rounds_norm,
 )
 from megabert.model.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.model.ops.packed import pack_weight, packed_linear, packs
+from megabert.model.ops.rotary import Rotation, rotate, rotation
 from megabert.model.ops.softmax_mask import fused_softmax_mask
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "BeforeGelu",
     "Choice",
     "Linear8",
+    "Rotation",
     "Rounded",
     "Scaling",
     "attend",
@@ -45,6 +48,7 @@ __all__ = [
     "dropout_add_layer_norm",
     "fp8_support",
     "fused_softmax_mask",
+    "geglu",
     "gelu_linear",
     "has_kernel",
     "linear",
@@ -58,5 +62,7 @@ __all__ = [
     "pack_weight",
     "packed_linear",
     "packs",
+    "rotate",
+    "rotation",
     "rounds_norm",
 ]

@@ -34,6 +34,14 @@ def bias_relu2(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     return (_compiled(_bias_relu2) if backend == "compiled" else _bias_relu2)(x, bias)
 
 
+def geglu(x: Tensor, backend: str) -> Tensor:
+    """gelu(a) * b of x = [a, b] (Shazeer 2020, "GLU Variants"), with the exact GELU. x [..., 2F] -> [..., F].
+
+    Compiled by `compiled`; every other backend runs torch's operations, the native library has none for it.
+    """
+    return (_compiled(_geglu) if backend == "compiled" else _geglu)(x)
+
+
 def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
     """Zeroes a share `p` of x [..., D] and scales the rest by 1 / (1 - p); seed and stream as below."""
     if p and backend == "native":
@@ -137,6 +145,11 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def _bias_relu2(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias).square()
+
+
+def _geglu(x: Tensor) -> Tensor:
+    value, gate = x.chunk(2, -1)
+    return F.gelu(value) * gate
 
 
 def _dropout_add_layer_norm(
