@@ -44,7 +44,7 @@ def export(
     model = found.config.model
     config = hf_names.to_huggingface_config(model, found.config.data.masking.causal)
     weights = hf_names.to_huggingface(found.weights, model)
-    files = hf_tokenizer.files(found.tokenizer, model.max_positions)
+    files = hf_tokenizer.files(found.tokenizer, model.max_positions, not model.modern)
     files[CONFIG] = hf_tokenizer.as_json(config)
     name = Path(output).resolve().name
     files["README.md"] = model_card.render(found, name, config["architectures"][0]).encode()
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         log.info(
             "the run was trained left to right: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM"
         )
-    elif not model.nsp:
+    elif not (model.nsp or model.modern):
         log.info(
             "the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained"
         )

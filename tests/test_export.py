@@ -114,6 +114,24 @@ def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, 
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
 
 
+@torch.no_grad()
+def test_a_modern_model_is_a_modernbert_with_a_tokenizer_that_gives_it_no_segments(
+    tmp_path: Path, caplog
+) -> None:
+    run = runs.make(tmp_path / "run", kind="unigram", fields={"kind": "modern", "norm": "pre", "nsp": False})
+    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
+    peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
+    assert type(peer) is transformers.ModernBertForMaskedLM
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(runs.TEXT[0], return_tensors="pt")
+    assert set(inputs) == {"input_ids", "attention_mask"}
+    assert torch.isfinite(peer(**inputs).logits).all()
+    again, weights = pretrained.load(tmp_path / "hf"), load_weights(run)[0]
+    assert again.weights.keys() == weights.keys()
+    assert all(again.weights[name].equal(weights[name]) for name in weights)
+    assert again.initialised == () and again.config.model.modern
+
+
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_squared_relu_and_a_decoder_of_its_own_load_by_themselves(norm: Any, tmp_path: Path, caplog) -> None:
     run = runs.make(tmp_path / "run", norm=norm, nsp=False, activation="relu2", tied=False)

@@ -1,7 +1,7 @@
 """Heads: one added layer a task on the pre-trained encoder.
 
 A text is read at [CLS], through the pre-trained pooler where the model has one; words and answers at their own tokens
-(Devlin et al. 2019, section 4 and appendix A.5). Losses are sums, as `megabert.engine` wants them. The added layer is
+(Devlin et al. 2019, section 4 and appendix A.5); of a modern model all of them through the masked-LM head's transform. Losses are sums, as `megabert.engine` wants them. The added layer is
 computed in fp32: bf16 has too few digits for a score or for telling spans apart. A frozen encoder is no part of the
 module's state: it is neither trained, nor saved with the moments, nor ever in training mode.
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megabert.config import Config, OpsConfig
 from megabert.finetune.tasks import COMPARED, Kind
 from megabert.model.bert import BertForPreTraining
-from megabert.model.layers import Linear
+from megabert.model.layers import Linear, MlmTransform
 
 TOKEN_KINDS = ("tag", "span")  # read at their tokens; the others at [CLS]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -75,6 +75,22 @@ class TextHead(nn.Module):
         return self.output(self.dropout(torch.tanh(self.pooler(hidden))))
 
 
+class TransformHead(nn.Module):
+    """The masked-LM head's transform, pre-trained -> dropout -> the added layer: of modern models, for texts and for tokens
+    (Warner et al. 2024)."""
+
+    def __init__(
+        self, transform: MlmTransform, hidden: int, outputs: int, std: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.transform = transform
+        self.dropout = nn.Dropout(dropout)
+        self.output = Output(hidden, outputs, std)
+
+    def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (P, D) -> (P, K)
+        return self.output(self.dropout(self.transform(hidden)))
+
+
 class TokenHead(nn.Module):
     """Dropout -> the added layer, token by token."""
 
@@ -125,16 +141,18 @@ class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
     def __init__(self, encoder: BertForPreTraining, shape: Shape) -> None:
-        """`encoder` loses its pre-training heads; the pooler becomes the text head's."""
+        """`encoder` loses its pre-training heads; the pooler becomes the text head's, the transform a modern model's."""
         super().__init__()
         cfg = encoder.cfg
         self.shape, self.terms, self.weights = shape, (shape.kind,), (1.0,)
-        pooler = getattr(encoder, "pooler", None)
+        pooler, transform = getattr(encoder, "pooler", None), encoder.mlm
         without_heads(encoder)
         size = cfg.hidden * (FEATURE_LAYERS if shape.head == "bilstm" else 1)
-        self.head: TextHead | TokenHead | BiLstmHead
+        self.head: TextHead | TransformHead | TokenHead | BiLstmHead
         if shape.head == "bilstm":
             self.head = BiLstmHead(size, shape.outputs, cfg.init_std, cfg.dropout, shape.width)
+        elif cfg.modern:
+            self.head = TransformHead(transform, size, shape.outputs, cfg.init_std, cfg.dropout)
         elif shape.kind not in TOKEN_KINDS:
             self.head = TextHead(size, shape.outputs, cfg.init_std, cfg.dropout)
             if pooler is not None:

@@ -1,7 +1,7 @@
 """Fine-tuned models as Hugging Face folders: config, weights and tokenizer, which load without any code of ours.
 
 A text is read at [CLS] through the pooler, words and answers at their own tokens, as transformers' classes of these names
-do; a pre-LN model becomes the MegatronBert class of the same kind. What these classes have not is refused by name.
+do; a pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class. What these classes have not is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from megabert.common.tensor_file import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
-from megabert.pretrained import hf_names, hf_tokenizer
+from megabert.pretrained import hf_modern, hf_names, hf_tokenizer
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TEXTS = "ForSequenceClassification"
@@ -81,6 +81,8 @@ def config(described: Described) -> dict[str, Any]:
     if called := names(described):
         tree["id2label"] = {str(i): name for i, name in enumerate(called)}
         tree["label2id"] = {name: i for i, name in enumerate(called)}
+    if described.config.model.modern:
+        tree["classifier_dropout"] = described.config.model.dropout
     if described.task.kind in PROBLEMS:
         tree["problem_type"] = PROBLEMS[described.task.kind]
     return tree
@@ -94,17 +96,22 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
         for prefix in ("encoder.", "head.")
     )
     renamed = hf_names.encoder_to_huggingface(encoder, found.described.config.model)
-    added = HEAD_NAMES.get(found.described.task.kind, "classifier")
+    modern = found.described.config.model.modern
+    added = "classifier" if modern else HEAD_NAMES.get(found.described.task.kind, "classifier")
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")
-        theirs = "bert.pooler.dense" if part == "pooler" else added
-        renamed[f"{theirs}.{which}"] = tensor
+        if part == "transform":
+            renamed[hf_modern.HEAD[f"mlm.{which}"]] = tensor
+        else:
+            renamed[f"{'bert.pooler.dense' if part == 'pooler' else added}.{which}"] = tensor
     return renamed
 
 
 def write(found: Finetuned, folder: Path) -> None:
     """Everything but the card."""
-    files = hf_tokenizer.files(found.tokenizer, found.described.max_length)
+    files = hf_tokenizer.files(
+        found.tokenizer, found.described.max_length, not found.described.config.model.modern
+    )
     files[CONFIG] = hf_tokenizer.as_json(config(found.described))
     for name, data in files.items():
         (folder / name).write_bytes(data)

@@ -30,7 +30,7 @@ from megabert.finetune.tasks import COMPARED
 FOLDER, WHOLE, QUANTISED = "onnx", "model.onnx", "model_quantized.onnx"  # as the hub's folders name them
 TOLERANCE = 1e-4  # of a logit, between onnxruntime and our model
 BATCH = 8  # sequences, the short ones padded
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # the last one where the model reads segments
 LIBRARIES = "pip install 'megabert[onnx]'"
 
 
@@ -124,15 +124,21 @@ def logits_of(path: Path, described: Described, items: Sequence[Item]) -> list[n
     return found
 
 
+def inputs_of(described: Described) -> tuple[str, ...]:
+    """Names of what transformers' class of the model reads."""
+    return INPUTS[:2] if described.config.model.modern else INPUTS
+
+
 def padded(described: Described, items: Sequence[Item]) -> dict[str, np.ndarray]:
     """int64 [sequences, longest] inputs of transformers' classes, by name; of choices [items, choices, longest]."""
     sequences = [sequence for item in items for sequence in item.sequences]
     shape = len(sequences), max(len(ids) for ids, _ in sequences)
-    inputs: dict[str, np.ndarray] = {name: np.zeros(shape, np.int64) for name in INPUTS}
+    inputs: dict[str, np.ndarray] = {name: np.zeros(shape, np.int64) for name in inputs_of(described)}
     for row, (ids, second) in enumerate(sequences):
         inputs["input_ids"][row, : len(ids)] = ids
         inputs["attention_mask"][row, : len(ids)] = 1
-        inputs["token_type_ids"][row, second : len(ids)] = 1
+        if "token_type_ids" in inputs:
+            inputs["token_type_ids"][row, second : len(ids)] = 1
     if described.task.kind == "choose":
         return {name: values.reshape(len(items), -1, shape[1]) for name, values in inputs.items()}
     return inputs
@@ -181,10 +187,10 @@ def _export(described: Described, folder: Path, path: Path) -> None:
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
-    sizes, names = [2, 8], ["batch", "sequence"]
+    sizes, names, inputs = [2, 8], ["batch", "sequence"], inputs_of(described)
     if described.task.kind == "choose":
         sizes, names = [2, 3, 8], ["batch", "choices", "sequence"]
-    sample = {name: torch.ones(sizes, dtype=torch.int64) for name in INPUTS}
+    sample = {name: torch.ones(sizes, dtype=torch.int64) for name in inputs}
     sample["attention_mask"][1, ..., 5:] = 0
     most = {"sequence": described.config.model.max_positions}
     dims = {axis: torch.export.Dim(name, max=most.get(name)) for axis, name in enumerate(names)}
@@ -193,9 +199,9 @@ def _export(described: Described, folder: Path, path: Path) -> None:
         (),
         path,
         kwargs=sample,
-        input_names=list(INPUTS),
+        input_names=list(inputs),
         output_names=["start_logits", "end_logits"] if described.task.kind == "span" else ["logits"],
-        dynamic_shapes=dict.fromkeys(INPUTS, dims),
+        dynamic_shapes=dict.fromkeys(inputs, dims),
         dynamo=True,
         external_data=False,
         verbose=False,

@@ -14,7 +14,7 @@ from megabert.model.ops.rotary import THETA
 
 TYPE, CLASS = "modernbert", "ModernBert"
 _ENCODER = {"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"}
-_HEAD = {
+HEAD = {
     "embeddings.word.bias": "decoder.bias",
     "mlm.weight": "head.dense.weight",
     "mlm.bias": "head.dense.bias",
@@ -61,7 +61,7 @@ def encoder_names(cfg: ModelConfig) -> dict[str, str]:
 
 def names(cfg: ModelConfig) -> dict[str, str]:
     """Our name -> theirs, of every tensor."""
-    return encoder_names(cfg) | _HEAD | ({} if cfg.tied else {"embeddings.word.decoder": DECODER})
+    return encoder_names(cfg) | HEAD | ({} if cfg.tied else {"embeddings.word.decoder": DECODER})
 
 
 def config(cfg: ModelConfig) -> dict[str, Any]:

@@ -60,10 +60,10 @@ def build(tokenizer: Tokenizer) -> Any:
     return built
 
 
-def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
+def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[str, bytes]:
     """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
 
-    `max_length` is the model's number of positions. Raises as `build` does.
+    `max_length` is the model's number of positions, `segments` whether it reads any. Raises as `build` does.
     """
     sentencepiece = tokenizer.kind == "sentencepiece"
     original = tokenizer.data
@@ -72,7 +72,7 @@ def files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     config: dict[str, Any] = NAMES | {
         "tokenizer_class": "PreTrainedTokenizerFast" if sentencepiece else "BertTokenizer",
         "model_max_length": max_length,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     if not sentencepiece:

@@ -135,7 +135,7 @@ def write(
     with appearing(folder, MODULES, overwrite=True) as new:
         for path in paths[1 : len(kinds)]:
             (new / path).mkdir()
-        for name, data in hf_tokenizer.files(start.tokenizer, pooling.max_length).items():
+        for name, data in hf_tokenizer.files(start.tokenizer, pooling.max_length, not model.modern).items():
             (new / name).write_bytes(data)
         for name, value in files.items():
             (new / name).write_bytes(hf_tokenizer.as_json(value))

@@ -106,7 +106,12 @@ def some(first: list[Any], others: list[Any]) -> list[Any]:
 
 
 SHORT = [(kind, "uncased", "post") for kind in ("classify", "tag", "span")]
-ALL = [(kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"))]
+SHORT += [(kind, "unigram", "modern") for kind in ("pair", "tag", "span")]
+ALL = [
+    (kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"), ("unigram", "modern"))
+]
+MODERN: dict[str, Any] = {"kind": "modern", "norm": "pre", "nsp": False}
+CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert"}
 
 
 @pytest.mark.parametrize("kind, vocabulary, norm", some(SHORT, [case for case in ALL if case not in SHORT]))
@@ -114,9 +119,10 @@ ALL = [(kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram
 def test_logits_are_the_same_on_full_padded_and_windowed_input(
     kind: str, vocabulary: str, norm: str, tmp_path: Path
 ) -> None:
-    found, folder, path = exported(kind, tmp_path, vocabulary=vocabulary, norm=norm)
+    fields = MODERN if norm == "modern" else {"norm": norm}
+    found, folder, path = exported(kind, tmp_path, vocabulary=vocabulary, fields=fields)
     model = loaded(kind, folder)
-    assert type(model).__name__.startswith("MegatronBert" if norm == "pre" else "Bert")
+    assert type(model).__name__.startswith(CLASSES[norm])
     _, items = encoded(found, path)
     sizes = {len(item.ids) for item in items}
     assert max(sizes) == finetuned.LENGTH and len(sizes) > 1

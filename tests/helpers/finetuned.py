@@ -17,10 +17,11 @@ LENGTH = 24
 
 
 def make(
-    base: Path, task: Task, file: Path, settings: Any = None, vocabulary: str = "uncased", **run: Any
-) -> Path:
-    """`base/best`, a model of `task` with the labels of `file`, on the encoder of `runs.make`."""
-    runs.make(base / "run", vocabulary, **run)
+    base: Path, task: Task, file: Path, settings: Any = None, vocabulary: str = "uncased",
+    fields: dict[str, Any] | None = None, **run: Any,
+) -> Path:  # fmt: skip
+    """`base/best`, a model of `task` with the labels of `file`, on the encoder of `runs.make`; `fields`: of the model."""
+    runs.make(base / "run", vocabulary, fields=fields, **run)
     start = pretrained.load(base / "run")
     examples = datasets.read(task, file)
     labels = encoding.labels_of(task, examples)
