@@ -46,7 +46,7 @@ class PlainMuon:
     """A parameter at a time; which are matrices of the layers is read from their names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.named = dict(model.named_parameters())
+        self.named, self.modern = dict(model.named_parameters()), model.cfg.modern
         self.m = {n: torch.zeros_like(p) for n, p in self.named.items()}
         self.v = {n: torch.zeros_like(p) for n, p in self.named.items()}
         self.t = 0
@@ -57,7 +57,7 @@ class PlainMuon:
     def update(self, name: str, g: Tensor) -> Tensor:
         """Of one parameter: momentum, Nesterov's direction, orthogonal, as large as AdamW's."""
         self.m[name].copy_(0.95 * self.m[name] + g)
-        parts = split(name, g + 0.95 * self.m[name])
+        parts = (g + 0.95 * self.m[name]).chunk(self.parts(name))
         return torch.cat([0.2 * math.sqrt(max(part.shape)) * newton_schulz(part) for part in parts])
 
     @torch.no_grad()
@@ -76,6 +76,12 @@ class PlainMuon:
                 v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g**2)
                 p.sub_(lr * (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS))
             p.grad = None
+
+    def parts(self, name: str) -> int:
+        """How many matrices a parameter is: queries, keys and values; what a gate multiplies, and the gate."""
+        if "qkv" in name:
+            return 3
+        return 2 if self.modern and name.endswith("feed_forward.weight") else 1
 
     def clip(self, limit: float = 1.0) -> None:
         self.norm = float(torch.cat([p.grad.double().view(-1) for p in self.named.values()]).norm())
@@ -102,13 +108,9 @@ class DeepSpeedsMuon(PlainMuon):
         return g
 
 
-def split(name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.chunk(3) if "qkv" in name else (tensor,)
-
-
-def plain_run(rule: type[PlainMuon]) -> dict[str, Any]:
+def plain_run(rule: type[PlainMuon], **changes: Any) -> dict[str, Any]:
     """20 updates of whole batches in fp32, without DeepSpeed."""
-    model = tiny.model(tiny.config())
+    model = tiny.model(tiny.config(**changes))
     optimizer = rule(model)
     losses, norms = [], []
     for step in range(STEPS):
@@ -129,6 +131,7 @@ def train(world: Any, **changes: Any) -> dict[str, Any]:
     }
 
 
+MODERN: dict[str, Any] = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False}
 OTHERS = {
     "bf16": {},
     "recorded": {"cuda_graphs": True},
@@ -142,6 +145,7 @@ def one_rank(world: Any) -> dict[Any, Any]:
     """Four micro-steps an update at each stage; and what other kinds of runs did and kept."""
     allow_fp16()
     found: dict[Any, Any] = {stage: train(world, zero__stage=stage) for stage in range(4)}
+    found |= {f"modern at {stage}": train(world, zero__stage=stage, **MODERN) for stage in (1, 3)}
     for name, changes in OTHERS.items():
         settings = {"precision": "bf16", "zero__stage": 1, "batch__micro_size": 4} | changes
         cfg = tiny.config(optimizer__name="muon", **settings)
@@ -186,6 +190,13 @@ def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_one_rank_of_four_micro_steps_equals_unsharded_muon(stage, one, reference):
     check(one[stage], reference)
+
+
+@pytest.mark.dist
+def test_what_a_gate_multiplies_and_the_gate_are_matrices_of_their_own(one):
+    written = plain_run(PlainMuon, **MODERN)
+    for name in ("modern at 1", "modern at 3"):
+        check(one[name], written)
 
 
 @pytest.mark.dist
