@@ -5,7 +5,7 @@
 BERT-LARGE's sizes, bf16; sides run in turn in one process (on a GPU in CUDA graphs, whose replays are timed by events) and
 medians are compared. `mlm_loss` stands beside its three
 matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
-scaled_dot_product_attention with the same mask; `bias_gelu` and `dropout_add_layer_norm` beside eager and compiled torch;
+scaled_dot_product_attention with the same mask; `bias_gelu`, `bias_geglu`, `rotate` and `dropout_add_layer_norm` beside eager and compiled torch;
 `optimizer` is a step over two layers and the embeddings: Muon's beside AdamW's, LAMB's, and torch.optim.Muon with AdamW.
 Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
 once) are given as a share of the measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
@@ -17,7 +17,6 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,8 @@ from torch import Tensor
 
 from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, kernel_times, quantiles, synchronise
+from benchmarks.ops.cases import Call, Case, Maker, size_of
+from benchmarks.ops.layer import layer
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
 from megabert.engine import optimizers
@@ -36,56 +37,6 @@ from megabert.engine.muon import find_matrices
 from megabert.model import ops
 from megabert.model.bert import BertForPreTraining
 from megabert.training.metrics import matmul_tflops
-
-Call = Callable[[], object]
-
-
-@dataclass
-class Case:
-    """One operation at one size: what runs, and who is compared with whom."""
-
-    name: str
-    size: str
-    sides: dict[str, Call]
-    comparisons: list[tuple[str, str]]  # (ours, peer)
-    bytes: dict[str, int] = field(default_factory=dict)  # that a side has to move, each tensor once
-    extra_memory: tuple[str, ...] = ()  # sides whose memory is measured
-    what: str = "forward and backward"
-
-
-class Maker:
-    """Random tensors on the device, and forward + backward of a function as one call."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self.generator = torch.Generator().manual_seed(1)
-        self.seed = torch.tensor([1234], device=device)
-
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        value = torch.randn(*shape, generator=self.generator) * scale
-        return value.to(self.device, self.dtype)
-
-    def both_ways(self, function: Callable[..., Any], *inputs: Tensor) -> Call:
-        """Forward and backward; the gradient of the first output is random, or 1 for a scalar."""
-        leaves = [t.detach().clone().requires_grad_() for t in inputs]
-        with torch.no_grad():
-            first = _first(function(*leaves))
-        grad = torch.ones_like(first) if first.dim() == 0 else self.normal(*first.shape).to(first.dtype)
-
-        def call() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-            _first(function(*leaves)).backward(grad)
-
-        return call
-
-
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _size(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def mlm_loss(make: Maker, small: bool) -> list[Case]:
@@ -122,7 +73,7 @@ def mlm_loss(make: Maker, small: bool) -> list[Case]:
         "ours": make.both_ways(lambda x: ops.mlm_loss_of_logits(x, labels, "native"), logits),
         "torch": make.both_ways(lambda x: F.cross_entropy(x, labels, reduction="sum"), logits),
     }
-    moved = {"ours": 4 * _size(logits)}  # the copy is read and written, the loss pass reads and writes it
+    moved = {"ours": 4 * size_of(logits)}  # the copy is read and written, the loss pass reads and writes it
     return [
         Case("mlm_loss", size, sides, peers, extra_memory=("ours", "torch")),
         Case("mlm_loss from logits", f"{count} x {entries}", rows, [("ours", "torch")], moved),
@@ -153,7 +104,7 @@ def softmax_mask(make: Maker, small: bool) -> list[Case]:
     def attend(backend: str, inputs: list[Tensor], p: float) -> Call:
         return make.both_ways(lambda x: ops.attend(x, heads, inputs, p, make.seed, 0, backend), qkv)
 
-    moved = {"ours, whole rows": 6 * _size(scores)}  # scores, out, probs; grad, probs, dscores
+    moved = {"ours, whole rows": 6 * size_of(scores)}  # scores, out, probs; grad, probs, dscores
     sides = {
         "ours": make.both_ways(lambda x: ours(x, start, end), scores),
         "ours, whole rows": make.both_ways(lambda x: ours(x, full_start, full_end), scores),
@@ -178,60 +129,6 @@ def softmax_mask(make: Maker, small: bool) -> list[Case]:
         cases.append(
             Case("attention", f"[{batch}, {heads}, {width}, {size}], dropout {chance}", sides, peers)
         )
-    return cases
-
-
-def layer(make: Maker, small: bool) -> list[Case]:
-    rows, width = (64, 48) if small else (8192, 1024)
-    ffn = 4 * width
-    x, bias = make.normal(rows, ffn), make.normal(ffn)
-    compiled = torch.compile if not small else (lambda f, **_: f)
-
-    def gelu(x: Tensor, b: Tensor) -> Tensor:
-        return F.gelu(x + b)
-
-    sides = {
-        "ours": make.both_ways(lambda x, b: ops.bias_gelu(x, b, "native"), x, bias),
-        "torch": make.both_ways(gelu, x, bias),
-        "torch.compile": make.both_ways(compiled(gelu, dynamic=False), x, bias),
-    }
-    cases = [
-        Case(
-            "bias_gelu",
-            f"[{rows}, {ffn}]",
-            sides,
-            [("ours", name) for name in list(sides)[1:]],
-            {"ours": 5 * _size(x)},
-        )
-    ]
-    y, residual, vectors = (
-        make.normal(rows, width),
-        make.normal(rows, width),
-        [make.normal(width) for _ in range(3)],
-    )
-
-    def norm(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> Tensor:
-        return F.layer_norm(r + F.dropout(x + b, 0.1), (width,), w, s, 1e-12)
-
-    def ours(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.dropout_add_layer_norm(x, b, r, w, s, 0.1, 1e-12, make.seed, 0, "native")
-
-    inputs = (y, residual, *vectors)
-    sides = {
-        "ours": make.both_ways(ours, *inputs),
-        "torch": make.both_ways(norm, *inputs),
-        "torch.compile": make.both_ways(compiled(norm, dynamic=False), *inputs),
-    }
-    moved = {"ours": 8 * _size(y)}  # x, residual, y, z; grad, z, dx, dresidual
-    cases.append(
-        Case(
-            "dropout_add_layer_norm",
-            f"[{rows}, {width}], dropout 0.1",
-            sides,
-            [("ours", n) for n in list(sides)[1:]],
-            moved,
-        )
-    )
     return cases
 
 
@@ -297,7 +194,7 @@ def copy_bandwidth(device: torch.device, small: bool) -> float:
     source = torch.zeros((1 << 16 if small else 1 << 28), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     times = kernel_times({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
-    return 2 * _size(source) / min(times)
+    return 2 * size_of(source) / min(times)
 
 
 def extra_memory(call: Call, device: torch.device) -> int:

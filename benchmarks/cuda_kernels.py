@@ -41,11 +41,14 @@ WARPS, BLOCKS = 64, 32  # that a multiprocessor holds at most
 GROUP = 8  # columns that a thread takes at a time (csrc/common/device.cuh)
 # kernel -> position of its template argument `Groups`, where it has one; those whose instructions an element are counted
 ELEMENT_WISE = {
+    "bias_geglu_forward": None,
+    "bias_geglu_gradient": None,
     "bias_gelu_forward": None,
     "bias_gelu_gradient": None,
     "dropout_forward": None,
     "layer_norm_forward": 2,
     "layer_norm_gradient": 2,
+    "rotate_heads": None,
 }
 
 

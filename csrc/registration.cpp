@@ -11,6 +11,15 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // -> dx, dbias
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
 
+  // x [..., 2D], bias [2D] -> gelu(a) * b [..., D] of (a, b) = x + bias
+  m.def("bias_geglu(Tensor x, Tensor bias) -> Tensor");
+  // -> dx, dbias
+  m.def("bias_geglu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor, Tensor)");
+
+  // qkv [..., 3 * H * d], cos, sin fp32 with d / 2 elements for each token -> the same, queries and keys turned; the gradient is
+  // the same operation, back
+  m.def("rotate(Tensor qkv, Tensor cos, Tensor sin, int heads, bool back) -> Tensor");
+
   // for FP8 products, x [N, D]: the result in E4M3, the gradient in E5M2, as cast_transpose of them gives it, all three results
   m.def("bias_gelu_cast(Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor)");
   // and then dbias

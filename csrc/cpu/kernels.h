@@ -64,6 +64,14 @@ struct Kernels {
   // dx, and dbias[width] = column sums over the rows
   void (*bias_gelu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
                              int64_t begin, int64_t end);
+  // x rows of 2 * width columns (a, b), y = gelu(a) * b of x + bias for rows [begin, end)
+  void (*bias_geglu)(const T* x, const T* bias, T* y, int64_t width, int64_t begin, int64_t end);
+  // dx, and dbias[2 * width] = column sums over the rows
+  void (*bias_geglu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
+                              int64_t begin, int64_t end);
+  // rows of 3 * heads * 2 * half columns: queries and keys turned by sign x angle, values copied; cos, sin [rows, half]
+  void (*rotate)(const T* x, const float* cos, const float* sin, float sign, T* y, int64_t heads, int64_t half,
+                 int64_t begin, int64_t end);
   // y = dropout(x); its own gradient
   void (*dropout)(const T* x, T* y, int64_t width, Dropout dropout, int64_t begin, int64_t end);
   // z = residual + dropout(x + bias); y = normalised z * weight + shift

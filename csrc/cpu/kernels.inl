@@ -8,16 +8,21 @@ namespace MEGABERT_ISA {
 #include "cpu/simd.h"
 #include "cpu/gemm.h"
 #include "attention/kernel.h"
+#include "bias_geglu/kernel.h"
 #include "bias_gelu/kernel.h"
 #include "dropout/kernel.h"
 #include "dropout_add_layer_norm/kernel.h"
 #include "mlm_loss/kernel.h"
+#include "rotate/kernel.h"
 #include "softmax_mask/kernel.h"
 
 template <class T>
 constexpr Kernels<T> make_table() {
   return {bias_gelu<T>,
           bias_gelu_backward<T>,
+          bias_geglu<T>,
+          bias_geglu_backward<T>,
+          rotate<T>,
           dropout<T>,
           dropout_add_layer_norm<T>,
           dropout_add_layer_norm_backward<T>,

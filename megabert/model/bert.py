@@ -147,7 +147,7 @@ class BertForPreTraining(nn.Module):
         yield normed, x
         angles = None
         if self.cfg.modern:
-            angles = native.rotation(position_ids, self.cfg.hidden // self.cfg.heads, x.dtype)
+            angles = native.rotation(position_ids, self.cfg.hidden // self.cfg.heads)
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
             if last is not None and not self.training:

@@ -99,7 +99,7 @@ class GatedLinear(Affine):
         self.backend = backend
 
     def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (..., D) -> (..., F)
-        return native.geglu(self.product(x, self.bias), self.backend)
+        return native.bias_geglu(self.product(x), self.bias, self.backend)
 
 
 class LinearNorm(Affine):
@@ -220,7 +220,7 @@ class Layer(nn.Module):
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
         self.attention_output.matrices = self.feed_forward_output.matrices = 1
-        self.cfg, self.attention = cfg, backends.attention.name
+        self.cfg, self.attention, self.layer = cfg, backends.attention.name, layer
 
     def forward(
         self,
@@ -236,7 +236,7 @@ class Layer(nn.Module):
         p = self.cfg.attention_dropout if self.training else 0.0
         qkv, bias = self.qkv(normed)  # (B, T, 3D)
         if angles is not None:
-            qkv = native.rotate(qkv, self.cfg.heads, angles)
+            qkv = native.rotate(qkv, self.cfg.heads, angles, self.layer)
         context = native.attend(
             qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias
         )  # (B, T, D)

@@ -128,6 +128,7 @@ def shapes_of(config: Config, manifest: Manifest) -> Shapes:
         ffn=model.ffn,
         vocab=model.vocab_size,
         padded_vocab=model.padded_vocab,
+        gated=model.modern,
         norm=model.norm,
         dropout=model.dropout,
         attention_dropout=model.attention_dropout,

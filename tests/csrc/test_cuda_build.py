@@ -13,16 +13,26 @@ from benchmarks.cuda_kernels import FILES, REGISTERS, ROOT, Kernel
 from megabert.model import ops
 
 # Instructions an element on sm_80 and sm_90 with two-byte types, in the shapes for rows of 1,024. An H200 issues 30 T lanes a
-# second and moves 4.2 TB: 28 instructions in the time of bias_gelu's 4 bytes an element, 42 of its gradient's 6, 56 of
-# LayerNorm's 8 and 70 of its gradient's 10.
+# second and moves 4.2 TB: 28 instructions in the time of bias_gelu's 4 bytes an element, 42 of its gradient's 6 and of
+# bias_geglu's, 56 of LayerNorm's 8 and of a pair's in rotate, 70 of the 10 of the gradients of LayerNorm and bias_geglu.
 BUDGETS = {
+    "bias_geglu_forward": 27,
+    "bias_geglu_gradient": 36,
     "bias_gelu_forward": 22,
     "bias_gelu_gradient": 27,
     "dropout_forward": 16,
     "layer_norm_forward": 40,
     "layer_norm_gradient": 52,
+    "rotate_heads": 22,
 }
-RESIDENT_WARPS = {"bias_gelu_forward": 48, "bias_gelu_gradient": 32, "layer_norm_gradient": 20}  # at least
+RESIDENT_WARPS = {  # at least
+    "bias_geglu_forward": 48,
+    "bias_geglu_gradient": 28,
+    "bias_gelu_forward": 48,
+    "bias_gelu_gradient": 32,
+    "layer_norm_gradient": 20,
+    "rotate_heads": 36,
+}
 
 needs_nvcc = pytest.mark.skipif(cuda_kernels.find("nvcc") is None, reason="no nvcc on this machine")
 needs_nvdisasm = pytest.mark.skipif(

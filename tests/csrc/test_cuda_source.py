@@ -212,6 +212,54 @@ def test_bias_gelu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_bias_geglu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, bias, grad = (
+        t.to(dtype)
+        for t in (
+            normal(rows, 2 * width, seed=1, scale=3),
+            normal(2 * width, seed=2),
+            normal(rows, width, seed=3),
+        )
+    )
+    (y,) = kernels.run(
+        "bias_geglu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,)
+    )
+    dx, dbias = kernels.run(
+        "bias_geglu_backward", dtype, grad, x, bias, empty(rows, 2 * width, dtype=dtype),
+        empty(3, 2 * width, dtype=torch.float32), empty(2 * width, dtype=dtype), rows, width, outputs=(3, 5),
+    )  # fmt: skip
+
+    def plain(x: Tensor, bias: Tensor) -> Tensor:
+        value, gate = (x + bias).chunk(2, -1)
+        return F.gelu(value) * gate
+
+    both = []
+    for kind, function in ((dtype, plain), (torch.float64, reference.bias_geglu)):
+        leaves = [t.to(kind).requires_grad_() for t in (x, bias)]
+        both.append(gradients(function(*leaves), leaves, grad))
+    check([y, dx, dbias], *both, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "half"), [(1, 1, 1), (4, 3, 5), (5, 2, 12), (7, 16, 32), (4, 24, 64)]
+)
+def test_rotate(kernels: Kernels, rows: int, heads: int, half: int, back: bool, dtype: torch.dtype) -> None:
+    x, angles = normal(rows, 6 * heads * half, seed=1).to(dtype), normal(rows, half, seed=2)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    (y,) = kernels.run(
+        "rotate", dtype, x, cos, sin, empty(*x.shape, dtype=dtype), rows, heads, half, back, outputs=(3,)
+    )
+    both = [
+        reference.rotate(x.to(kind), cos, -sin if back else sin, heads) for kind in (dtype, torch.float64)
+    ]
+    check([y], [both[0]], [both[1]], dtype)
+    assert y[:, 4 * heads * half :].equal(x[:, 4 * heads * half :]), "values are copied"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_dropout_draws_the_oracles_mask(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
     x = normal(rows, width, seed=1).to(dtype)
     (y,) = kernels.run(

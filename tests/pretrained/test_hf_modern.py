@@ -68,24 +68,6 @@ def test_what_a_token_is_given_depends_on_its_place_and_not_on_segments() -> Non
     assert torch.equal(built.encode(**batch | {"segment_ids": 1 - batch["segment_ids"]})[0], hidden)
 
 
-def test_rotation_is_its_own_inverse_backwards() -> None:
-    """Its gradient against autograd's through the formula written out."""
-    draw = torch.Generator().manual_seed(1)
-    qkv = torch.randn(2, 5, 3 * 16, generator=draw, dtype=torch.float64).requires_grad_()
-    places = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 6, 7]])
-    angles = ops.rotation(places, 8, torch.float64)
-    parts = qkv.view(2, 5, 3, 2, 8)
-    turn = places[..., None] * ops.rotary.THETA ** (-torch.arange(4) / 4)
-    complex_parts = torch.complex(parts[..., :4], parts[..., 4:])[:, :, :2]
-    turned = complex_parts * torch.polar(torch.ones_like(turn), turn)[:, :, None, None]
-    want = torch.cat([torch.cat([turned.real, turned.imag], -1), parts[:, :, 2:]], 2).reshape(2, 5, -1)
-    found = ops.rotate(qkv, 2, angles)
-    weights = torch.randn(want.shape, generator=draw, dtype=torch.float64)
-    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
-    gradients = [torch.autograd.grad((y * weights).sum(), qkv)[0] for y in (found, want)]
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

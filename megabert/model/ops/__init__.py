@@ -15,11 +15,11 @@ from megabert.model.ops.feed_forward import BeforeGelu, gelu_linear
 from megabert.model.ops.fp8 import Linear8, Rounded, Scaling, linear, linear_gelu
 from megabert.model.ops.fp8 import support as fp8_support
 from megabert.model.ops.layer import (
+    bias_geglu,
     bias_gelu,
     bias_relu2,
     dropout,
     dropout_add_layer_norm,
-    geglu,
     norm_rounded,
     rounds_norm,
 )
@@ -41,6 +41,7 @@ __all__ = [
     "Scaling",
     "attend",
     "attention_inputs",
+    "bias_geglu",
     "bias_gelu",
     "bias_relu2",
     "choose",
@@ -48,7 +49,6 @@ __all__ = [
     "dropout_add_layer_norm",
     "fp8_support",
     "fused_softmax_mask",
-    "geglu",
     "gelu_linear",
     "has_kernel",
     "linear",

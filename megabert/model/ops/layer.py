@@ -34,12 +34,11 @@ def bias_relu2(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     return (_compiled(_bias_relu2) if backend == "compiled" else _bias_relu2)(x, bias)
 
 
-def geglu(x: Tensor, backend: str) -> Tensor:
-    """gelu(a) * b of x = [a, b] (Shazeer 2020, "GLU Variants"), with the exact GELU. x [..., 2F] -> [..., F].
-
-    Compiled by `compiled`; every other backend runs torch's operations, the native library has none for it.
-    """
-    return (_compiled(_geglu) if backend == "compiled" else _geglu)(x)
+def bias_geglu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
+    """gelu(a) * b of (a, b) = x + bias (Shazeer 2020, "GLU Variants"), with the exact GELU. x [..., 2F], bias [2F] -> [..., F]."""
+    if backend == "native":
+        return torch.ops.megabert.bias_geglu(x, bias)
+    return (_compiled(_bias_geglu) if backend == "compiled" else _bias_geglu)(x, bias)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
@@ -147,8 +146,8 @@ def _bias_relu2(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias).square()
 
 
-def _geglu(x: Tensor) -> Tensor:
-    value, gate = x.chunk(2, -1)
+def _bias_geglu(x: Tensor, bias: Tensor) -> Tensor:
+    value, gate = (x + bias).chunk(2, -1)
     return F.gelu(value) * gate
 
 
@@ -191,6 +190,19 @@ def _register() -> None:
         return torch.ops.megabert.bias_gelu_backward(grad, *ctx.saved_tensors)
 
     torch.library.register_autograd("megabert::bias_gelu", gelu_backward, setup_context=gelu_context)
+
+    @torch.library.register_fake("megabert::bias_geglu")
+    def _(x: Tensor, bias: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+    @torch.library.register_fake("megabert::bias_geglu_backward")
+    def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return _like(x), _like(bias)
+
+    def geglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.megabert.bias_geglu_backward(grad, *ctx.saved_tensors)
+
+    torch.library.register_autograd("megabert::bias_geglu", geglu_backward, setup_context=gelu_context)
 
     @torch.library.register_fake("megabert::dropout")
     def _(x: Tensor, seed: Tensor, stream: int, p: float) -> Tensor:

@@ -15,7 +15,7 @@ from megabert.model.ops import reference
 from megabert.model.ops.attention import attend, attention_inputs
 from megabert.model.ops.backend import obstacles
 from megabert.model.ops.feed_forward import BeforeGelu, gelu_linear
-from megabert.model.ops.layer import bias_gelu, dropout_add_layer_norm
+from megabert.model.ops.layer import bias_geglu, bias_gelu, dropout_add_layer_norm
 from megabert.model.ops.mlm_loss import mlm_loss
 from megabert.model.ops.tolerance import Function
 
@@ -33,9 +33,10 @@ class Shapes:
     predictions: int  # K
     hidden: int  # D
     heads: int
-    ffn: int
+    ffn: int  # F
     vocab: int
     padded_vocab: int
+    gated: bool = False  # a feed-forward layer of 2F columns, the second half of which are gates
     norm: str = "post"
     dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -119,7 +120,7 @@ def attention_problem(shapes: Shapes, device: torch.device, rows: int, dropout: 
 
 
 def layer_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool) -> Problem:
-    """The element-wise part of one layer, its matrix products left out: norm, GELU, norm.
+    """The element-wise part of one layer, its matrix products left out: norm, GELU (and gate), norm.
 
     The first norm's output is read twice, by a product and as the next residual (post-LN), as in the model."""
     p = shapes.dropout if dropout else 0.0
@@ -165,17 +166,20 @@ def layer_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool
         ) -> tuple[Tensor, Tensor]:
             return dropout_add_layer_norm(x, bias, residual, w, s, p, shapes.eps, seed, stream, backend, post)
 
-        return chain(norm, lambda x, bias: bias_gelu(x, bias, backend))
+        return chain(norm, lambda x, bias: activation(x, bias, backend))
 
-    wide, vector = (*tokens, shapes.hidden), (shapes.hidden,)
-    inputs = [wide, vector, wide, vector, vector, (*tokens, shapes.ffn), (shapes.ffn,), wide, *[vector] * 3]
+    activation, exact = (
+        (bias_geglu, reference.bias_geglu) if shapes.gated else (bias_gelu, reference.bias_gelu)
+    )
+    wide, vector, into = (*tokens, shapes.hidden), (shapes.hidden,), shapes.ffn * (2 if shapes.gated else 1)
+    inputs = [wide, vector, wide, vector, vector, (*tokens, into), (into,), wide, *[vector] * 3]
     outputs = [wide, (*tokens, shapes.ffn), wide, *([] if post else [wide])]
     return Problem(
         inputs=[normal(*size) for size in inputs],
         grads=[normal(*size) for size in outputs],
         call=call,
-        plain=chain(plain_norm, lambda x, bias: F.gelu(x + bias)),
-        exact=chain(exact_norm, reference.bias_gelu),
+        plain=chain(plain_norm, lambda x, bias: activation(x, bias, "torch")),
+        exact=chain(exact_norm, exact),
     )
 
 

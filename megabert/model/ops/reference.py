@@ -52,6 +52,21 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return z * 0.5 * torch.erfc(-z * 0.5**0.5)
 
 
+def bias_geglu(x: Tensor, bias: Tensor) -> Tensor:
+    """x [..., 2F], bias [2F] -> a * Phi(a) * b of (a, b) = x + bias, [..., F]."""
+    value, gate = (x + bias).chunk(2, -1)
+    return value * 0.5 * torch.erfc(-value * 0.5**0.5) * gate
+
+
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """qkv [..., 3 * H * d], cos and sin [..., d / 2] -> queries and keys as complex numbers times cos + i sin, values as they are."""
+    query_key, value = qkv.unflatten(-1, (3, heads, 2, -1)).split([2, 1], -4)
+    first, second = query_key.unbind(-2)
+    cos, sin = (x[..., None, None, :].to(qkv.dtype) for x in (cos, sin))
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -2)
+    return torch.cat([turned, value], -4).flatten(-4)
+
+
 def dropout_add_layer_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, eps: float, keep: Tensor
 ) -> tuple[Tensor, Tensor]:

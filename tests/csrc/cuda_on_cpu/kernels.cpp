@@ -7,12 +7,14 @@
 
 #include "attention/backward.cuh"
 #include "attention/kernel.cuh"
+#include "bias_geglu/kernel.cuh"
 #include "bias_gelu/cast.cuh"
 #include "cast_transpose/kernel.cuh"
 #include "common/rows.h"
 #include "dropout/kernel.cuh"
 #include "dropout_add_layer_norm/cast.cuh"
 #include "mlm_loss/kernel.cuh"
+#include "rotate/kernel.cuh"
 #include "softmax_mask/kernel.cuh"
 
 using namespace megabert;
@@ -181,6 +183,51 @@ const char* bias_gelu_backward(int type, bool backwards, const void* grad, const
       });
     });
     return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, width, width) : result;
+  });
+}
+
+const char* bias_geglu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        bias_geglu_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<const T*>(bias),
+                                                      static_cast<T*>(y), rows, width);
+      });
+    });
+    return result;
+  });
+}
+
+const char* bias_geglu_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
+                                float* partial, void* dbias, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        bias_geglu_gradient<T, decltype(whole)::value>(static_cast<const T*>(grad), static_cast<const T*>(x),
+                                                       static_cast<const T*>(bias), static_cast<T*>(dx), partial, rows, width);
+      });
+    });
+    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, 2 * width, 2 * width) : result;
+  });
+}
+
+const char* rotate(int type, bool backwards, const void* x, const float* cos, const float* sin, void* y, int64_t rows,
+                   int64_t heads, int64_t half, bool back) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(aligned(half, {x, cos, sin, y}), [&](auto whole) {
+      const int64_t tasks = 3 * heads * ((half + kGroup - 1) / kGroup);
+      result = launch(column_grid(tasks * kGroup), kColumnThreads, backwards, [&] {
+        rotate_heads<T, decltype(whole)::value>(static_cast<const T*>(x), cos, sin, back ? -1.0f : 1.0f, static_cast<T*>(y),
+                                                rows, heads, half);
+      });
+    });
+    return result;
   });
 }
 

@@ -162,7 +162,7 @@ def test_measuring_leaves_torchs_generator_as_it_was() -> None:
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_every_backend_is_a_candidate_and_those_that_run_here_are_right(role: str, norm: str) -> None:
     """torch.compile's aside, which takes a minute: below."""
-    shapes = replace(SHAPES, norm=norm, causal=norm == "pre")
+    shapes = replace(SHAPES, norm=norm, causal=norm == "pre", gated=norm == "pre")
     among = candidates.candidates(role, shapes, CPU)
     assert [candidate.name for candidate in among] == list(ops.BACKENDS[role])
     rows = measure(role, shapes, CPU, 0.01, among=[c for c in among if c.name != "compiled"]).rows

@@ -91,6 +91,29 @@ def test_bias_gelu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2046), (700, 2816), (5, 3, 4096)], ids=str)
+def test_bias_geglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    half = (*shape[:-1], shape[-1] // 2)
+    check(
+        lambda x, b: [ops.bias_geglu(x, b, "native")], lambda x, b: [ops.bias_geglu(x, b, "torch")],
+        lambda x, b: [reference.bias_geglu(x, b)],
+        [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)], [normal(*half, seed=3)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 10), (16, 64)])
+def test_rotate(heads: int, size: int, dtype: torch.dtype) -> None:
+    angles = ops.rotation(torch.arange(600).view(4, 150).cuda(), size)
+    exact = [t.cpu().double() for t in angles]
+    check(
+        lambda x: [ops.rotate(x, heads, angles, "native")], lambda x: [ops.rotate(x, heads, angles, "torch")],
+        lambda x: [reference.rotate(x, *exact, heads)],
+        [normal(4, 150, 3 * heads * size, seed=1)], [normal(4, 150, 3 * heads * size, seed=2)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1023), (700, 1024), (40, 5000)], ids=str)
 def test_dropout_add_layer_norm(shape: tuple[int, int], p: float, dtype: torch.dtype) -> None:

@@ -22,6 +22,11 @@ LABELS = torch.tensor([1, -100, 4])
 
 CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "bias_gelu": (lambda x, b: ops.bias_gelu(x, b, "native"), [normal(3, 5, seed=1), normal(5, seed=2)]),
+    "bias_geglu": (lambda x, b: ops.bias_geglu(x, b, "native"), [normal(3, 10, seed=1), normal(10, seed=2)]),
+    "rotate": (
+        lambda x: ops.rotate(x, 2, ops.rotation(torch.tensor([[0, 3, 1]]), 6), "native"),
+        [normal(1, 3, 3 * 2 * 6, seed=1)],
+    ),
     "dropout": (lambda x: ops.dropout(x, P, SEED, 2, "native"), [normal(3, 9, seed=1)]),
     "dropout_add_layer_norm": (
         lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, P, 1e-5, SEED, 2, "native"),

@@ -1,0 +1,33 @@
+// Queries and keys turned by their tokens' angles; `back`: by their opposites, which is also the gradient's way.
+
+#include "cpu/kernels.h"
+#include "rotate/arguments.h"
+
+namespace megabert {
+namespace {
+
+Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, bool back) {
+  check_cpu("rotate", "qkv", qkv);
+  const Turn turn = check_rotate("rotate", qkv, cos, sin, heads);
+  const Tensor xc = dense(qkv), cc = dense(cos), sc = dense(sin);
+  const Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
+    const T* from = data<T>(xc);
+    T* to = out<T>(y);
+    const float *c = data<float>(cc), *s = data<float>(sc);
+    torch::stable::parallel_for(0, turn.rows, 1 + 8192 / (turn.heads * turn.half), [&](int64_t begin, int64_t end) {
+      kernel.rotate(from, c, s, back ? -1.0f : 1.0f, to, turn.heads, turn.half, begin, end);
+    });
+  };
+  if (xc.scalar_type() == ScalarType::BFloat16) run(bf16{});
+  else run(float{});
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) { m.impl("rotate", TORCH_BOX(&rotate)); }
+
+}  // namespace megabert
