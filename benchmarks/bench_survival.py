@@ -29,12 +29,17 @@ from benchmarks.survival.life import ROOT, Case, Failure, Server
 from benchmarks.survival.soak import soak
 
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
+MUON = (
+    *("zero.stage=1", "optimizer.name=muon", "objective.causal_share=0.4"),
+    *("model.kind=modern", "model.norm=pre", "model.nsp=false"),
+)
 CASES = (  # the last number is each one's share of the kills
     (Case("1 rank, saving in the background", 1, 200, 5), 20),
     (Case("1 rank, fp32, saving at once", 1, 200, 5, (FP32, SYNCHRONOUS)), 20),
     (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32)), 25),
     (Case("2 ranks, ZeRO-1, loader workers", 2, 200, 5, ("zero.stage=1", "data.workers=1")), 35),
     (Case("2 ranks, ZeRO-1, LAMB", 2, 200, 5, ("zero.stage=1", "optimizer.name=lamb")), 20),
+    (Case("2 ranks, ZeRO-1, Muon, modern, left to right first", 2, 200, 5, MUON), 20),
     (Case("2 ranks, ZeRO-2, saving at once", 2, 200, 5, ("zero.stage=2", SYNCHRONOUS)), 20),
     (Case("2 ranks, ZeRO-3", 2, 200, 5, ("zero.stage=3",)), 25),
     (Case("1 rank, LAMB, loader workers", 1, 200, 5, ("optimizer.name=lamb", "data.workers=1")), 35),
@@ -49,15 +54,18 @@ def kills(
     seed: int,
     known: dict[str, Any],
     at_most: int = len(CASES),
+    only: str = "",
     keep: Callable[[dict[str, Any]], None] = lambda cases: None,
 ) -> dict[str, Any]:
-    """`number` kills over all cases; gives the results by case, those of `known` as they are, `at_most` new ones.
+    """`number` kills over the cases with `only` in their names; gives the results by case, those of `known` as they are,
+    `at_most` new ones.
 
     `keep` is called with all results so far after each new case.
     """
     server, found = Server(), dict(known)
-    whole = sum(share for _, share in CASES)
-    new = [index for index, (case, _) in enumerate(CASES) if case.name not in known][:at_most]
+    chosen = [index for index, (case, _) in enumerate(CASES) if only in case.name]
+    whole = sum(CASES[index][1] for index in chosen)
+    new = [index for index in chosen if CASES[index][0].name not in known][:at_most]
     try:
         for index in new:
             case, share = CASES[index]
@@ -112,6 +120,9 @@ def failures(result: dict[str, Any]) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="of the cases those with TEXT in their names"
+    )
     parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
     parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
     parser.add_argument(
@@ -123,6 +134,12 @@ def main() -> int:
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
     result: dict[str, Any] = {"seed": args.seed, "asked": {"kills": args.kills, "soak": args.soak}}
+    if args.only:
+        result["asked"]["only"] = args.only
+    if not any(args.only in case.name for case, _ in CASES):
+        parser.error(
+            f"--only {args.only}: in no case's name; there are: {'; '.join(c.name for c, _ in CASES)}"
+        )
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text())
         if any(before.get(key) != result[key] for key in result):
@@ -145,7 +162,7 @@ def main() -> int:
                 if args.json:
                     hardware.write_json(args.json, result)
 
-            keep(kills(data, folder / "kills", args.kills, args.seed, known, args.at_most, keep))
+            keep(kills(data, folder / "kills", args.kills, args.seed, known, args.at_most, args.only, keep))
         if args.soak and "soak" not in result:
             try:
                 result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
