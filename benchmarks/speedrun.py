@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the track's table (and make --plot)")
     add("--plot", type=Path, help="all curves of the track, .svg or .png")
-    hardware.add_json(parser, "the records file", default=hardware.ROOT / hardware.RESULTS / "speedrun.json")
+    hardware.add_json(parser, "the records file", default=records.RECORDS)
     args = parser.parse_args(argv)
     if not args.show:
         hardware.refuse_dirty(parser, args)
@@ -103,7 +103,8 @@ def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, se
         training.without_weights(point) | along.score(training.weights_of(point), trained.config)
         for point in trained.points
     ]
-    about = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
+    about: dict[str, object] = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
+    about["flops_per_token"] = trained.flops_per_token
     return about | training.without_weights(last) | found | {"curve": curve}
 
 

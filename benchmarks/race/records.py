@@ -21,6 +21,7 @@ from benchmarks.common import hardware
 from benchmarks.race.recipes import Recipe
 from benchmarks.race.tracks import Track
 
+RECORDS = hardware.ROOT / hardware.RESULTS / "speedrun.json"
 SEEDS_OF_A_RECORD = 3
 Entry = dict[str, Any]
 

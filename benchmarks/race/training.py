@@ -43,6 +43,7 @@ class Trained:
     command: str
     points: tuple[Point, ...]
     tokens_per_second: float | None
+    flops_per_token: float | None  # of ours, mean of what was logged
     config: dict[str, Any]
 
 
@@ -71,7 +72,7 @@ def train_ours(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
         tokens = round(state["step"] * rows * data.tokens_a_row)
         points.append(Point(round(state["seconds"], 2), state["step"], tokens, folder))
         tree = state["config"]
-    return Trained(hardware.shown(command), tuple(points), rate(run), tree)
+    return Trained(hardware.shown(command), tuple(points), rate(run), flops(run), tree)
 
 
 def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
@@ -86,7 +87,7 @@ def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
         for line in lines_of(run)
         if "tokens" in line
     ]
-    return Trained(hardware.shown(command), tuple(points), rate(run), finished["config"])
+    return Trained(hardware.shown(command), tuple(points), rate(run), None, finished["config"])
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -97,6 +98,17 @@ def rate(run: Path) -> float | None:
     """Median of the real tokens a second that were logged."""
     rates = [line["perf/tokens_per_sec"] for line in lines_of(run) if "perf/tokens_per_sec" in line]
     return round(statistics.median(rates), 1) if rates else None
+
+
+def flops(run: Path) -> float | None:
+    """FLOPs a real token, the mean over the updates that were logged; what is logged is of the updates since the line before."""
+    total, tokens, before = 0.0, 0.0, 0
+    for line in lines_of(run):
+        if "perf/tflops_per_device" in line:
+            updates, before = line["step"] - before, line["step"]
+            total += updates * line["perf/tflops_per_device"] / line["perf/tokens_per_sec"]
+            tokens += updates
+    return total / tokens * 1e12 if tokens else None
 
 
 def weights_of(point: Point) -> dict[str, Tensor]:
