@@ -1,6 +1,7 @@
 """Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
+    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true optimizer.name=adamw
     python benchmarks/speedrun.py --track 30min-2cores --show
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging
@@ -51,6 +52,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record"
     )
+    add(
+        "--each",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="enter each recipe once more with each of these keys changed, and print what that gained",
+    )
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
@@ -83,7 +91,8 @@ def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records)
                 file=sys.stderr,
             )
         print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
-        run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
+        name = recipe.name.partition(",")[0]
+        run = args.run / "runs" / track.name / f"{name}-{recipe.digest}-{seed}"
         entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)
         kept.write()
         if not args.keep:
@@ -115,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
     )  # the run that trains is ended too
     try:
         track = tracks.track_of(args.track, args.threads)
-        chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
+        bases = [recipes.load(name) for name in args.recipe]
+        changes = [recipes.key_and_value(said) for said in args.each]
+        chosen = [] if args.show else bases + [base.changed(*change) for base in bases for change in changes]
         if track.cores > (os.cpu_count() or 1):
             raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
         kept = Records(args.json)
@@ -129,6 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(records.table(kept, track.name))
+    for base in bases if args.each else ():
+        print(f"\n{records.gains(kept, track.name, base)}")
     return 0
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -65,6 +66,13 @@ class Recipe:
     def with_keys(self, keys: Mapping[str, Any]) -> Recipe:
         return replace(self, keys={**self.keys, **keys})
 
+    def changed(self, key: str, value: Any) -> Recipe:
+        """The recipe with one key of another value, which its name says."""
+        name = f"{self.name}, {key}={written(value)}"
+        return replace(
+            self.with_keys({key: value}), name=name, change=f"{self.name} with {key}={written(value)}"
+        )
+
     def overrides(self) -> list[str]:
         """Ours as `section.key=value`, without what the track decides."""
         return [f"{key}={written(value)}" for key, value in self.keys.items() if key != WARM_UP]
@@ -73,6 +81,17 @@ class Recipe:
 def written(value: Any) -> str:
     """A value as an override says it, which is TOML's way but for strings."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def key_and_value(said: str) -> tuple[str, Any]:
+    """KEY=VALUE, a value as TOML says it or a bare word. Raises ValueError."""
+    key, equals, value = said.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"{said}: write KEY=VALUE, as model.zero_init=true")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 def names() -> list[str]:

@@ -150,3 +150,22 @@ def with_spread(entry: Entry, figure: str, form: str) -> str:
     return format(mean(entry, figure), form) + (
         f" ± {format(deviation, form)}" if deviation is not None else ""
     )
+
+
+def gains(records: Records, track: str, base: Recipe) -> str:
+    """What each changed key of a recipe gained over it, as a Markdown table, the most first: by how much less the held-out loss
+    is, on the seeds that both have."""
+    entries = records.of(track)
+    before = next((entry for entry in entries if entry["digest"] == base.digest), None)
+    rows = []
+    for entry in entries:
+        change = entry["recipe"].removeprefix(f"{base.name}, ")
+        if before is None or change == entry["recipe"]:
+            continue
+        both = sorted(before["seeds"].keys() & entry["seeds"].keys())
+        if found := [before["seeds"][s]["loss"] - entry["seeds"][s]["loss"] for s in both]:
+            deviation = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
+            rows.append((statistics.fmean(found), deviation, change, len(found)))
+    lines = [f"| change of {base.name} | gain in held-out loss | seeds |", "|---|---|---|"]
+    ordered = sorted(rows, reverse=True)
+    return "\n".join([*lines, *(f"| `{row[2]}` | {row[0]:+.3f}{row[1]} | {row[3]} |" for row in ordered)])

@@ -20,7 +20,7 @@ from data_prep.tokens.packing import pack
 
 MAX_BUCKET_TOKENS = 1 << 23  # a shard's worth where a shard is smaller
 _STREAM = 2
-_SEQUENCES_AT_ONCE = 1 << 14
+_SEQUENCES_AT_ONCE = 1 << 10  # whose places stay in a core's cache
 _SEQUENCES_TRIED = 1 << 17
 
 

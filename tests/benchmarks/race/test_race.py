@@ -187,3 +187,39 @@ def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
         ("own", ["42"]),
         ("both", ["42", "43", "44"]),
     ]
+
+
+def test_what_each_changed_key_gains_over_its_recipe(tmp_path: Path) -> None:
+    """On the seeds that both have, the most first; other recipes are no changes of it."""
+    kept, track = Records(tmp_path / "records.json"), tracks.track_of("2m-tokens")
+    base = Recipe("base", about="base", keys={"optimizer.lr": 1e-3})
+    better, worse = base.changed("model.zero_init", True), base.changed("optimizer.name", "adamw")
+    assert better.keys == {"optimizer.lr": 1e-3, "model.zero_init": True}
+    for recipe, losses in (
+        (base, (5.0, 5.2, 5.1)),
+        (worse, (5.5, 5.5)),
+        (better, (4.9, 4.9, 4.9)),
+        (Recipe("other", about="other", keys={"optimizer.lr": 2e-3}), (4.0,)),
+    ):
+        entry = kept.entry(track, recipe, DATA)
+        for seed, loss in enumerate(losses, 42):
+            entry["seeds"][str(seed)] = result(loss / 3, "2026-11-01T00:00:00+00:00") | {"loss": loss}
+    lines = records.gains(kept, "2m-tokens", base).splitlines()
+    assert lines[2:] == [
+        "| `model.zero_init=true` | +0.200 ± 0.100 | 3 |",
+        "| `optimizer.name=adamw` | -0.400 ± 0.141 | 2 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("model.zero_init=true", ("model.zero_init", True)),
+        ("optimizer.lr=3e-3", ("optimizer.lr", 3e-3)),
+        ("optimizer.name=adamw", ("optimizer.name", "adamw")),
+    ],
+)
+def test_a_changed_key_is_read_as_toml_or_as_a_word(said: str, read: tuple[str, object]) -> None:
+    assert recipes.key_and_value(said) == read
+    with pytest.raises(ValueError, match="write KEY=VALUE"):
+        recipes.key_and_value(said.partition("=")[0])
