@@ -5,7 +5,8 @@
 BERT-LARGE's sizes, bf16; sides run in turn in one process (on a GPU in CUDA graphs, whose replays are timed by events) and
 medians are compared. `mlm_loss` stands beside its three
 matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
-scaled_dot_product_attention with the same mask; `bias_gelu`, `bias_geglu`, `rotate` and `dropout_add_layer_norm` beside eager and compiled torch;
+scaled_dot_product_attention with the same mask; `bias_gelu`, `bias_geglu`, `rotate` and `dropout_add_layer_norm` beside eager
+and compiled torch;
 `optimizer` is a step over two layers and the embeddings: Muon's beside AdamW's, LAMB's, and torch.optim.Muon with AdamW.
 Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
 once) are given as a share of the measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.

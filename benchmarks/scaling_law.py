@@ -52,6 +52,9 @@ class Size:
     losses: tuple[float, ...]
 
 
+Fits = tuple[Law, list[Law]]  # of all runs, and of runs drawn again
+
+
 def fit(points: Sequence[tuple[float, float]]) -> Law:
     """Least squares of log loss over log compute. Raises ValueError for points at fewer than two computes."""
     xs, ys = [math.log(c) for c, _ in points], [math.log(loss) for _, loss in points]
@@ -63,7 +66,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Law:
     return Law(math.exp(mean_y - slope * mean_x), -slope)
 
 
-def fits(sizes: Sequence[Size], draws: int = DRAWS, seed: int = 0) -> tuple[Law, list[Law]]:
+def fits(sizes: Sequence[Size], draws: int = DRAWS, seed: int = 0) -> Fits:
     """The law of all runs, and those of runs drawn again, seeds with replacement within each size."""
     source = random.Random(seed)
     whole = fit([(size.compute, loss) for size in sizes for loss in size.losses])
@@ -96,10 +99,11 @@ def sizes_of(kept: Records, recipes: Sequence[str]) -> list[Size]:
     return sorted(found, key=lambda size: size.compute)
 
 
-def report(sides: Mapping[str, Sequence[Size]], at: Mapping[str, float]) -> dict[str, Any]:
+def report(
+    sides: Mapping[str, Sequence[Size]], laws: Mapping[str, Fits], at: Mapping[str, float]
+) -> dict[str, Any]:
     """Points, laws with their bands, and predictions of both sides; by how much less compute the new one gets there."""
     result: dict[str, Any] = {"benchmark": "scaling_law", "band": MIDDLE, "sides": {}, "predicted": {}}
-    laws = {side: fits(sizes) for side, sizes in sides.items()}
     for side, sizes in sides.items():
         whole, again = laws[side]
         result["sides"][side] = {
@@ -135,7 +139,7 @@ def show(result: Mapping[str, Any]) -> None:
         )
 
 
-def plot(sides: Mapping[str, Sequence[Size]], path: Path) -> None:
+def plot(sides: Mapping[str, Sequence[Size]], laws: Mapping[str, Fits], path: Path) -> None:
     """Points, laws and bands, over the computes that were run."""
     import matplotlib
 
@@ -144,7 +148,7 @@ def plot(sides: Mapping[str, Sequence[Size]], path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(6, 4), layout="constrained")
     for side, sizes in sides.items():
-        whole, again = fits(sizes)
+        whole, again = laws[side]
         first, last = math.log(sizes[0].compute), math.log(sizes[-1].compute)
         xs = [math.exp(first + (last - first) * i / 40) for i in range(41)]
         edges = [band([law.loss(x) for law in again]) for x in xs]
@@ -184,13 +188,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         kept = Records(args.records)
         sides = {side: sizes_of(kept, getattr(args, side)) for side in COLOURS}
-        result = report(sides, dict(args.at))
+        laws = {side: fits(sizes) for side, sizes in sides.items()}
+        result = report(sides, laws, dict(args.at))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     show(result)
     if args.plot:
-        plot(sides, args.plot)
+        plot(sides, laws, args.plot)
     if args.json:
         hardware.write_json(args.json, result)
     return 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from benchmarks.common import hardware
 from benchmarks.race.tracks import Track
 from megabert import config
 from megabert.config import Config, toml_files
+from megabert.config.overrides import parse_value
 
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
@@ -84,14 +84,11 @@ def written(value: Any) -> str:
 
 
 def key_and_value(said: str) -> tuple[str, Any]:
-    """KEY=VALUE, a value as TOML says it or a bare word. Raises ValueError."""
+    """KEY=VALUE, the value as an override's. Raises ValueError."""
     key, equals, value = said.partition("=")
     if not (key and equals and value):
         raise ValueError(f"{said}: write KEY=VALUE, as model.zero_init=true")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+    return key, parse_value(value)
 
 
 def names() -> list[str]:

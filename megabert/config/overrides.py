@@ -20,7 +20,7 @@ def set_override(model: type[BaseModel], tree: dict[str, Any], override: str) ->
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {part} is not a section")
-    node[leaf] = _parse(text, _field_type(model, key))
+    node[leaf] = parse_value(text, _field_type(model, key))
 
 
 def _field_type(model: Any, key: str) -> Any:
@@ -32,7 +32,8 @@ def _field_type(model: Any, key: str) -> Any:
     return model
 
 
-def _parse(text: str, kind: Any) -> Any:
+def parse_value(text: str, kind: Any = None) -> Any:
+    """What stands behind `=`: as TOML says it, or a bare word; where `kind` is str, the text as it is."""
     if kind is str:
         return text
     try:
