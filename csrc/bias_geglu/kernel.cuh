@@ -58,4 +58,17 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
+// Columns of x for one of the result, and the kernels, for who launches them.
+struct GegluKernels {
+  static constexpr int64_t inputs = 2;
+  template <class T, bool Whole>
+  static auto forward() {
+    return bias_geglu_forward<T, Whole>;
+  }
+  template <class T, bool Whole>
+  static auto gradient() {
+    return bias_geglu_gradient<T, Whole>;
+  }
+};
+
 }  // namespace megabert

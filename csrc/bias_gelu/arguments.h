@@ -1,19 +1,32 @@
-// The arguments of bias_gelu and of its gradient, checked, on whichever device they are.
+// The arguments of bias_gelu and bias_geglu and of their gradients, checked, on whichever device they are. `inputs`: columns of x
+// for one of the result, 1 or, with a gate, 2.
 #pragma once
 
 #include "common/check.h"
 
 namespace megabert {
 
-inline void check_bias_gelu(const char* op, const Tensor& x, const Tensor& bias) {
+inline void check_activation(const char* op, const Tensor& x, const Tensor& bias, int64_t inputs) {
   check_compute_dtype(op, "x", x);
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x has no dimension");
   check_columns(op, "bias", bias, x);
+  STD_TORCH_CHECK(bias.numel() % inputs == 0, op, ": x has ", bias.numel(), " columns, which are no two halves");
 }
 
-inline void check_bias_gelu_backward(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  check_bias_gelu(op, x, bias);
-  check_like(op, "grad", grad, "x", x);
+// The shape of the result.
+inline std::vector<int64_t> activated(const Tensor& x, int64_t inputs) {
+  std::vector<int64_t> shape = shape_of(x);
+  shape.back() /= inputs;
+  return shape;
+}
+
+inline void check_activation_backward(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias,
+                                      int64_t inputs) {
+  check_activation(op, x, bias, inputs);
+  if (inputs == 1) return check_like(op, "grad", grad, "x", x);
+  check_device(op, "grad", grad, x);
+  check_dtype(op, "grad", grad, x.scalar_type());
+  STD_TORCH_CHECK(shape_of(grad) == activated(x, inputs), op, ": grad is not half of x in its last dimension");
 }
 
 }  // namespace megabert

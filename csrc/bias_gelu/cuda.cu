@@ -1,67 +1,23 @@
 // GELU of x + bias over the last dimension on the GPU, and its gradient with the bias's.
 
-#include "bias_gelu/arguments.h"
+#include "bias_gelu/launch.h"
+
 #include "bias_gelu/cast.cuh"
 #include "cast_transpose/launch.h"
-#include "common/rows.h"
 
 namespace megabert {
 namespace {
 
-Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
-  constexpr const char* op = "bias_gelu";
-  check_cuda(op, "x", x);
-  check_bias_gelu(op, x, bias);
-  const OnDevice device(x);
-  const Tensor xc = dense(x), bc = dense(bias);
-  Tensor y = torch::stable::new_empty(xc, shape_of(xc));
-  if (!xc.numel()) return y;
-  const int64_t width = bc.numel(), rows = xc.numel() / width;
-  with_type(xc.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    const T *px = data<T>(xc), *pb = data<T>(bc);
-    T* py = out<T>(y);
-    with_bool(whole_groups(width, px, pb, py), [&](auto whole) {
-      const auto kernel = bias_gelu_forward<T, decltype(whole)::value>;
-      kernel<<<resident_column_grid(kernel, rows, width), kColumnThreads, 0, device.stream>>>(px, pb, py, rows, width);
-      check_launch(op);
-    });
-  });
-  return y;
-}
+Tensor bias_gelu(const Tensor& x, const Tensor& bias) { return activate<GeluKernels>("bias_gelu", x, bias); }
 
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  constexpr const char* op = "bias_gelu_backward";
-  check_cuda(op, "x", x);
-  check_bias_gelu_backward(op, grad, x, bias);
-  const OnDevice device(x);
-  const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
-  Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
-  const int64_t width = bc.numel(), rows = width ? xc.numel() / width : 0;
-  if (!rows) {
-    torch::stable::zero_(dbias);
-    return {dx, dbias};
-  }
-  with_type(xc.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
-    T* pd = out<T>(dx);
-    with_bool(whole_groups(width, pg, px, pb, pd), [&](auto whole) {
-      const auto kernel = bias_gelu_gradient<T, decltype(whole)::value>;
-      const dim3 grid = resident_column_grid(kernel, rows, width);
-      const Tensor partial = torch::stable::new_empty(xc, {grid.x, width}, ScalarType::Float);
-      kernel<<<grid, kColumnThreads, 0, device.stream>>>(pg, px, pb, pd, out<float>(partial), rows, width);
-      check_launch(op);
-      reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), grid.x, width, width, op);
-    });
-  });
-  return {dx, dbias};
+  return activation_gradient<GeluKernels>("bias_gelu_backward", grad, x, bias);
 }
 
 std::tuple<Tensor, Tensor, Tensor> bias_gelu_cast(const Tensor& x, const Tensor& bias, const Tensor& scale) {
   constexpr const char* op = "bias_gelu_cast";
   check_cuda(op, "x", x);
-  check_bias_gelu(op, x, bias);
+  check_activation(op, x, bias, 1);
   const OnDevice device(x);
   Casts a(op, x, scale, false, true, true);
   const Tensor bc = dense(bias);
@@ -81,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bias_gelu_backward_cast(const Tensor&
                                                                    const Tensor& bias, const Tensor& scale) {
   constexpr const char* op = "bias_gelu_backward_cast";
   check_cuda(op, "x", x);
-  check_bias_gelu_backward(op, grad, x, bias);
+  check_activation_backward(op, grad, x, bias, 1);
   const OnDevice device(x);
   Casts a(op, x, scale, true, true, true);
   const Tensor gc = dense(grad), bc = dense(bias);

@@ -89,4 +89,17 @@ __global__ void __launch_bounds__(kColumnThreads)
     if (column + i < width) partial[blockIdx.x * width + column + i] = sum[i];
 }
 
+// Columns of x for one of the result, and the kernels, for who launches them.
+struct GeluKernels {
+  static constexpr int64_t inputs = 1;
+  template <class T, bool Whole>
+  static auto forward() {
+    return bias_gelu_forward<T, Whole>;
+  }
+  template <class T, bool Whole>
+  static auto gradient() {
+    return bias_gelu_gradient<T, Whole>;
+  }
+};
+
 }  // namespace megabert

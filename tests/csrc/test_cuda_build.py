@@ -184,8 +184,10 @@ def test_the_library_brings_torchs_cuda_library() -> None:
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "csrc/common/cuda.h"], ids=lambda path: path.parent.name)
 def test_every_launch_is_checked(path: Path) -> None:
-    """The statement after each launch is check_launch."""
-    code = re.sub(r"//[^\n]*", "", path.read_text())
+    """The statement after each launch is check_launch, in the file and in the launch.h of an operation that it includes."""
+    included = re.findall(r'#include "(\w+/launch\.h)"', path.read_text())
+    texts = [path.read_text(), *((ROOT / "csrc" / name).read_text() for name in included)]
+    code = re.sub(r"//[^\n]*", "", "\n".join(texts))
     launches = [match.start() for match in re.finditer(r"<<<", code)]
     assert launches, "no launch in a CUDA file"
     for at in launches:

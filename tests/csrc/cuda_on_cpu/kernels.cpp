@@ -65,6 +65,39 @@ std::string reduce(bool backwards, const float* partial, T* result, int64_t line
   return reduce(backwards, partial, LineSums<T, 1>{{result}}, lines, stride, width);
 }
 
+template <class Kernels>
+const char* activate(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
+      const auto kernel = Kernels::template forward<T, decltype(whole)::value>();
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        kernel(static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(y), rows, width);
+      });
+    });
+    return result;
+  });
+}
+
+template <class Kernels>
+const char* activation_gradient(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
+                                float* partial, void* dbias, int64_t rows, int64_t width) {
+  return with_type(type, [&](auto t) {
+    using T = decltype(t);
+    std::string result;
+    with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
+      const auto kernel = Kernels::template gradient<T, decltype(whole)::value>();
+      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
+        kernel(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(dx),
+               partial, rows, width);
+      });
+    });
+    const int64_t columns = Kernels::inputs * width;
+    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, columns, columns) : result;
+  });
+}
+
 template <class T>
 AttentionRows<T> attention_rows(const void* qkv, const int32_t* start, const int32_t* end, int64_t tokens, int64_t heads,
                                 int64_t size) {

@@ -1,61 +1,21 @@
 // The element-wise kernels of a layer as C functions; a part of kernels.cpp.
 
 const char* bias_gelu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    std::string result;
-    with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
-      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
-        bias_gelu_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<const T*>(bias),
-                                                     static_cast<T*>(y), rows, width);
-      });
-    });
-    return result;
-  });
+  return activate<GeluKernels>(type, backwards, x, bias, y, rows, width);
 }
 
 const char* bias_gelu_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
                                float* partial, void* dbias, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    std::string result;
-    with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
-      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
-        bias_gelu_gradient<T, decltype(whole)::value>(static_cast<const T*>(grad), static_cast<const T*>(x),
-                                                      static_cast<const T*>(bias), static_cast<T*>(dx), partial, rows, width);
-      });
-    });
-    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, width, width) : result;
-  });
+  return activation_gradient<GeluKernels>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
 }
 
 const char* bias_geglu(int type, bool backwards, const void* x, const void* bias, void* y, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    std::string result;
-    with_bool(aligned(width, {x, bias, y}), [&](auto whole) {
-      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
-        bias_geglu_forward<T, decltype(whole)::value>(static_cast<const T*>(x), static_cast<const T*>(bias),
-                                                      static_cast<T*>(y), rows, width);
-      });
-    });
-    return result;
-  });
+  return activate<GegluKernels>(type, backwards, x, bias, y, rows, width);
 }
 
 const char* bias_geglu_backward(int type, bool backwards, const void* grad, const void* x, const void* bias, void* dx,
                                 float* partial, void* dbias, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    std::string result;
-    with_bool(aligned(width, {grad, x, bias, dx}), [&](auto whole) {
-      result = launch(column_grid(width), kColumnThreads, backwards, [&] {
-        bias_geglu_gradient<T, decltype(whole)::value>(static_cast<const T*>(grad), static_cast<const T*>(x),
-                                                       static_cast<const T*>(bias), static_cast<T*>(dx), partial, rows, width);
-      });
-    });
-    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, 2 * width, 2 * width) : result;
-  });
+  return activation_gradient<GegluKernels>(type, backwards, grad, x, bias, dx, partial, dbias, rows, width);
 }
 
 const char* rotate(int type, bool backwards, const void* x, const float* cos, const float* sin, void* y, int64_t rows,
