@@ -1,122 +1,69 @@
-"""Scores of tasks fine-tuned from a pre-trained model and from random initialisation.
+"""Scores of tasks fine-tuned from several pre-trained models and from random initialisation, on the same files.
 
-    python benchmarks/bench_finetune.py --model RUN --tasks ../shared/data/tasks --work runs/finetune --json FILE
+    python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 \
+        --work runs/finetune --json FILE
 
-Both starts have the same shape, tokenizer, files, seeds and settings, by `python -m megabert.finetune` itself; WNUT-17 also
-by fixed features under a BiLSTM. ratio is the pre-trained mean over the random one, above 1 is better; `helps` says whether
-the means differ by more than both standard deviations together. The file is written after each row, and a repeated command
-goes on where it was.
+All starts are fine-tuned by `python -m megabert.finetune` with the same files, seeds and settings; random weights have the
+first model's shape; fixed features are the first model's, under a BiLSTM. The best weights are chosen on a part of the
+training file, the figures are of other items. `gains`: what the first model is above each other start, with the middle 95% of
+a paired bootstrap over items and seeds. The file is written after each row, and a repeated command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
+from benchmarks.finetune.cases import CASES, Case, Files
+from benchmarks.finetune.tallies import Tally, interval, ratio
 
-DEV_SHARE = 10  # every 10th article or sentence is development data where there is no such file
-SQUAD_TRAIN, SQUAD_DEV = 4_000, 800  # questions: all 87,599 take hours on two cores
-
-
-@dataclass(frozen=True)
-class Case:
-    """A task: its options of `megabert.finetune`, the metric to compare, and where its files come from.
-
-    `files(tasks folder, scratch folder)` gives the training and the development file. `fixed`: options of a row by fixed
-    features in addition.
-    """
-
-    name: str
-    options: str
-    metric: str
-    files: Callable[[Path, Path], tuple[Path, Path]]
-    fixed: str = ""
-
-
-def given(folder: str, train: str, dev: str) -> Callable[[Path, Path], tuple[Path, Path]]:
-    """Files that are there as they are."""
-    return lambda tasks, scratch: (tasks / folder / train, tasks / folder / dev)
-
-
-def polarity(tasks: Path, scratch: Path) -> tuple[Path, Path]:
-    """Pang and Lee's sentences as tables: one file a class, every 10th sentence for development."""
-    parts: dict[str, list[str]] = {"train": ["label\tsentence"], "dev": ["label\tsentence"]}
-    for label, ending in (("0", "neg"), ("1", "pos")):
-        (source,) = sorted((tasks / "sentence_polarity").rglob(f"*{ending}*"))[-1:]
-        for number, line in enumerate(source.read_text(encoding="utf-8").splitlines()):
-            name = "dev" if number % DEV_SHARE == 0 else "train"
-            if line.strip():
-                parts[name].append(f"{label}\t{' '.join(line.split())}")
-    for name, lines in parts.items():
-        (scratch / f"polarity-{name}.tsv").write_text("\n".join(lines) + "\n")
-    return scratch / "polarity-train.tsv", scratch / "polarity-dev.tsv"
-
-
-def squad(tasks: Path, scratch: Path) -> tuple[Path, Path]:
-    """SQuAD 1.1's training articles, every 10th for development, both cut to a number of questions."""
-    with gzip.open(tasks / "squad1.1/train-v1.1.json.gz", "rt") as file:
-        articles = json.load(file)["data"]
-    for name, most in (("train", SQUAD_TRAIN), ("dev", SQUAD_DEV)):
-        chosen = [a for n, a in enumerate(articles) if (n % DEV_SHARE == 0) == (name == "dev")]
-        share = most / sum(len(p["qas"]) for a in chosen for p in a["paragraphs"])
-        for article in chosen:  # the first paragraphs of each article
-            article["paragraphs"] = article["paragraphs"][: max(1, round(share * len(article["paragraphs"])))]
-        (scratch / f"squad-{name}.json").write_text(json.dumps({"version": "1.1", "data": chosen}))
-    return scratch / "squad-train.json", scratch / "squad-dev.json"
-
-
-CASES = (
-    Case("SST-2", "--task sst2 --epochs 2 --batch 64", "accuracy", given("sst2", "train.tsv", "dev.tsv")),
-    Case("RTE", "--task rte --epochs 3 --max-length 128", "accuracy", given("rte", "train.tsv", "dev.tsv")),
-    Case(
-        "WNUT-17",
-        "--kind tag --epochs 15",
-        "f1",
-        given("wnut17", "wnut17train.conll", "emerging.dev.conll"),
-        fixed="--freeze --head bilstm --lr 1e-3",
-    ),
-    Case(
-        "sentence polarity",
-        "--kind classify --text sentence --label label --metric accuracy --epochs 4",
-        "accuracy",
-        polarity,
-    ),
-    Case("SQuAD 1.1", "--task squad1.1 --epochs 2 --max-length 128 --stride 96", "f1", squad),
-)
-STARTS = {"random": "--from-scratch", "pre-trained": "", "fixed features": None}
+RANDOM, FIXED = "random weights", "fixed features"
+NEAR = 1e-6  # between a run's own score and its tallies'
 
 
 def finetune(
-    case: Case, start: str, extra: str, files: tuple[Path, Path], args: argparse.Namespace
-) -> dict[str, Any]:
-    """One row: mean, deviation and every seed's scores. Raises CalledProcessError when a run fails."""
-    output = args.work / f"{case.name.replace(' ', '-').lower()}-{start.replace(' ', '-')}"
+    case: Case, name: str, start: Path, extra: str, files: Files, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[list[Tally]]]:
+    """A row, with the mean, deviation and every seed's scores, and each seed's tallies.
+
+    Raises CalledProcessError when a run fails.
+    """
+    output = args.work / f"{case.name}-{name}".replace(" ", "-").lower()
     settings = f"--lr {args.lr} --batch {args.batch} --seeds {args.seeds} {case.options} {extra}"
-    command = [sys.executable, "-m", "megabert.finetune", "--model", str(args.model), *shlex.split(settings)]
-    command += ["--train", str(files[0]), "--dev", str(files[1]), "--output", str(output)]
+    command = [sys.executable, "-m", "megabert.finetune", "--model", str(start), *shlex.split(settings)]
+    command += ["--train", str(files.train), "--dev", str(files.chosen_on), "--test", str(files.reported)]
+    command += ["--output", str(output)]
     subprocess.run(command, env=hardware.clone_environment(), check=True)
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
-    figures = point["scores"]["dev"]
-    runs = [run["scores"]["dev"] for run in summary["runs"]]
-    return {
+    runs = [run["scores"]["test"] for run in summary["runs"]]
+    predictions = sorted(output.glob("seed*/predictions-test.*"))
+    tallies = [case.tally(files.reported, path) for path in predictions]
+    seen = sorted(ratio(run) for run in tallies)
+    scored = sorted(run[case.metric] for run in runs)
+    if len(seen) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(seen, scored, strict=True)):
+        raise ValueError(f"{output}: its runs score {scored}, their predictions {seen}")
+    row = {
         "command": hardware.shown(command),
         "metric": case.metric,
-        "scores": figures,
+        "scores": point["scores"]["test"],
         "runs": runs,
         "seconds_a_run": point["seconds"],
     }
+    return row, tallies
+
+
+def compare(tallies: dict[str, list[list[Tally]]], first: str) -> dict[str, Any]:
+    """What the first model is above each other start."""
+    return {name: interval(tallies[first], runs) for name, runs in tallies.items() if name != first}
 
 
 def described(model: Path) -> dict[str, Any]:
@@ -128,31 +75,31 @@ def described(model: Path) -> dict[str, Any]:
     return model_card.recipe(found) | model_card.figures(found)
 
 
-def compare(rows: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Pre-trained against random, where both are there."""
-    if not {"random", "pre-trained"} <= rows.keys():
-        return {}
-    before, after = (rows[name]["scores"][metric] for name in ("random", "pre-trained"))
-    gain = after["mean"] - before["mean"]
-    return {
-        "gain": gain,
-        "helps": gain > before["std"] + after["std"],
-        "ratio": after["mean"] / before["mean"] if before["mean"] else None,
-    }
-
-
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a task a line, starts across."""
-    lines = [f"| task | metric | {' | '.join(STARTS)} | helps |", "|---|---|" + "---|" * (len(STARTS) + 1)]
-    for name, result in results.items():
+    """Markdown: a task a line, starts across, each with what the first model is above it."""
+    starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
+    lines = [f"| task | metric | {' | '.join(starts)} |", "|---|---|" + "---|" * len(starts)]
+    for task, result in results.items():
         cells = []
-        for start in STARTS:
-            row = result["rows"].get(start)
+        for start in starts:
+            row, gain = result["rows"].get(start), result["gains"].get(start)
             figure = row and row["scores"][row["metric"]]
-            cells.append(f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}" if figure else "")
-        helps = {True: "yes", False: "no", None: ""}[result.get("helps")]
-        lines.append(f"| {name} | {result['metric']} | {' | '.join(cells)} | {helps} |")
+            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}" if figure else ""
+            if gain:
+                cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
+            cells.append(cell)
+        lines.append(f"| {task} | {result['metric']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def named(text: str) -> tuple[str, Path]:
+    """NAME=RUN. Raises ArgumentTypeError for anything else."""
+    name, _, path = text.partition("=")
+    if not name or not path or name in (RANDOM, FIXED):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write NAME=RUN, a name of your own and the model's folder"
+        )
+    return name, Path(path)
 
 
 def main() -> None:
@@ -160,10 +107,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="run folder, checkpoint or Hugging Face folder")
-    add(
-        "--tasks", type=Path, required=True, help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1"
-    )
+    add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN",
+        help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
+    add("--tasks", type=Path, required=True,
+        help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1")  # fmt: skip
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
     add("--seeds", type=int, default=3)
@@ -172,26 +119,34 @@ def main() -> None:
     hardware.add_json(parser, "write the result here; other tasks in it stay")
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
+    models = dict(args.models)
+    if len(models) < len(args.models):
+        parser.error("--models: two of one name")
     args.work.mkdir(parents=True, exist_ok=True)
-    model = described(args.model)
+    about = {name: described(path) for name, path in models.items()}
     results: dict[str, Any] = {}
     if args.json and args.json.exists():
         written = json.loads(args.json.read_text())
-        for what, value in (("model", model), ("seeds", args.seeds)):
+        for what, value in (("models", about), ("seeds", args.seeds)):
             if written[what] != value:
-                parser.error(f"--json {args.json}: holds rows of another {what}; name another file")
+                parser.error(f"--json {args.json}: holds rows of other {what}; name another file")
         results = written["tasks"]
+    first = next(iter(models))
+    starts = {name: (path, "") for name, path in models.items()} | {RANDOM: (models[first], "--from-scratch")}
     for case in CASES:
         if args.only and case.name not in args.only:
             continue
-        files, rows = case.files(args.tasks, args.work), {}
-        for start, extra in (STARTS | {"fixed features": case.fixed or None}).items():
-            if extra is None:
-                continue
-            rows[start] = finetune(case, start, extra, files, args)
-            results[case.name] = {"metric": case.metric, "rows": rows} | compare(rows, case.metric)
+        files = case.files(args.tasks, args.work)
+        rows: dict[str, Any] = {}
+        tallies: dict[str, list[list[Tally]]] = {}
+        for name, (start, extra) in (
+            starts | ({FIXED: (models[first], case.fixed)} if case.fixed else {})
+        ).items():
+            rows[name], tallies[name] = finetune(case, name, start, extra, files, args)
+            gains = compare(tallies, first)
+            results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
             if args.json:
-                hardware.write_json(args.json, {"model": model, "seeds": args.seeds, "tasks": results})
+                hardware.write_json(args.json, {"models": about, "seeds": args.seeds, "tasks": results})
     print(table(results))
 
 
