@@ -113,6 +113,7 @@ def main() -> None:
         help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1")  # fmt: skip
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
+    add("--fixed", action="store_true", help="a row by fixed features where the task has one")
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
@@ -139,9 +140,8 @@ def main() -> None:
         files = case.files(args.tasks, args.work)
         rows: dict[str, Any] = {}
         tallies: dict[str, list[list[Tally]]] = {}
-        for name, (start, extra) in (
-            starts | ({FIXED: (models[first], case.fixed)} if case.fixed else {})
-        ).items():
+        fixed = {FIXED: (models[first], case.fixed)} if args.fixed and case.fixed else {}
+        for name, (start, extra) in (starts | fixed).items():
             rows[name], tallies[name] = finetune(case, name, start, extra, files, args)
             gains = compare(tallies, first)
             results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}

@@ -122,7 +122,7 @@ CASES = (
     Case("RTE", "--task rte --epochs 3 --max-length 128", "accuracy", rows_of("rte"), tallies.labels),
     Case(
         "WNUT-17",
-        "--kind tag --epochs 15",
+        "--kind tag --epochs 8",
         "f1",
         sentences,
         tallies.entities,
