@@ -7,24 +7,31 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.peers import hf_plain_loop
+from benchmarks.race.recipes import written
 from benchmarks.race.training import WEIGHTS
 from megabert import config
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.pretrained.hf_names import from_huggingface
 
+MODEL = "model."  # what keys of its size begin with
 
-def recipe_of(fields: dict[str, object]) -> hf_plain_loop.Recipe:
-    """Raises ValueError for a field that the loop's Recipe does not have."""
+
+def recipe_of(fields: dict[str, Any]) -> tuple[hf_plain_loop.Recipe, list[str]]:
+    """The loop's recipe, and `model.` keys as overrides of the preset. Raises ValueError for a field that neither has."""
+    sizes = {name: value for name, value in fields.items() if name.startswith(MODEL)}
+    rest = {name: value for name, value in fields.items() if name not in sizes}
     try:
-        return hf_plain_loop.Recipe(**fields)  # type: ignore[arg-type]
+        recipe = hf_plain_loop.Recipe(**rest)
     except TypeError as error:
         raise ValueError(f"recipe of the peer: {error}") from None
+    return recipe, [f"{name}={written(value)}" for name, value in sizes.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,18 +39,18 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--data", required=True, type=Path)
     add("--run", required=True, type=Path, help="replaced")
-    add("--preset", required=True, help="of ours: the model's size")
-    add("--recipe", required=True, type=json.loads, help="JSON of the loop's Recipe")
+    add("--preset", required=True, help="of ours: the model's size, which model. keys of the recipe change")
+    add("--recipe", required=True, type=json.loads, help="JSON of the loop's Recipe, and model. keys")
     add("--points", required=True, type=int, help="of the curve")
     args = parser.parse_args(argv)
     try:
-        recipe = recipe_of(args.recipe)
+        recipe, sizes = recipe_of(args.recipe)
+        tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
+        fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", "model.norm=post"]
+        cfg = config.load(args.preset, [*sizes, *fixed])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
-    fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", "model.norm=post"]
-    cfg = config.load(args.preset, fixed)
     shutil.rmtree(args.run, ignore_errors=True)
     args.run.mkdir(parents=True)
     before = {"seconds": 0.0, "tokens": 0}

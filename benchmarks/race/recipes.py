@@ -6,7 +6,7 @@ system = "megabert"            # or "huggingface": the plain loop of benchmarks/
 preset = "mini"                # the size of either, and of ours every other setting
 vocabulary = 30_000            # pieces, or a tokenizer file
 
-[keys]                         # ours: section.key of the configuration; the peer's: fields of its Recipe
+[keys]                         # ours: section.key of the configuration; the peer's: fields of its Recipe, and model.key
 "optimizer.lr" = 1.5e-3
 warmup = 0.06                  # share of the budget, of either
 """

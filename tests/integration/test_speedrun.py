@@ -36,6 +36,7 @@ vocabulary = 600
 [keys]
 batch = 16
 causal = 0.5
+"model.layers" = 1
 """
 SEARCH = """recipe = "{recipe}"
 

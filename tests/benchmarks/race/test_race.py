@@ -77,7 +77,8 @@ def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None
     recipe = recipes.load(name)
     if recipe.system == recipes.PEER:
         peer = pytest.importorskip("benchmarks.race.peer")
-        peer.recipe_of({"minutes": 1.0, "tokens": 0, "seed": 1, **recipe.keys})
+        found, sizes = peer.recipe_of({"minutes": 1.0, "seed": 1, **recipe.keys, "model.hidden": 192})
+        assert found.lr == recipe.keys["lr"] and sizes == ["model.hidden=192"]
         with pytest.raises(ValueError, match="lrr"):
             peer.recipe_of({"minutes": 1.0, "lrr": 1})
         return
