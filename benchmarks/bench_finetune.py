@@ -61,11 +61,6 @@ def finetune(
     return row, tallies
 
 
-def compare(tallies: dict[str, list[list[Tally]]], first: str) -> dict[str, Any]:
-    """What the first model is above each other start."""
-    return {name: interval(tallies[first], runs) for name, runs in tallies.items() if name != first}
-
-
 def described(model: Path) -> dict[str, Any]:
     """How the model was pre-trained, and what that run measured of it."""
     from megabert import pretrained
@@ -139,11 +134,14 @@ def main() -> None:
             continue
         files = case.files(args.tasks, args.work)
         rows: dict[str, Any] = {}
-        tallies: dict[str, list[list[Tally]]] = {}
+        gains: dict[str, Any] = {}
         fixed = {FIXED: (models[first], case.fixed)} if args.fixed and case.fixed else {}
         for name, (start, extra) in (starts | fixed).items():
-            rows[name], tallies[name] = finetune(case, name, start, extra, files, args)
-            gains = compare(tallies, first)
+            rows[name], counted = finetune(case, name, start, extra, files, args)
+            if name == first:
+                ours = counted
+            else:
+                gains[name] = interval(ours, counted)
             results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
             if args.json:
                 hardware.write_json(args.json, {"models": about, "seeds": args.seeds, "tasks": results})

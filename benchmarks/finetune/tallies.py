@@ -18,11 +18,14 @@ DRAWS, MIDDLE = 10_000, 0.95
 
 def labels(reported: Path, predictions: Path) -> list[Tally]:
     """Of a table with a column `label`: whether each row is right."""
-    with reported.open(encoding="utf-8", newline="") as file:
-        truth = [row["label"] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
-    with predictions.open(encoding="utf-8", newline="") as file:
-        found = [row["prediction"] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
-    return [(float(t == f), 1.0) for t, f in zip(truth, found, strict=True)]
+    both = zip(column(reported, "label"), column(predictions, "prediction"), strict=True)
+    return [(float(truth == found), 1.0) for truth, found in both]
+
+
+def column(path: Path, name: str) -> list[str]:
+    """Of a table with tabs between its fields and no quoting."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row[name] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
 
 
 def entities(reported: Path, predictions: Path) -> list[Tally]:

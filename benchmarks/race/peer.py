@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.peers import hf_plain_loop
-from benchmarks.race.recipes import written
+from benchmarks.race.recipes import overrides_of
 from benchmarks.race.training import WEIGHTS
 from megabert import config
 from megabert.data.shards import Dataset
@@ -31,7 +31,7 @@ def recipe_of(fields: dict[str, Any]) -> tuple[hf_plain_loop.Recipe, list[str]]:
         recipe = hf_plain_loop.Recipe(**rest)
     except TypeError as error:
         raise ValueError(f"recipe of the peer: {error}") from None
-    return recipe, [f"{name}={written(value)}" for name, value in sizes.items()]
+    return recipe, overrides_of(sizes)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -75,12 +75,17 @@ class Recipe:
 
     def overrides(self) -> list[str]:
         """Ours as `section.key=value`, without what the track decides."""
-        return [f"{key}={written(value)}" for key, value in self.keys.items() if key != WARM_UP]
+        return overrides_of({key: value for key, value in self.keys.items() if key != WARM_UP})
 
 
 def written(value: Any) -> str:
     """A value as an override says it, which is TOML's way but for strings."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def overrides_of(keys: Mapping[str, Any]) -> list[str]:
+    """`section.key=value` of each."""
+    return [f"{key}={written(value)}" for key, value in keys.items()]
 
 
 def key_and_value(said: str) -> tuple[str, Any]:
