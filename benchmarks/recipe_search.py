@@ -203,7 +203,7 @@ def keep_winner(args: argparse.Namespace, search: Search, table: Table) -> None:
             "no winner yet: runs are left" if left else "no winner: the last rung diverged", file=sys.stderr
         )
     elif args.winner:
-        said = f"{search.recipe.about}; keys by the search {search.name}, trial {best} of {search.rungs[0].trials}"
+        said = f"{search.recipe.name} with the keys of the search {search.name}, trial {best} of {search.rungs[0].trials}"
         change = f"keys of the search {search.name}"
         recipes.save(
             replace(search.trial(best), name=args.winner.stem, about=said, change=change), args.winner

@@ -2,7 +2,7 @@
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
     python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true optimizer.name=adamw
-    python benchmarks/speedrun.py --track 30min-2cores --show
+    python benchmarks/speedrun.py --track 30min-2cores 120min-2cores --show --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging
 Face's plain loop. The score is the held-out masked-LM loss at 15% in bits a byte, so that vocabularies compare; loss and
@@ -39,8 +39,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--track",
+        nargs="+",
         required=True,
-        help=f"{', '.join(tracks.NAMES)}; or a budget of your own, as 6min-1cores or 300k-tokens",
+        metavar="NAME",
+        help=f"{', '.join(tracks.NAMES)}; or a budget of your own, as 6min-1cores or 300k-tokens; several with --show",
     )
     add(
         "--recipe",
@@ -68,10 +70,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="leave the folders of finished runs in RUN/runs, to fine-tune their models",
     )
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
-    add("--show", action="store_true", help="only print the track's table (and make --plot)")
-    add("--plot", type=Path, help="all curves of the track, .svg or .png")
+    add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
+    add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
     hardware.add_json(parser, "the records file", default=records.RECORDS)
     args = parser.parse_args(argv)
+    if len(args.track) > 1 and not args.show:
+        parser.error("--track: several only with --show")
     if not args.show:
         hardware.refuse_dirty(parser, args)
     return args
@@ -123,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # the run that trains is ended too
     try:
-        track = tracks.track_of(args.track, args.threads)
+        track, *_ = (tracks.track_of(name, args.threads) for name in args.track)
         bases = [recipes.load(name) for name in args.recipe]
         changes = [recipes.key_and_value(said) for said in args.each]
         chosen = [] if args.show else bases + [base.changed(*change) for base in bases for change in changes]
@@ -135,11 +139,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot:
             from benchmarks.race import picture
 
-            picture.plot(kept.of(track.name), track.name, args.plot)
+            picture.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(records.table(kept, track.name))
+    for name in args.track:
+        print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
     for base in bases if args.each else ():
         print(f"\n{records.gains(kept, track.name, base)}")
     return 0

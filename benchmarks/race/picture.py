@@ -1,4 +1,4 @@
-"""Picture of a track: held-out loss and share right of every entry against what the track counts."""
+"""Picture of tracks: held-out loss and share right of every entry against what the tracks count, minutes or tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ OURS, PEERS = (
     ["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"],
     ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"],
 )
+IN_TOKENS = "-tokens"  # how the names of tracks of tokens end
 
 
-def plot(entries: list[Entry], track: str, path: Path) -> None:
-    """Writes .svg or .png: a line a seed, a colour an entry, ours solid and the peer's dashed."""
+def plot(entries: list[Entry], path: Path) -> None:
+    """Writes .svg or .png: a line a seed, a colour an entry, ours solid and the peer's dashed.
+
+    Entries of several tracks have the track's name beside their own, and an axis of equal ratios. Raises ValueError
+    where some are of minutes and some of tokens.
+    """
+    tracks = sorted({entry["track"] for entry in entries})
+    tokens = any(name.endswith(IN_TOKENS) for name in tracks)
+    if tokens and not all(name.endswith(IN_TOKENS) for name in tracks):
+        raise ValueError(f"--plot: {', '.join(tracks)} count minutes and tokens; plot either")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tokens = track.endswith("-tokens")
     across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     colours = {"megabert": OURS.copy(), "huggingface": PEERS.copy()}
@@ -30,20 +38,26 @@ def plot(entries: list[Entry], track: str, path: Path) -> None:
         colour = left.pop(0) if left else None
         look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
         for number, run in enumerate(entry["seeds"].values()):
-            label = entry["recipe"] if number == 0 else None
+            label = entry["recipe"] + (f", {entry['track']}" if len(tracks) > 1 else "")
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
                 values = [point[name] for point in run["curve"]]
                 (line,) = panel.plot(
-                    [across(point) for point in run["curve"]], values, marker=".", label=label, **look
+                    [across(point) for point in run["curve"]],
+                    values,
+                    marker=".",
+                    label=label if number == 0 else None,
+                    **look,
                 )
                 look["color"] = line.get_color()
     for panel, title in zip(panels, ("held-out MLM loss", "held-out masks right"), strict=True):
         panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
+        if len(tracks) > 1:
+            panel.set_xscale("log")
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
     machines = sorted({run["hardware"] for entry in entries for run in entry["seeds"].values()})
-    figure.suptitle(f"{track}; {'; '.join(machines) or hardware.describe()}", fontsize=9)
+    figure.suptitle(f"{', '.join(tracks)}; {'; '.join(machines) or hardware.describe()}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

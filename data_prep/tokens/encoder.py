@@ -197,7 +197,9 @@ class WordEncoder:
             new = np.flatnonzero(full)[new]
             learnt = self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
             self._put(learnt)
-            self._learnt.append(learnt)
+            again = np.bincount(found.indices.to_numpy(), minlength=len(distinct))[new] > 1
+            if again.any():
+                self._learnt.append(learnt.select(np.flatnonzero(again)))
         here = numbers[found.indices.to_numpy()]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -226,7 +228,7 @@ class WordEncoder:
             self._put(words.select(new))
 
     def learnt(self) -> Words | None:
-        """The words learnt since the last call."""
+        """The words learnt since the last call that stood more than once in what they were learnt from."""
         found, self._learnt = self._learnt, []
         return Words.join(found) if found else None
 

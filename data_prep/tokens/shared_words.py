@@ -1,7 +1,8 @@
-"""Words that one worker has learnt, for the others: learning a word takes forty times as long as taking it over.
+"""Words that one worker has learnt, for the others: learning a word takes five times as long as taking it over.
 
 A worker leaves the words that a task was the first to hold in a file of the work folder, and takes over those of the other
-workers before its next task. Which words a cache holds changes nothing in what comes out of it.
+workers before its next task. It keeps words to itself that it met but once: most new ones are such, hardly any comes again,
+and together they would fill every worker's cache. Which words a cache holds changes nothing in what comes out of it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class SharedWords:
         self._known: set[str] = set()
 
     def give(self, task: int, words: Words) -> None:
-        """Leave the words that task number `task` was the first to hold."""
+        """Leave words that task number `task` was the first to hold."""
         if task >= TASKS:
             return
         self._folder.mkdir(exist_ok=True)

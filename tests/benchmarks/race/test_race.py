@@ -169,8 +169,15 @@ def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="other held-out documents"):
         again.entry(track, Recipe("other", about="x"), DATA | {"documents": "e"})
     pytest.importorskip("matplotlib")
-    picture.plot(entries, "5m-tokens", tmp_path / "plot.svg")
-    assert "million real tokens" in (tmp_path / "plot.svg").read_text()
+    picture.plot(entries, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "million real tokens" in drawn and "<!-- better -->" in drawn
+    longer = [entry | {"track": "20m-tokens"} for entry in entries[:1]]
+    picture.plot(entries + longer, tmp_path / "both.svg")
+    assert "<!-- two seeds, 20m-tokens -->" in (tmp_path / "both.svg").read_text()
+    with pytest.raises(ValueError, match="plot either"):
+        picture.plot([entries[0], entries[1] | {"track": "30min-2cores"}], tmp_path / "neither.svg")
+    assert not (tmp_path / "neither.svg").exists()
 
 
 def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:

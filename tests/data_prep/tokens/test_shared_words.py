@@ -8,7 +8,7 @@ from data_prep.tokens.encoder import WordEncoder
 from data_prep.tokens.shared_words import TASKS, SharedWords
 from megabert.data.tokenizer import Tokenizer
 
-DOCUMENTS = [["One two. Three four!", "\u00dcber \u201cone\u201d u.s. 2,000"], ["two " + "long" * 400]]
+DOCUMENTS = 2 * [["One two. Three four!", "\u00dcber \u201cone\u201d u.s. 2,000"], ["two " + "long" * 400]]
 
 
 def encoded(encoder, documents):
@@ -22,14 +22,14 @@ def encoded(encoder, documents):
 def test_words_taken_over_are_words_learnt(tokenizer_file, tmp_path, folded):
     tokenizer = Tokenizer.load(tokenizer_file)
     one, other = (WordEncoder(tokenizer, np.dtype(np.uint16), folded=folded) for _ in range(2))
-    encoded(one, [["two three"]])
+    encoded(one, 2 * [["two three"]])
     SharedWords(tmp_path, "key").give(0, one.learnt())
     encoded(one, DOCUMENTS)
     giver = SharedWords(tmp_path, "key")
     giver.give(1, one.learnt())
     assert one.learnt() is None
-    encoded(other, [["Three and five"]])  # the two know words of each other
-    assert len(other.learnt().hashes) == 3
+    encoded(other, [["Three and five and five"]])  # the two know words of each other
+    assert len(other.learnt().hashes) == 2  # "Three" stood there once
     taker = SharedWords(tmp_path, "key")
     for words in taker.take():
         other.take_over(words)
