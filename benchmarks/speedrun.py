@@ -145,8 +145,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     for name in args.track:
         print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
-    for base in bases if args.each else ():
-        print(f"\n{records.gains(kept, track.name, base)}")
+        for base in bases if args.each else ():
+            print(f"\n{records.gains(kept, name, base)}")
     return 0
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from benchmarks.common import hardware
 from benchmarks.race.records import Entry
+from benchmarks.race.tracks import track_of
 
 OURS, PEERS = (
     ["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"],
     ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"],
 )
-IN_TOKENS = "-tokens"  # how the names of tracks of tokens end
 
 
 def plot(entries: list[Entry], path: Path) -> None:
@@ -22,14 +22,15 @@ def plot(entries: list[Entry], path: Path) -> None:
     where some are of minutes and some of tokens.
     """
     tracks = sorted({entry["track"] for entry in entries})
-    tokens = any(name.endswith(IN_TOKENS) for name in tracks)
-    if tokens and not all(name.endswith(IN_TOKENS) for name in tracks):
+    in_tokens = {track_of(name).tokens > 0 for name in tracks}
+    if len(in_tokens) > 1:
         raise ValueError(f"--plot: {', '.join(tracks)} count minutes and tokens; plot either")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    tokens = True in in_tokens
     across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     colours = {"megabert": OURS.copy(), "huggingface": PEERS.copy()}
@@ -37,8 +38,8 @@ def plot(entries: list[Entry], path: Path) -> None:
         left = colours[entry["system"]]
         colour = left.pop(0) if left else None
         look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
+        label = entry["recipe"] + (f", {entry['track']}" if len(tracks) > 1 else "")
         for number, run in enumerate(entry["seeds"].values()):
-            label = entry["recipe"] + (f", {entry['track']}" if len(tracks) > 1 else "")
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
                 values = [point[name] for point in run["curve"]]
                 (line,) = panel.plot(

@@ -188,7 +188,7 @@ class WordEncoder:
         else:
             lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         found = lists.flatten().dictionary_encode()
-        distinct = found.dictionary
+        distinct, place = found.dictionary, found.indices.to_numpy()  # of each word among the distinct ones
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
@@ -197,10 +197,10 @@ class WordEncoder:
             new = np.flatnonzero(full)[new]
             learnt = self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
             self._put(learnt)
-            again = np.bincount(found.indices.to_numpy(), minlength=len(distinct))[new] > 1
+            again = np.bincount(place, minlength=len(distinct))[new] > 1
             if again.any():
-                self._learnt.append(learnt.select(np.flatnonzero(again)))
-        here = numbers[found.indices.to_numpy()]
+                self._learnt.append(learnt.select(again))
+        here = numbers[place]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
         if not full.all():

@@ -45,7 +45,7 @@ class Words(NamedTuple):
     letters: np.ndarray | None
 
     def select(self, chosen: np.ndarray) -> Words:
-        """The words whose indices are `chosen`, in their order."""
+        """The words whose indices are `chosen`, or where the bool array [w] is true, in the order they have here."""
         is_chosen = np.zeros(len(self.hashes), bool)
         is_chosen[chosen] = True
         tokens = self.tokens[np.repeat(is_chosen, self.rows["length"])]

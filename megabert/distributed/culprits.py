@@ -28,7 +28,7 @@ class Standing:
 
 
 def find_culprits(ranks: Sequence[Standing]) -> dict[int, str]:
-    """The ranks that keep the others, each with the reason; all of them where nothing tells them apart."""
+    """The ranks that block the others, each with the reason; all ranks where nothing tells them apart."""
     return (
         _absent(ranks)
         or _elsewhere(ranks)

@@ -6,7 +6,7 @@ that holds it is stopped; `_judge` never blocks. They run while the main thread 
 
     a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
     this rank makes no progress for `timeout` seconds     the failed ranks are those that give no sign of life, or else
-                                                          those that keep the others (`find_culprits`)
+                                                          those that block the others (`find_culprits`)
     the store is gone, or does not answer at the time-out     so is rank 0, which holds it
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
