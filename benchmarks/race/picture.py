@@ -18,13 +18,14 @@ OURS, PEERS = (
 def plot(entries: list[Entry], path: Path) -> None:
     """Writes .svg or .png: a line a seed, a colour an entry, ours solid and the peer's dashed.
 
-    Entries of several tracks have the track's name beside their own, and an axis of equal ratios. Raises ValueError
-    where some are of minutes and some of tokens.
+    Entries of several tracks have the track's name beside their own, and an axis of equal ratios, which begins after the
+    start. Raises ValueError where some are of minutes and some of tokens.
     """
-    tracks = sorted({entry["track"] for entry in entries})
-    in_tokens = {track_of(name).tokens > 0 for name in tracks}
+    tracks = sorted({track_of(entry["track"]) for entry in entries}, key=lambda t: (t.minutes, t.tokens))
+    names = ", ".join(track.name for track in tracks)
+    in_tokens = {track.tokens > 0 for track in tracks}
     if len(in_tokens) > 1:
-        raise ValueError(f"--plot: {', '.join(tracks)} count minutes and tokens; plot either")
+        raise ValueError(f"--plot: {names} count minutes and tokens; plot either")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,11 +41,11 @@ def plot(entries: list[Entry], path: Path) -> None:
         look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
         label = entry["recipe"] + (f", {entry['track']}" if len(tracks) > 1 else "")
         for number, run in enumerate(entry["seeds"].values()):
+            points = [point for point in run["curve"] if len(tracks) == 1 or across(point) > 0]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
-                values = [point[name] for point in run["curve"]]
                 (line,) = panel.plot(
-                    [across(point) for point in run["curve"]],
-                    values,
+                    [across(point) for point in points],
+                    [point[name] for point in points],
                     marker=".",
                     label=label if number == 0 else None,
                     **look,
@@ -58,7 +59,7 @@ def plot(entries: list[Entry], path: Path) -> None:
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
     machines = sorted({run["hardware"] for entry in entries for run in entry["seeds"].values()})
-    figure.suptitle(f"{', '.join(tracks)}; {'; '.join(machines) or hardware.describe()}", fontsize=9)
+    figure.suptitle(f"{names}; {'; '.join(machines) or hardware.describe()}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
