@@ -1,7 +1,7 @@
 """Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
-    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true optimizer.name=adamw
+    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true "optimizer.name=adamw optimizer.lr=1.5e-3"
     python benchmarks/speedrun.py --track 30min-2cores 120min-2cores --show --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging
@@ -59,7 +59,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="enter each recipe once more with each of these keys changed, and print what that gained",
+        help="enter each recipe once more with each of these keys changed (several at once: in quotes, spaces between "
+        "them), and print what that gained",
     )
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
@@ -129,8 +130,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         track, *_ = (tracks.track_of(name, args.threads) for name in args.track)
         bases = [recipes.load(name) for name in args.recipe]
-        changes = [recipes.key_and_value(said) for said in args.each]
-        chosen = [] if args.show else bases + [base.changed(*change) for base in bases for change in changes]
+        changes = [recipes.keys_and_values(said) for said in args.each]
+        chosen = [] if args.show else bases + [base.changed(change) for base in bases for change in changes]
         if track.cores > (os.cpu_count() or 1):
             raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
         kept = Records(args.json)

@@ -66,12 +66,10 @@ class Recipe:
     def with_keys(self, keys: Mapping[str, Any]) -> Recipe:
         return replace(self, keys={**self.keys, **keys})
 
-    def changed(self, key: str, value: Any) -> Recipe:
-        """The recipe with one key of another value, which its name says."""
-        name = f"{self.name}, {key}={written(value)}"
-        return replace(
-            self.with_keys({key: value}), name=name, change=f"{self.name} with {key}={written(value)}"
-        )
+    def changed(self, keys: Mapping[str, Any]) -> Recipe:
+        """The recipe with these keys of other values, which its name says."""
+        said = " ".join(overrides_of(keys))
+        return replace(self.with_keys(keys), name=f"{self.name}, {said}", change=f"{self.name} with {said}")
 
     def overrides(self) -> list[str]:
         """Ours as `section.key=value`, without what the track decides."""
@@ -88,12 +86,15 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={written(value)}" for key, value in keys.items()]
 
 
-def key_and_value(said: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as an override's. Raises ValueError."""
-    key, equals, value = said.partition("=")
-    if not (key and equals and value):
-        raise ValueError(f"{said}: write KEY=VALUE, as model.zero_init=true")
-    return key, parse_value(value)
+def keys_and_values(said: str) -> dict[str, Any]:
+    """One KEY=VALUE or several with spaces between them, the values as an override's. Raises ValueError."""
+    found = {}
+    for part in said.split() or [said]:
+        key, equals, value = part.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{part}: write KEY=VALUE, as model.zero_init=true")
+        found[key] = parse_value(value)
+    return found
 
 
 def names() -> list[str]:
