@@ -1,7 +1,8 @@
 """Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
-    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true "optimizer.name=adamw optimizer.lr=1.5e-3"
+    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true \\
+        "optimizer.name=adamw optimizer.lr=1.5e-3"
     python benchmarks/speedrun.py --track 30min-2cores 120min-2cores --show --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging

@@ -31,7 +31,7 @@ def plot(entries: list[Entry], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tokens = True in in_tokens
+    tokens, several = True in in_tokens, len(tracks) > 1
     across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     colours = {"megabert": OURS.copy(), "huggingface": PEERS.copy()}
@@ -39,9 +39,9 @@ def plot(entries: list[Entry], path: Path) -> None:
         left = colours[entry["system"]]
         colour = left.pop(0) if left else None
         look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
-        label = entry["recipe"] + (f", {entry['track']}" if len(tracks) > 1 else "")
+        label = entry["recipe"] + (f", {entry['track']}" if several else "")
         for number, run in enumerate(entry["seeds"].values()):
-            points = [point for point in run["curve"] if len(tracks) == 1 or across(point) > 0]
+            points = [point for point in run["curve"] if across(point) > 0 or not several]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
                 (line,) = panel.plot(
                     [across(point) for point in points],
@@ -53,7 +53,7 @@ def plot(entries: list[Entry], path: Path) -> None:
                 look["color"] = line.get_color()
     for panel, title in zip(panels, ("held-out MLM loss", "held-out masks right"), strict=True):
         panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
-        if len(tracks) > 1:
+        if several:
             panel.set_xscale("log")
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
