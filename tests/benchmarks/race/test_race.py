@@ -15,6 +15,7 @@ from benchmarks import recipe_search
 from benchmarks.race import dataset, picture, recipes, records, scoring, tracks
 from benchmarks.race.recipes import Recipe
 from benchmarks.race.records import Records
+from megabert import config as configuration
 from megabert.data.shards import Dataset
 from tests.conftest import ROOT
 
@@ -90,6 +91,15 @@ def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None
         else:
             seen = config.schedule.total_steps * config.batch.global_size * 115.0
             assert seen == pytest.approx(track.tokens, rel=0.001)
+
+
+def test_the_preset_is_the_recipe_of_the_record() -> None:
+    _, raced = recipes.our_config(
+        recipes.load("muon-192"), tracks.track_of("30min-2cores"), tokens_a_row=115.0, seed=1
+    )
+    preset = configuration.load("mini_modern", ["seed=1"])
+    kept = {"checkpoint", "eval", "log"}
+    assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
 
 
 @pytest.mark.parametrize("name", recipe_search.names())
