@@ -1,10 +1,10 @@
 """Loss against compute at several sizes, for an old and a new recipe: fitted laws, their bands, and what they predict.
 
-    python benchmarks/scaling_law.py --old adamw-128 adamw-256 adamw-512 --new modern-128 modern-256 modern-512 \
-        --at base=1.1e19 large=1.1e20 [--plot FILE.svg] [--json FILE]
+    python benchmarks/scaling_law.py --old adamw-128@1.2m-tokens adamw-256@2.8m-tokens adamw-512@7m-tokens \
+        --new muon-128@1.2m-tokens muon-256@2.8m-tokens muon-512@7m-tokens --at base=1.1e19 large=1.1e20 --plot FILE.svg
 
-The runs are those of benchmarks/speedrun.py: a recipe for each size, on tracks that hold the tokens a parameter fixed. A law
-is loss = a x compute^-b (Kaplan et al. 2020), fitted to the logarithms by least squares over every seed of every size; its
+The runs are those of benchmarks/speedrun.py: a recipe for each size, on tracks that hold the tokens a parameter fixed (the
+track may be left out where a recipe has runs on one only). A law is loss = a x compute^-b (Kaplan et al. 2020), fitted to the logarithms by least squares over every seed of every size; its
 band is the middle 90% of fits to seeds drawn again for each size (and says nothing of whether the law holds so far out).
 Compute is the FLOPs that the run's own log counts. `--at` names a budget in FLOPs: its loss is a prediction.
 """
@@ -84,13 +84,15 @@ def band(values: Sequence[float]) -> tuple[float, float]:
 
 
 def sizes_of(kept: Records, recipes: Sequence[str]) -> list[Size]:
-    """The runs of each recipe, which must be on one track. Raises ValueError naming the recipe."""
+    """The runs of each RECIPE@TRACK, or RECIPE where it has runs on one track only. Raises ValueError naming the recipe."""
     found = []
-    for name in recipes:
+    for said in recipes:
+        name, _, track = said.partition("@")
         entries = [entry for entry in kept.entries if entry["recipe"] == name and entry["seeds"]]
+        tracks = ", ".join(entry["track"] for entry in entries) or "none"
+        entries = [entry for entry in entries if not track or entry["track"] == track]
         if len(entries) != 1:
-            tracks = ", ".join(entry["track"] for entry in entries) or "none"
-            raise ValueError(f"{name}: needs runs on one track of {kept.path}, and has them on {tracks}")
+            raise ValueError(f"{said}: name one track, RECIPE@TRACK; {kept.path} has runs of it on {tracks}")
         runs = list(entries[0]["seeds"].values())
         if any(run.get("flops_per_token") is None for run in runs):
             raise ValueError(f"{name}: its runs in {kept.path} do not say their FLOPs a token")
@@ -178,7 +180,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for side in COLOURS:
-        parser.add_argument(f"--{side}", nargs="+", required=True, metavar="RECIPE", help="one for each size")
+        parser.add_argument(
+            f"--{side}", nargs="+", required=True, metavar="RECIPE[@TRACK]", help="one for each size"
+        )
     parser.add_argument("--at", nargs="*", type=budget, default=[], metavar="NAME=FLOPS")
     parser.add_argument("--records", type=Path, default=RECORDS, help="as speedrun.py writes it")
     parser.add_argument("--plot", type=Path, help=".svg or .png")

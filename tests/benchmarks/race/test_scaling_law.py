@@ -81,7 +81,12 @@ def test_the_command_says_what_the_laws_predict(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("old", "said"), [("absent", "absent: needs runs on one track"), ("silent", "do not say their FLOPs")]
+    ("old", "said"),
+    [
+        ("absent", "absent: name one track, RECIPE@TRACK"),
+        ("old-0@9m-tokens", "has runs of it on 5m-tokens"),
+        ("silent", "do not say their FLOPs"),
+    ],
 )
 def test_a_recipe_without_usable_runs_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, said: str
@@ -89,6 +94,21 @@ def test_a_recipe_without_usable_runs_is_named(
     file = records(tmp_path / "records.json")
     assert scaling_law.main(["--old", old, "--new", "new-0", "--records", str(file)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_recipe_with_runs_on_two_tracks_is_told_apart_by_its_track(tmp_path: Path) -> None:
+    file = records(tmp_path / "records.json")
+    entries = json.loads(file.read_text())["entries"]
+    first, *_ = entries
+    seeds = {seed: run | {"loss": 2.0} for seed, run in first["seeds"].items()}
+    entries.append(first | {"track": "1m-tokens", "seeds": seeds})
+    file.write_text(json.dumps({"entries": entries}))
+    kept = scaling_law.Records(file)
+    with pytest.raises(ValueError, match="has runs of it on 5m-tokens, 1m-tokens"):
+        scaling_law.sizes_of(kept, ["old-0"])
+    (small,) = scaling_law.sizes_of(kept, ["old-0@1m-tokens"])
+    (large,) = scaling_law.sizes_of(kept, ["old-0@5m-tokens"])
+    assert small.losses == (2.0, 2.0) and large.losses == pytest.approx([TRUE.loss(1e14)] * 2)
 
 
 def test_flops_a_token_are_the_mean_over_updates(tmp_path: Path) -> None:
