@@ -57,10 +57,12 @@ def right(found: Pretrained, held_out: Dataset, most_frequent: int) -> tuple[flo
     return float(sums[1] / sums[2]), int((labels == most_frequent).sum()) / hidden, hidden
 
 
-def untrained(found: Pretrained) -> Pretrained:
-    """The same model with weights as a run begins with."""
+def untrained(found: Pretrained, counts: np.ndarray) -> Pretrained:
+    """The same model with weights as a run begins with, on rows of these piece counts."""
     torch.manual_seed(found.config.seed)
     fresh = BertForPreTraining(found.config.model, device="cpu", dtype=torch.float32)
+    if found.config.model.frequency_bias:
+        fresh.start_from_frequencies(torch.from_numpy(counts))
     return replace(found, weights=fresh.state_dict())
 
 
@@ -120,7 +122,7 @@ def main(run: str, data: str) -> None:
     print("\n".join(chart([loss for _, loss in logged])))
 
     print("\nheld-out sentences; the three likeliest words for [MASK]")
-    before, after = Filler(untrained(found)), Filler(found)
+    before, after = Filler(untrained(found, counts)), Filler(found)
     for text, word in sentences(held_out, found.tokenizer, counts):
         print(f"  {text}   ({word})")
         print(f"      untrained: {answers(before, text)}")
