@@ -40,7 +40,7 @@ from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import process_group
-from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.engine import DTYPES, Engine
 from megabert.model.bert import BertForPreTraining
 from megabert.model.flops import datasheet_tflops, training_flops
 from megabert.training.metrics import matmul_tflops

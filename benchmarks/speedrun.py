@@ -119,7 +119,7 @@ def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, se
         for point in trained.points
     ]
     about: dict[str, object] = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
-    about["flops_per_token"] = trained.flops_per_token
+    about |= {"flops_per_token": trained.flops_per_token, "precision": trained.config["precision"]}
     return about | training.without_weights(last) | found | {"curve": curve}
 
 

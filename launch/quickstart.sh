@@ -22,7 +22,6 @@ settings=("schedule.total_steps=$STEPS" "schedule.warmup_steps=$((STEPS / 20))" 
 if [ "$gpus" = 0 ]; then
   cores=$(nproc)
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
-  grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null || settings+=(precision=fp32) # bf16 is emulated there
 fi
 
 train() {

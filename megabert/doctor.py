@@ -86,11 +86,7 @@ def machine() -> list[Finding]:
     """Processor, memory, system and Python."""
     flags = environment.cpu_flags()
     fast = [name for name in FAST_CPU if name in flags]
-    bf16 = (
-        ""
-        if {"avx512_bf16", "amx_bf16"} & flags
-        else "bf16 is emulated on this CPU: precision=fp32 is faster"
-    )
+    bf16 = "" if environment.multiplies_bf16() else "bf16 is emulated on this CPU: precision=auto means fp32"
     new = sys.version_info >= (3, 11)
     return [
         Finding(

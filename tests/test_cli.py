@@ -26,7 +26,7 @@ SLOW_MACHINE = 5  # a shared one, against the 0.3 s of a quiet one
 # what no command's help may leave out: (command and subcommand, option) -> its default
 EXAMPLES = {
     ("finetune", "--lr"): "5e-05",
-    ("finetune", "--precision"): "bf16",
+    ("finetune", "--precision"): "auto",
     ("finetune", "--seeds"): "1",
     ("prep build", "--vocab-size"): "30000",
     ("prep build", "--dedup"): "documents",

@@ -31,8 +31,7 @@ from megabert.data.loader import Loader, Update
 from megabert.data.masking import Vocabulary
 from megabert.data.shards import Dataset
 from megabert.distributed import process_group
-from megabert.engine import optimizers
-from megabert.engine.deepspeed_engine import DTYPES, Engine
+from megabert.engine import DTYPES, Engine, optimizers
 from megabert.model import ops
 from megabert.model.bert import BertForPreTraining
 from megabert.model.flops import datasheet_tflops, training_flops

@@ -1,10 +1,11 @@
 """Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py` and the race.
 
 The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
-longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, bf16 autocast, torch's fused AdamW (decay not on
-biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning rate with linear warm-up and linear decay to
-zero over the budget, of time or of tokens. Time is the loop's own, data included. With `causal` it learns left to right
-first, as `BertLMHeadModel` would (the same weights under a causal mask), and masked LM after that.
+longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the precision that the device is
+fastest in, torch's fused AdamW (decay not on biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning
+rate with linear warm-up and linear decay to zero over the budget, of time or of tokens. Time is the loop's own, data
+included. With `causal` it learns left to right first, as `BertLMHeadModel` would (the same weights under a causal mask), and
+masked LM after that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.peers.hf_config import bert_config
 from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.engine.precision import DTYPES, usual
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in every tokenizer of ours
 
@@ -157,6 +159,11 @@ def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["labels"].where(batch["labels"] >= 0, batch["input_ids"])
 
 
+def device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def train(
     dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: Recipe, every: float
 ) -> Iterator[tuple[dict[str, float], BertForMaskedLM]]:
@@ -166,9 +173,10 @@ def train(
     the budget, and at the end. What the caller does with the model then is not training time.
     """
     torch.manual_seed(recipe.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = device()
+    dtype = DTYPES[usual(where)]
     model = model_of(size, recipe.dropout)
-    torch.nn.Module.to(model, device)
+    torch.nn.Module.to(model, where)
     optimizer = optimizer_of(model, recipe)
     stream = batches(Sequences(Dataset(dataset)), collator(tokenizer, recipe.masking), recipe)
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
@@ -186,16 +194,16 @@ def train(
         real = int(batch["attention_mask"].sum())
         if used < recipe.causal:
             batch = left_to_right(batch, unmasked(batch))
-        batch = {name: value.to(device) for name, value in batch.items()}
+        batch = {name: value.to(where) for name, value in batch.items()}
         for group in optimizer.param_groups:
             group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the first step is not wasted
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(where.type, dtype, enabled=dtype != torch.float32):
             loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
+        if where.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.perf_counter() - started
         step += 1

@@ -11,7 +11,7 @@ import torch
 from benchmarks.peers.hf_config import bert_config
 from megabert.config import Config
 from megabert.data.loader import Update
-from megabert.engine.deepspeed_engine import DTYPES
+from megabert.engine.precision import DTYPES
 from megabert.model.flops import training_flops
 
 

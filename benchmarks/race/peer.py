@@ -18,6 +18,7 @@ from benchmarks.race.training import WEIGHTS
 from megabert import config
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.engine.precision import usual
 from megabert.pretrained.hf_names import from_huggingface
 
 MODEL = "model."  # what keys of its size begin with
@@ -69,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         before = point
         with (args.run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-    (args.run / "finished.json").write_text(json.dumps({"config": cfg.model_dump()}))
+    (args.run / "finished.json").write_text(
+        json.dumps({"config": cfg.model_dump() | {"precision": usual(hf_plain_loop.device())}})
+    )
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of a clone
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
@@ -39,8 +40,13 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`."""
-    return set(_found("/proc/cpuinfo", r"flags\s*:\s*(.+)").split())
+    """CPU feature names as the kernel reports them, e.g. `avx2`, `avx512_bf16`, `amx_bf16`; on Arm `bf16`."""
+    return set(_found("/proc/cpuinfo", r"(?:flags|Features)\s*:\s*(.+)").split())
+
+
+def multiplies_bf16() -> bool:
+    """Whether the processor has products of bf16, which others emulate."""
+    return bool(cpu_flags() & BF16_FLAGS)
 
 
 def cores() -> int:

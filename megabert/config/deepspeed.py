@@ -61,6 +61,7 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
             "throughput": {"enabled": False}
         },  # it waits for the device twice a micro-step, and we measure ourselves
     }
+    assert config.precision != "auto", "to be settled for the device"
     if config.precision in ("bf16", "fp8"):
         result["bf16"] = {"enabled": True}
         result["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -271,9 +271,10 @@ class Config(Section):
     deterministic: bool = Field(
         False, description="updates repeat bit for bit on CUDA too, more slowly; on the CPU they always do"
     )
-    precision: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
-        "bf16",
-        description="compute type; master weights are fp32; fp8: bf16, and the products of the inner layers' linears in FP8",
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
+        "auto",
+        description="compute type; master weights are fp32; auto: bf16 where the device multiplies it, else fp16 on a GPU, fp32 "
+        "on a CPU; fp8: bf16, and the products of the inner layers' linears in FP8",
     )
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = Field(

@@ -29,12 +29,12 @@ from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.in_step import in_step
 from megabert.engine.own_time import OwnTime
+from megabert.engine.precision import DTYPES
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
 from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece, Read, check_shapes, find_layout
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 
 

@@ -32,6 +32,7 @@ from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.distributed.preemption import REQUEUE
+from megabert.engine import precision
 from megabert.finetune import datasets, encoding, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
 from megabert.finetune.encoding import LONG
@@ -120,8 +121,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--head", choices=HEADS, default=d.head, help="bilstm: two layers over the words of fixed features")
     add("--width", type=int, default=d.width, help="of the BiLSTM, both directions together")
     add("--from-scratch", action="store_true", help="same shape, random weights")
-    add("--precision", choices=("bf16", "fp32"),
-        help=f"of forward and backward; with --predict that of training, unless named (default: {d.precision})")  # fmt: skip
+    add("--precision", choices=("auto", "bf16", "fp32"),
+        help=f"of forward and backward; auto: bf16 where the device multiplies it; with --predict that of training, unless named (default: {d.precision})")  # fmt: skip
     add("--zero", type=int, choices=(0, 1, 2), default=d.zero, help="DeepSpeed ZeRO stage")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
@@ -188,6 +189,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every combination that has no result yet, then the table."""
     stop, world = ranks.join(), ranks.world
     task = task_of(args)
+    args.precision = precision.choose(args.precision, world)
     settings = settings_of(args, task)
     grid, seeds = search.parse_grid(args.grid), search.parse_seeds(args.seeds)
     for chosen in search.combinations(settings, grid, seeds).values():

@@ -53,7 +53,7 @@ class RunSettings:
     weight_decay: float = 0.01
     max_length: int = 128
     from_scratch: bool = False
-    precision: str = "bf16"
+    precision: str = "auto"  # settled before a run is made
     zero: int = 1
     micro_batch: int = 0  # items of one forward pass on one rank, 0: a rank's whole share
     evaluations: int = 1  # an epoch

@@ -26,7 +26,7 @@ from megabert.common.canonical_json import canonical
 from megabert.common.tensor_file import write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine.deepspeed_engine import DTYPES
+from megabert.engine.precision import AUTO, DTYPES, dtype_on
 from megabert.finetune import encoding, heads
 from megabert.finetune.batches import Layout
 from megabert.finetune.encoding import Item
@@ -114,7 +114,7 @@ def is_finetuned(source: str | Path) -> bool:
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """The model in `precision`, or that of its training. Raises ValueError naming the file that is missing, damaged or does
+    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it). Raises ValueError naming the file that is missing, damaged or does
     not belong to the rest."""
     folder = find(source)
     path = folder / DESCRIPTION
@@ -137,7 +137,9 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     tokenizer = Tokenizer.load(tokenizers[0])
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
-    config, dtype = described.config, DTYPES[precision or described.config.precision]
+    config = described.config
+    named = precision not in ("", AUTO)
+    dtype = DTYPES[precision] if named else dtype_on(device, precision or config.precision)
     module = heads.build(config, described.shape, None, device, dtype)
     try:
         heads.load(module, load_file(folder / WEIGHTS))

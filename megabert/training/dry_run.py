@@ -34,7 +34,7 @@ from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import DTYPES
+from megabert.engine import DTYPES, precision
 from megabert.engine.muon import Matrix, find_matrices
 from megabert.model.bert import outline, parameter_count
 from megabert.model.flops import attending_pairs, training_flops
@@ -107,6 +107,11 @@ def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
     return from_dict(tree)
 
 
+def planned_precision(config: Config) -> str:
+    """What is planned for: `auto` is bf16, as on every GPU since Ampere."""
+    return "bf16" if config.precision == precision.AUTO else config.precision
+
+
 def states(parameters: int, precision: str, stage: int, world: int, one_moment: int = 0) -> dict[str, float]:
     """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
 
@@ -142,7 +147,7 @@ def activations(config: Config, seq_len: int) -> float:
     and the stream, and one layer at a time is whole. Heads: logits of the predicted positions in the compute type.
     """
     model, micro = config.model, config.batch.micro_size
-    width = DTYPES[config.precision].itemsize
+    width = DTYPES[planned_precision(config)].itemsize
     tokens = micro * seq_len
     layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn_inputs / model.hidden) / 16
     kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
@@ -174,6 +179,7 @@ def report(
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
     update = work(config, manifest)
     steps = updates_of(config, update)
+    planned = config.model_copy(update={"precision": planned_precision(config)})
     data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
     lines = [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
@@ -190,7 +196,7 @@ def report(
         "DeepSpeed's configuration",
         json.dumps(
             merge_deepspeed(
-                to_deepspeed(config, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
+                to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
             ),
             indent=2,
         ),
@@ -252,7 +258,7 @@ def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
     one_moment = 0
     if config.optimizer.name == "muon":
         one_moment = sum(matrix.size for matrix in matrices(config.model))
-    parts = states(padded_parameters(config.model), config.precision, stage, world_size, one_moment)
+    parts = states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
     if config.zero.offload == "cpu" and stage:
         parts |= {"masters": 0.0, "moments": 0.0}
     return parts
@@ -262,7 +268,7 @@ def bucket_bytes(config: Config) -> float:
     """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
     if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision not in ("fp16", "fp32")):
         return 0.0
-    return BUCKET * DTYPES[config.precision].itemsize
+    return BUCKET * DTYPES[planned_precision(config)].itemsize
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
@@ -300,7 +306,7 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
     parameters = padded_parameters(config.model)
     kept = activations(config, seq_len)
     lines = [
-        f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {config.precision}, {config.optimizer.name};"
+        f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {planned_precision(config)}, {config.optimizer.name};"
         f" activations of {config.batch.micro_size} rows"
         + (", recomputed by layer" if config.model.activation_checkpointing else ""),
         "ZeRO   weights  gradients  fp32 masters  moments  activations    total",
@@ -313,7 +319,7 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
             f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
             f" {sum(cells):>8.2f}{mark}"
         )
-    width = DTYPES[config.precision].itemsize
+    width = DTYPES[planned_precision(config)].itemsize
     lines.append(
         f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
@@ -368,6 +374,7 @@ def dry_run(
     if world.is_main:
         print(text, flush=True)
     process_group.init(world)
+    config = precision.settle(config, world)
     config, tokenizer = with_vocabulary(config, manifest), manifest.tokenizer["sha256"] if manifest else ""
     line = fake_step(config, work(config, manifest).seq_len, world, tokenizer, extra)
     if world.is_main:

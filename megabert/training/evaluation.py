@@ -16,7 +16,7 @@ from megabert.data.loader import eval_batches
 from megabert.data.objective import evaluated
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine import DTYPES
+from megabert.engine import precision
 from megabert.engine.result import loss_table
 from megabert.model import BertForPreTraining
 
@@ -84,7 +84,7 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
 
 def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> dict[str, float | int]:
     """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, with its usual
-    backends, in the run's precision (fp8: bf16)."""
+    backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it)."""
     weights, state = checkpoint.load_weights(run, average)
     tree = state["config"]
     if rows:
@@ -95,7 +95,7 @@ def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> d
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[cfg.precision]
+    dtype = precision.dtype_on(device, cfg.precision)
     model = BertForPreTraining(cfg.model, None, device.type, dtype, cfg.causal_updates)
     model.load_state_dict(weights)
     sums = batch_sums(model.to(device, dtype), fixed_batches(dataset, tokenizer, cfg), device)

@@ -32,7 +32,7 @@ from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine
+from megabert.engine import Engine, precision
 from megabert.model import BertForPreTraining
 from megabert.training import distillation, evaluation, measured_choice, samples, sinks
 from megabert.training.exchange import agreed, refuse
@@ -155,8 +155,14 @@ def open_run(
     if writes:
         run_lock.take(run_dir, world)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
-    settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
     newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    begun: dict[str, Any] = {}  # what the run said of itself before
+    if newest is not None:
+        begun = checkpoints.read_state(newest)
+    elif replay is not None:
+        begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
+    config = precision.settle(config, world, begun["config"]["precision"] if begun else "")
+    settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
     counts: list[int] = []
     if newest is None and config.model.frequency_bias and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, dataset, tokenizer, world)
@@ -173,19 +179,17 @@ def open_run(
     backends = {role: choice.name for role, choice in module.backends._asdict().items()}
     backends["optimizer"] = engine.optimizer_kernels
     known: dict[str, Any] = {}  # of the data, where a checkpoint's is this one before something was added
-    if newest is not None:
-        state = checkpoints.read_state(newest)
-        if mixture.resume(dataset, state, state.get("cursor", 0) * config.batch.global_size):
-            known = {"dataset": state["dataset"]}
+    passed = begun.get("cursor", 0) * config.batch.global_size
+    if newest is not None and mixture.resume(dataset, begun, passed):
+        known = {"dataset": begun["dataset"]}
     provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
     saved = None
     if replay is not None and newest is None:
-        begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
         mixture.resume(dataset, begun, 0)
         check_compatible(begun, provenance)
         log.info(f"no checkpoint before step {replay}: replaying from the run's beginning")
     if newest is not None:
-        check_compatible(state, provenance | known)
+        check_compatible(begun, provenance | known)
         saved = checkpoints.load(engine, newest)
         log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
     elif config.init_from and config.init_moments:

@@ -41,7 +41,7 @@ def test_published_shapes():
         ("model.dropout=1.5", "model.dropout: Input should be less than 1"),
         ("model.heads=7", "model.heads=7 does not divide model.hidden=768"),
         ("data.masking.strategy=causal", "data.masking.strategy=causal: [CLS] sees nothing but itself"),
-        ("precision=fp4", "precision: Input should be 'bf16', 'fp16', 'fp32' or 'fp8' (got 'fp4')"),
+        ("precision=fp4", "precision: Input should be 'auto', 'bf16', 'fp16', 'fp32' or 'fp8' (got 'fp4')"),
         ("schedule.name=budget", "needs schedule.budget_minutes"),
         ("schedule.by=minutes", "schedule.by=minutes needs schedule.budget_minutes"),
         ("schedule.by=tokens", "schedule.by=tokens needs schedule.budget_tokens"),
@@ -149,7 +149,7 @@ def test_accumulation_is_derived_for_any_number_of_ranks():
 
 
 def test_micro_size_shrinks_to_what_the_micro_steps_need():
-    config = c.load("", ["batch.global_size=96", "batch.micro_size=64"])
+    config = c.load("", ["batch.global_size=96", "batch.micro_size=64", "precision=bf16"])
     sizes = [c.fit_micro_size(config, world).batch.micro_size for world in (1, 2, 5, 6, 100)]
     assert sizes == [48, 48, 20, 16, 1]
     seats = c.to_deepspeed(c.fit_micro_size(config, 5), 5)
@@ -164,7 +164,8 @@ def test_laptop_presets_run_on_a_few_ranks_as_they_are(preset, world):
 
 
 def test_deepspeed_snapshot():
-    config = c.load("", ["batch.global_size=64", "batch.micro_size=8", "zero.stage=2", "zero.offload=cpu"])
+    sizes = ["batch.global_size=64", "batch.micro_size=8"]
+    config = c.load("", [*sizes, "zero.stage=2", "zero.offload=cpu", "precision=bf16"])
     assert c.to_deepspeed(config, 2) == {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
@@ -192,7 +193,7 @@ def test_fp8_is_bf16_to_deepspeed():
 
 
 def test_a_users_deepspeed_file_may_add_but_not_contradict():
-    ours = c.to_deepspeed(c.load("", ["zero.stage=2"]), 1)
+    ours = c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1)
     merged = c.merge_deepspeed(
         ours, {"zero_optimization": {"reduce_bucket_size": 5}, "gradient_clipping": 1.0}, "f.json"
     )
@@ -218,13 +219,13 @@ def test_a_users_deepspeed_file_may_add_but_not_contradict():
 )
 def test_what_a_users_deepspeed_file_cannot_set_is_named_with_what_does(user, said):
     with pytest.raises(ValueError, match=said):
-        c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2"]), 1), user, "f.json")
+        c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1), user, "f.json")
 
 
 def test_a_users_deepspeed_file_may_say_what_is_so_anyway():
     none = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
-    c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2"]), 1), none, "f.json")
-    ours = c.to_deepspeed(c.load("", ["zero.offload=cpu"]), 1)
+    c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1), none, "f.json")
+    ours = c.to_deepspeed(c.load("", ["zero.offload=cpu", "precision=bf16"]), 1)
     assert (
         c.merge_deepspeed(ours, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "") == ours
     )

@@ -116,7 +116,7 @@ def test_the_plan_counts_all_the_data(tmp_path) -> None:
         counts = {"sequences": 4 * rows, "tokens": tokens * rows}
         make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=counts)
     named = [f"data.path={tmp_path / 'a'}", f'data.mix={{"{tmp_path / "b"}"=0.5}}']
-    cfg = configuration.load("tiny", [*named, "batch.global_size=64"])
+    cfg = configuration.load("tiny", [*named, "batch.global_size=64", "precision=bf16"])
     manifest = dry_run.manifest_of(cfg)
     assert manifest is not None and shapes_of(cfg, manifest).sequences == 4
     update = dry_run.work(cfg, manifest)

@@ -42,6 +42,7 @@ from megabert.distributed.preemption import REQUEUE, Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
+from megabert.engine import precision
 from megabert.finetune import datasets, encoding, preparation, search, training
 from megabert.finetune.benchmark import evaluation, splits, submission, suites, summary
 from megabert.finetune.benchmark.suites import Entry
@@ -94,7 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of one forward pass on one rank; 0: all of a rank's share")  # fmt: skip
     add("--evaluations", type=int, help="an epoch" + own)
     add("--from-scratch", action="store_true", help="same shape, random weights")
-    add("--precision", choices=("bf16", "fp32"), default=d.precision, help="of forward and backward")
+    add("--precision", choices=("auto", "bf16", "fp32"), default=d.precision, help="of forward and backward; auto: bf16 where the device multiplies it")  # fmt: skip
     add("--zero", type=int, choices=(0, 1, 2), default=d.zero, help="DeepSpeed ZeRO stage")
     add("--log-interval", type=int, default=100, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
@@ -224,6 +225,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every task in turn: its runs, their evaluation, the tables of what is there so far."""
     stop, world = ranks.join(), ranks.world
     check_counts(args)
+    args.precision = precision.choose(args.precision, world)
     entries = suites.find(args.suite, Path(args.data), args.tasks)
     start = pretrained.load(args.model, args.tokenizer)
     plans = [plan(args, entry, start) for entry in entries]

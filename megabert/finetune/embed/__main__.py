@@ -36,6 +36,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
+from megabert.engine import precision
 from megabert.finetune import datasets, search
 from megabert.finetune.embed import metrics, pairs, training
 from megabert.finetune.embed.model import POOLS
@@ -99,7 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--evaluations", type=int, default=d.evaluations, help="an epoch")
     add("--patience", type=int, default=d.patience, help="evaluations without improvement that end a run; 0: never")  # fmt: skip
     add("--from-scratch", action="store_true", help="same shape, random weights")
-    add("--precision", choices=("bf16", "fp32"), default=d.precision, help="of forward and backward")
+    add("--precision", choices=("auto", "bf16", "fp32"), default=d.precision, help="of forward and backward; auto: bf16 where the device multiplies it")  # fmt: skip
     add("--zero", type=int, choices=(0, 1, 2), default=d.zero, help="DeepSpeed ZeRO stage")
     add("--log-interval", type=int, default=20, metavar="UPDATES", help="between progress lines")
     add("--local_rank", type=int, metavar="N", help="set by launchers")
@@ -168,6 +169,7 @@ def facts(args: argparse.Namespace, start: Pretrained) -> dict[str, Any]:
 def train(args: argparse.Namespace, ranks: Session) -> int:
     """Every combination that has no result yet, then the table."""
     stop, world = ranks.join(), ranks.world
+    args.precision = precision.choose(args.precision, world)
     settings, grid = settings_of(args), search.parse_grid(args.grid)
     runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
     data = read(args)

@@ -1,0 +1,110 @@
+"""What `auto` means: what a device multiplies, what all ranks are fast in, and what a run was begun in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert.common import environment
+from megabert.distributed.watchdog import Watchdog
+from megabert.engine import precision
+from megabert.training.evaluation import evaluate_run
+from megabert.training.pretraining import open_run
+from tests.helpers.loop import StopAt
+from tests.helpers.ranks import run_ranks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+SMALL = (
+    *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
+    *("batch.global_size=4", "batch.micro_size=4", "schedule.total_steps=4", "schedule.warmup_steps=1"),
+    *("eval.interval=0", "eval.rows=8", "peak_tflops=1.0", "log.tensorboard=false", "data.workers=0"),
+)
+
+
+@pytest.fixture
+def multiplies(monkeypatch) -> Any:
+    """Sets whether this CPU has products of bf16."""
+    return lambda able: monkeypatch.setattr(environment, "multiplies_bf16", lambda: able)
+
+
+@pytest.mark.parametrize(
+    ("line", "able"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 sha_ni", True),
+        ("flags\t\t: fpu avx2 amx_bf16", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("Features\t: fp asimd", False),
+    ],
+)
+def test_processors_that_multiply_bf16_are_known_by_their_flags(monkeypatch, tmp_path, line, able) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
+    real = environment._found
+    monkeypatch.setattr(environment, "_found", lambda _, pattern: real(str(tmp_path / "cpuinfo"), pattern))
+    assert environment.multiplies_bf16() is able
+
+
+def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
+    for able, name in ((True, "bf16"), (False, "fp32")):
+        multiplies(able)
+        assert precision.usual(CPU) == name
+    for capability, name in (((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert precision.usual(CUDA) == name
+
+
+def test_a_finished_model_is_computed_in_what_the_device_has(multiplies) -> None:
+    multiplies(False)
+    assert [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")] == [torch.float32] * 4
+    multiplies(True)
+    found = [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")]
+    assert found == [torch.bfloat16] * 3 + [torch.float32]
+
+
+def choices(world: Any) -> list[str]:
+    environment.multiplies_bf16 = lambda: world.rank == 0  # type: ignore[assignment]
+    asked = (("auto", ""), ("auto", "bf16"), ("bf16", ""), ("fp32", "bf16"))
+    return [precision.choose(*(name, world, begun)) for name, begun in asked]
+
+
+def test_ranks_take_what_all_of_them_are_fast_in() -> None:
+    assert run_ranks(2, choices) == [["fp32", "bf16", "bf16", "fp32"]] * 2
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_emulated_bf16_is_warned_of(able, multiplies, world, caplog, monkeypatch) -> None:
+    multiplies(able)
+    monkeypatch.setattr(logging.getLogger("megabert"), "propagate", True)
+    assert precision.choose("bf16", world) == "bf16"
+    assert ("precision=bf16" in caplog.text) is not able
+
+
+def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> None:
+    """Begun where bf16 is emulated, gone on with where it is not; another precision by name is refused."""
+
+    def opened(*overrides: str, stop_after: int | None = None) -> Any:
+        cfg = configuration.load("tiny", [*SMALL, *overrides])
+        assert cfg.precision == "auto" or overrides
+        watchdog: Any = Watchdog(world, tmp_path, 0.0)
+        return open_run(tmp_path / "run", cfg, world, StopAt(), watchdog, stop_after=stop_after)  # type: ignore[arg-type]
+
+    multiplies(False)
+    trainer = opened(stop_after=2)
+    assert trainer.train() and trainer.engine.dtype == torch.float32
+    trainer.close()
+    said = json.loads((tmp_path / "run/config.json").read_text())["config"]["precision"]
+    assert said == "fp32"
+    multiplies(True)
+    with pytest.raises(ValueError, match="precision is 'bf16' but the checkpoint was made with 'fp32'"):
+        opened("precision=bf16")
+    trainer = opened()
+    assert trainer.train() and trainer.engine.dtype == torch.float32
+    trainer.close()
+    assert evaluate_run(str(tmp_path / "run"), str(DATA))["step"] == 4
