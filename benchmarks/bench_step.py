@@ -2,9 +2,9 @@
 
     python benchmarks/bench_step.py --vs hf [--model base] [--seq-len 128] [--dropout 0.1 0.0] [--data DIR] [--json FILE]
 
-Ours is the project's own step: packed rows, `Engine.train_update` (DeepSpeed, bf16 with fp32 masters, AdamW, clipping).
-The peer is `BertForPreTraining` as its users run it: sdpa, bf16 autocast over fp32 weights, fused AdamW, clipping, one
-sequence a row, padded. Both take the very same sequences, masks and labels in each update, in as many micro-steps, so
+Ours is the project's own step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping).
+The peer is `BertForPreTraining` as its users run it: sdpa, autocast over fp32 weights, fused AdamW, clipping, one sequence a
+row, padded. Both compute in `--precision`, which is what the device is fastest in unless it is named. Both take the very same sequences, masks and labels in each update, in as many micro-steps, so
 real tokens, predictions and losses are equal (the losses are shown). Rows are read and batches made before the clock
 starts. Ours keeps freed memory as `megabert.train` does; the peer has the pool too, and for blocks
 from 32 MiB on glibc's mappings, as it would without us. MFU is against the best matrix product measured in the same run,
@@ -40,7 +40,7 @@ from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import process_group
-from megabert.engine import DTYPES, Engine
+from megabert.engine import DTYPES, Engine, precision
 from megabert.model.bert import BertForPreTraining
 from megabert.model.flops import datasheet_tflops, training_flops
 from megabert.training.metrics import matmul_tflops
@@ -267,7 +267,7 @@ def main() -> int:
     parser.add_argument("--model", choices=list(SIZES), default="base")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.0], help="each is measured")
-    parser.add_argument("--precision", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--precision", choices=[precision.AUTO, *DTYPES], default=precision.AUTO)
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--micro", type=int, default=0, help="rows of a micro-step; 0 means 2,048 tokens")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-steps of an update")
@@ -286,6 +286,7 @@ def main() -> int:
     results = []
     try:
         world = process_group.init(process_group.discover({}))
+        args.precision = precision.choose(args.precision, world)
         with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
             data = prepare(args, Path(folder))
             print(hardware.describe(), flush=True)

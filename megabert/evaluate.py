@@ -25,9 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         help="dataset folder written by data_prep, with a held-out split",
     )
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
-    add("--average", action="store_true", help="the average of the run's last weights (average.share)")
     args = parser.parse_args(argv)
-    print(json.dumps(evaluate_run(args.model, args.data, args.rows, args.average)))
+    print(json.dumps(evaluate_run(args.model, args.data, args.rows)))
     return OK
 
 

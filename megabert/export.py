@@ -33,14 +33,13 @@ def export(
     output: str | Path,
     tokenizer: str | Path = "",
     overwrite: bool = False,
-    average: bool = False,
 ) -> Pretrained:
-    """Write config, weights (or their `average`), tokenizer and model card of a run's newest whole checkpoint (or of that one
+    """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one
     checkpoint).
 
     Raises ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
     """
-    found = pretrained.load(run, tokenizer, average)
+    found = pretrained.load(run, tokenizer)
     model = found.config.model
     config = hf_names.to_huggingface_config(model, found.config.data.masking.causal)
     weights = hf_names.to_huggingface(found.weights, model)
@@ -92,7 +91,6 @@ def main(argv: list[str] | None = None) -> int:
         help="the run's tokenizer, where its dataset is no longer in its place",
     )
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
-    add("--average", action="store_true", help="the average of the run's last weights (average.share)")
     add(
         "--onnx",
         action="store_true",
@@ -112,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})"
             )
-    found = export(args.model, args.output, args.tokenizer, args.overwrite, args.average)
+    found = export(args.model, args.output, args.tokenizer, args.overwrite)
     model = found.config.model
     causal = found.config.data.masking.causal
     architecture = hf_names.to_huggingface_config(model, causal)["architectures"][0]
@@ -129,9 +127,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _finetuned(args: argparse.Namespace) -> int:
-    for option, given in (("--tokenizer", args.tokenizer), ("--average", args.average)):
-        if given:
-            raise ValueError(f"{option}: is for runs; {args.model} is a fine-tuned model, which has its own")
+    if args.tokenizer:
+        raise ValueError(f"--tokenizer: is for runs; {args.model} is a fine-tuned model, which has its own")
     found, written = export_finetuned(args.model, args.output, args.overwrite, args.onnx, args.int8)
     described = found.described
     log.info(f"{args.output}: {huggingface.architecture(described)} for {described.task.name}")

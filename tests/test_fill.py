@@ -170,12 +170,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_error(tmp_path: Pat
     run = runs.make(tmp_path / "run", "uncased")
     real, calls = checkpoint.load_weights, []
 
-    def racing(path: Path, average: bool = False):
+    def racing(path: Path):
         calls.append(path)
         if len(calls) == 1:
             train_on(run, 30)
             raise FileNotFoundError("step-00000000/weights.safetensors")
-        return real(path, average)
+        return real(path)
 
     train_on(run, 20)
     monkeypatch.setattr(checkpoint, "load_weights", racing)

@@ -112,11 +112,11 @@ def flops(run: Path) -> float | None:
 
 
 def weights_of(point: Point) -> dict[str, Tensor]:
-    """fp32 weights by parameter name, under our names; where a run averages its last ones, the average."""
+    """fp32 weights by parameter name, under our names."""
     if (point.weights / "manifest.json").is_file():
         from megabert import checkpoint
 
-        return checkpoint.load_weights(point.weights, average=any(point.weights.glob("average*")))[0]
+        return checkpoint.load_weights(point.weights)[0]
     from safetensors.torch import load_file
 
     return load_file(point.weights / WEIGHTS)

@@ -12,7 +12,6 @@ Before anything is loaded every file is hashed again. Nothing is ever unpickled.
         weights-00002-of-00008.safetensors the fp32 master weights that one rank held, flat, as
                                            `weight:<parameter>:<first element>`
         moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same stretches (Muon's matrices: the first)
-        average-00002-of-00008.safetensors the weights' average over the run's last updates, where it takes one
 
 At ZeRO stage 0, where every rank holds everything, each writes an equal share. The stretches over all ranks cover every
 parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote, each rank its own slices.

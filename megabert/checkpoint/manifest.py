@@ -24,8 +24,9 @@ FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are
 SECOND_SCHEMA = 2  # rank 0 gathered the weights into one file; each file's pieces are listed beside it
 MANIFEST = "manifest.json"
 SEAL = "sha256"  # the field that holds the digest of the others
-WEIGHTS, MOMENTS, AVERAGE = "weights", "moments", "average"  # what a rank saves, each in a file of its own
-OLD_FILE_NAME = re.compile(r"(weights|average)\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
+WEIGHTS, MOMENTS = "weights", "moments"  # what a rank saves, each in a file of its own
+AVERAGE = "average"  # files of earlier versions, which are passed over
+OLD_FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
 LARGEST_MANIFEST = 256 << 20  # bytes; one of 512 ranks has 0.3 MB, in the second layout 10
 
 Natural = Annotated[int, Field(ge=0)]
@@ -67,7 +68,6 @@ class _Counters(BaseModel):
     loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
     primed: bool = False  # moments of another run, before the first update
     amax_history: list[list[float]] = []  # of FP8 linears, an update a row
-    averaged: Natural = 0  # updates in the average of the weights
 
 
 _OLD_FILES = TypeAdapter(dict[str, _OldFile])
@@ -86,12 +86,12 @@ class Outdated(ValueError):
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
-    """Of the file in which a rank saves its WEIGHTS, MOMENTS or AVERAGE."""
+    """Of the file in which a rank saves its WEIGHTS or MOMENTS."""
     return f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def group_of(name: str) -> str:
-    """WEIGHTS, MOMENTS or AVERAGE: what a file holds, in every layout."""
+    """WEIGHTS or MOMENTS: what a file holds, in every layout."""
     return name.partition(".")[0].partition("-")[0]
 
 
@@ -108,7 +108,7 @@ def seal(layout: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[st
 
 
 def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
-    """The manifest of a checkpoint folder; with `only` (WEIGHTS or AVERAGE), of any layout, the other files left out.
+    """The manifest of a checkpoint folder; with `only` (WEIGHTS), of any layout, the other files left out.
 
     Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
     """
@@ -126,6 +126,8 @@ def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
             )
         if schema not in (FIRST_SCHEMA, SECOND_SCHEMA, SCHEMA):
             raise _Fault(f"has layout {schema}, this program reads {SCHEMA}")
+        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) != AVERAGE}
+        manifest.get("engine", {}).pop("averaged", None)
         (_check if schema == SCHEMA else _check_old)(manifest, only)
         if only:
             manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == only}
@@ -150,7 +152,6 @@ def _check(manifest: Mapping[str, Any], only: str = "") -> None:
     index.check(layout.ranks)
     groups = [WEIGHTS]
     groups += [MOMENTS] if has_moments(manifest["engine"]) else []
-    groups += [AVERAGE] if manifest["engine"].get("averaged") else []
     expected = {file_name(group, rank, layout.ranks) for group in groups for rank in index.held}
     for name in sorted(layout.files.keys() - expected):
         raise _Fault(f"names {name!r}, which is no file of a checkpoint")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megabert.checkpoint.index import build
 from megabert.checkpoint.manifest import (
-    AVERAGE,
     MANIFEST,
     WEIGHTS,
     Damaged,
@@ -23,13 +22,10 @@ from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import Stored, write_weights
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
-from megabert.engine import zero_layout
 from megabert.engine.zero_layout import WEIGHT, Piece
 
 if TYPE_CHECKING:
     from megabert.engine.deepspeed_engine import Engine
-
-KINDS = {WEIGHTS: WEIGHT, AVERAGE: zero_layout.AVERAGE}
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -37,32 +33,25 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name) is not None
 
 
-def load_weights(source: str | Path, average: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    With `average` their average over the run's last updates, and in the state "averaged", how many these were. Every rank
-    reads for itself, and these files alone; an earlier layout's too. Raises ValueError naming `source` when it holds no whole
-    checkpoint, or no average.
+    Every rank reads for itself, and these files alone; an earlier layout's too. Raises ValueError naming `source` when it holds
+    no whole checkpoint.
     """
-    path, only = Path(source), AVERAGE if average else WEIGHTS
+    path = Path(source)
     alone = World(0, 0, 1, discover({}).device, "gloo", "single")
     checkpoints = Checkpoints(path, alone)
     if _is_checkpoint(path):
-        if problem := checkpoints.problem(path, only):
+        if problem := checkpoints.problem(path, WEIGHTS):
             raise Damaged(problem)
     else:
-        newest = checkpoints.newest(None, only)
+        newest = checkpoints.newest(None, WEIGHTS)
         if newest is None:
             raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
         path = newest
-    manifest = read_manifest(path, only)
-    if not manifest["files"]:
-        raise ValueError(
-            f"{source}: {path.name} holds no average of weights; train with average.share above 0, up to the share of the "
-            "budget in which it is taken"
-        )
-    averaged = {"averaged": manifest["engine"]["averaged"]} if average else {}
-    return Stored(path, manifest).whole(KINDS[only]), manifest["state"] | averaged
+    manifest = read_manifest(path, WEIGHTS)
+    return Stored(path, manifest).whole(WEIGHT), manifest["state"]
 
 
 def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:

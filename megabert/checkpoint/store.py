@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from megabert.checkpoint.background import Background
 from megabert.checkpoint.index import build
 from megabert.checkpoint.manifest import (
-    AVERAGE,
     MANIFEST,
     MOMENTS,
     SECOND_SCHEMA,
@@ -193,15 +192,13 @@ class Checkpoints:
         files = {}
         for group, pieces, write in (
             (WEIGHTS, snapshot.weights, write_weights),
-            (AVERAGE, snapshot.average, write_weights),
             (MOMENTS, snapshot.moments, write_moments),
         ):
             if pieces:
                 name = file_name(group, rank, ranks)
                 files[name] = write(folder / name, pieces)
         held = [(piece.name, piece.offset, piece.length) for piece in snapshot.weights]
-        for others in filter(None, (snapshot.average, snapshot.moments)):
-            assert held == [(piece.name, piece.offset, piece.length) for piece in others]
+        assert not snapshot.moments or held == [(p.name, p.offset, p.length) for p in snapshot.moments]
         single = sorted({piece.name for piece in snapshot.moments if len(piece.values) == 1})
         (folder / _note(rank)).write_bytes(compact([files, held, single]))
 
@@ -288,7 +285,7 @@ class Checkpoints:
         assert not self.pending, "finish the save in flight first"
         manifest = read_manifest(path)
         stored, counters = Stored(path, manifest), manifest["engine"]
-        engine.restore(stored.read, stored.shapes, counters, int(counters.get("averaged", 0)))
+        engine.restore(stored.read, stored.shapes, counters)
         self.world.barrier()
         return manifest["state"]
 

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint: each rank's files, and any stretch of a parameter read from the files that hold it.
 
-A tensor in a file is a flat stretch of a parameter, `<kind>:<parameter>:<first element>` with kind `weight`, `exp_avg`,
-`exp_avg_sq` or `average`. A rank opens the files it needs and no other, and reads its own slices of them only.
+A tensor in a file is a flat stretch of a parameter, `<kind>:<parameter>:<first element>` with kind `weight`, `exp_avg`
+or `exp_avg_sq`. A rank opens the files it needs and no other, and reads its own slices of them only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from megabert.checkpoint.index import Index
 from megabert.checkpoint.manifest import SCHEMA, Damaged, file_name, group_of, has_moments
 from megabert.common.tensor_file import write_tensors
 from megabert.engine.optimizers import MOMENTS
-from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece
+from megabert.engine.zero_layout import WEIGHT, Piece
 
-GROUPS = {WEIGHT: manifests.WEIGHTS, AVERAGE: manifests.AVERAGE} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
+GROUPS = {WEIGHT: manifests.WEIGHTS} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
 Span = tuple[int, int, str, str]  # first element, number of elements, file, tensor in it
 
 
 def write_weights(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write one rank's weights, or their average, durably; gives the file's entry in the manifest. Raises OSError when the
-    disk does not take it."""
+    """Write one rank's weights durably; gives the file's entry in the manifest. Raises OSError when the disk does not take it."""
     return _write(path, pieces)
 
 
@@ -51,7 +50,7 @@ class Stored:
         """Of every parameter."""
         if self._new:
             return self._index.shapes
-        return {name: shape for name, (_, shape) in tensors_of(self._path, OLD_FILES[WEIGHT]).items()}
+        return {name: shape for name, (_, shape) in tensors_of(self._path, OLD_WEIGHTS).items()}
 
     def read(self, kind: str, name: str, offset: int, into: Tensor) -> None:
         """Fill the flat tensor `into` with elements [offset, offset + numel) of a parameter's `kind`."""
@@ -86,8 +85,8 @@ class Stored:
             for offset, length, rank in self._index.spans(name):
                 file = file_name(GROUPS[kind], rank, self._manifest["ranks"])
                 yield offset, length, file, _key(kind, name, offset)
-        elif kind in OLD_FILES:
-            yield 0, math.prod(self.shapes[name]), OLD_FILES[kind], name
+        elif kind == WEIGHT:
+            yield 0, math.prod(self.shapes[name]), OLD_WEIGHTS, name
         else:
             for offset, length, file in _old_spans(self._manifest).get(name, []):
                 yield offset, length, file, _key(kind, name, offset)
@@ -146,7 +145,7 @@ def _write(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
 
 # -- the layout before: rank 0's whole weights in one file, and each moments file's pieces beside it in the manifest -----
 
-OLD_FILES = {kind: f"{GROUPS[kind]}.safetensors" for kind in (WEIGHT, AVERAGE)}
+OLD_WEIGHTS = f"{manifests.WEIGHTS}.safetensors"
 
 
 def _check_old_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -168,9 +167,9 @@ def check_old_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raises Damaged unless the moments' pieces cover every weight exactly once (none where there are no moments yet)."""
     updated = has_moments(manifest["engine"])
     spans, sizes = _old_spans(manifest), {}
-    for name, (kind, shape) in tensors_of(path, OLD_FILES[WEIGHT]).items():
+    for name, (kind, shape) in tensors_of(path, OLD_WEIGHTS).items():
         if kind != "F32":
-            raise Damaged(f"{path.name}/{OLD_FILES[WEIGHT]}: {name} is {kind}, not F32")
+            raise Damaged(f"{path.name}/{OLD_WEIGHTS}: {name} is {kind}, not F32")
         sizes[name] = math.prod(shape)
     for name in sizes.keys() | spans.keys():
         covered = 0

@@ -4,7 +4,6 @@ from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import BATCH, merge_deepspeed, read_deepspeed, to_deepspeed
 from megabert.config.micro_batches import accumulation, fit_micro_size, shares
 from megabert.config.schema import (
-    AverageConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -22,13 +21,13 @@ from megabert.config.schema import (
     WatchdogConfig,
     ZeroConfig,
     from_dict,
+    from_saved,
     load,
     presets,
 )
 
 __all__ = [
     "BATCH",
-    "AverageConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
@@ -50,6 +49,7 @@ __all__ = [
     "fit_micro_size",
     "from_arguments",
     "from_dict",
+    "from_saved",
     "load",
     "merge_deepspeed",
     "presets",

@@ -38,8 +38,6 @@ def check(config: Config) -> None:
             f"ops.attention=varlen attends to whole sequences, which {causal} must not; "
             "set ops.attention to auto, sdpa, cudnn, native or fused_softmax"
         )
-    if config.objective.z_loss and config.distill.teacher:
-        raise ValueError("objective.z_loss is no part of a student's losses; set it to 0")
     if config.objective.causal_share:
         if masking.causal:
             raise ValueError(

@@ -19,6 +19,7 @@ from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
+LEFT = ("average", "objective.z_loss")  # keys of earlier versions, which changed nothing of a finished model
 
 
 class MaskingConfig(Section):
@@ -59,11 +60,6 @@ class ObjectiveConfig(Section):
         ge=0,
         lt=1,
         description="share of the budget trained left to right, before masked LM (Gisserot-Boukhlef et al. 2025)",
-    )
-    z_loss: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the squared log-sum-exp of the logits in the training loss (PaLM: 1e-4)",
     )
 
 
@@ -112,11 +108,10 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when these are used up.
 
-    `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear, or one minus a square root
-    for `wsd_sqrt` (Haegele et al. 2024, section 3).
+    `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear.
     """
 
-    name: Literal["linear", "polynomial", "cosine", "constant", "wsd", "wsd_sqrt", "budget"] = Field(
+    name: Literal["linear", "polynomial", "cosine", "constant", "wsd", "budget"] = Field(
         "linear", description="decay shape; budget: linear by minutes"
     )
     by: Literal["steps", "tokens", "minutes"] = Field(
@@ -133,7 +128,7 @@ class ScheduleConfig(Section):
         0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak"
     )
     decay_share: float = Field(
-        0.2, gt=0, le=1, description="share of the budget in which wsd and wsd_sqrt decay, the last one"
+        0.2, gt=0, le=1, description="share of the budget in which wsd decays, the last one"
     )
     budget_minutes: float = Field(0.0, ge=0, description="training time by minutes, kept across resumes")
     budget_tokens: int = Field(0, ge=0, description="real tokens of the run by tokens, over all ranks")
@@ -150,17 +145,6 @@ class ScheduleConfig(Section):
     def warmup_share(self) -> float:
         """Share of the budget spent in warm-up."""
         return self.warmup_steps / self.total_steps if self.unit == "steps" else self.budget_warmup
-
-
-class AverageConfig(Section):
-    """An average of the weights of the last updates, kept beside them (Izmailov et al. 2018; exponential: Morwani et al. 2025)."""
-
-    share: float = Field(
-        0.0, ge=0, le=1, description="share of the budget, the last one, whose weights are averaged; 0 none"
-    )
-    decay: float = Field(
-        0.0, ge=0, lt=1, description="an update leaves so much of an exponential average; 0: the plain mean"
-    )
 
 
 class ZeroConfig(Section):
@@ -295,7 +279,6 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    average: AverageConfig = AverageConfig()
     zero: ZeroConfig = ZeroConfig()
     ops: OpsConfig = OpsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -332,8 +315,19 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     return from_dict(tree)
 
 
+def from_saved(tree: dict[str, Any]) -> Config:
+    """The config of a run or checkpoint, also of one with keys that have left."""
+    kept = {}
+    for name, value in dict(tree).items():
+        if isinstance(value, dict):
+            value = {key: field for key, field in value.items() if f"{name}.{key}" not in LEFT}
+        if name not in LEFT:
+            kept[name] = value
+    return from_dict(kept)
+
+
 def from_dict(tree: dict[str, Any]) -> Config:
-    """Validated config from nested dicts, e.g. a run's `config.json`."""
+    """Validated config from nested dicts."""
     refuse_unknown(Config, tree)
     try:
         config = Config.model_validate(tree)

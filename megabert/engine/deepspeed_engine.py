@@ -24,7 +24,6 @@ from megabert.common import rng
 from megabert.config import Config, accumulation, merge_deepspeed, shares, to_deepspeed
 from megabert.distributed.process_group import World
 from megabert.engine import apex_kernels, device_step, loss_scaler, optimizers
-from megabert.engine.averaging import Average
 from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.in_step import in_step
@@ -33,7 +32,7 @@ from megabert.engine.precision import DTYPES
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
 from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import AVERAGE, WEIGHT, Piece, Read, check_shapes, find_layout
+from megabert.engine.zero_layout import WEIGHT, Read, check_shapes, find_layout
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 
@@ -122,7 +121,6 @@ class Engine:
                 device=world.device,
             )
         self.own_time = OwnTime(world.device)
-        self._average = Average(self.layout, config.average.decay) if config.average.share else None
         self._scale_loss = stage_0 and config.precision == "fp16"
         if config.precision == "fp16":
             # At every stage DeepSpeed lets the loss scale grow before it divides the gradients by it, which halves those of
@@ -248,11 +246,6 @@ class Engine:
             self._update_scale(False)
         return sums.new_full((), float(norm), dtype=torch.float32), skipped, overflow
 
-    def average_weights(self) -> None:
-        """Take the weights as they are into their average, which `average.share` asks for."""
-        assert self._average is not None
-        self._average.add()
-
     @torch.no_grad()
     def eval_sums(self, batches: Iterable[Any]) -> Tensor:
         """Sums over all ranks' batches, fp64 [3 k]: loss, right answers and items of each term.
@@ -276,8 +269,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Copies in host memory of what this rank saves of the training state, between two updates.
 
-        That is 12 bytes an element, 16 where the weights are averaged, of the elements whose moments it holds; at stage 0,
-        where every rank holds all, of its share of them.
+        That is 12 bytes an element of those whose moments it holds; at stage 0, where every rank holds all, of its share.
         """
         layout, world = self.layout, self.world
         masters = [master.tensor for master in layout.masters]
@@ -295,31 +287,21 @@ class Engine:
             counters["primed"] = True
         if self._fp8 is not None:
             counters["amax_history"] = self._fp8.state()
-        average: list[Piece] = []
-        if self._average is not None and self._average.updates:
-            average = layout.copies(world, {n: {AVERAGE: v} for n, v in enumerate(self._average.values)})
-            counters["averaged"] = self._average.updates
         return Snapshot(
             shapes={name: tuple(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)},
             weights=layout.copies(world, {n: {WEIGHT: tensor} for n, tensor in enumerate(masters)}),
             moments=layout.copies(world, moments),
             counters=counters,
-            average=average,
         )
 
     @torch.no_grad()
-    def restore(
-        self, read: Read, shapes: Mapping[str, Sequence[int]], counters: Mapping[str, Any], averaged: int
-    ) -> None:
+    def restore(self, read: Read, shapes: Mapping[str, Sequence[int]], counters: Mapping[str, Any]) -> None:
         """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
 
-        `read` gives stretches of its parameters, which have these `shapes`; `averaged`: updates in the average, 0 for none.
-        Raises ValueError naming the first parameter that is missing, unknown or of another shape.
+        `read` gives stretches of its parameters, which have these `shapes`. Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
         check_shapes(shapes, self._shapes)
         self._read_weights(read)
-        if self._average is not None:
-            self._average.load(read, averaged)
         self._read_moments(read, int(counters["optimizer_steps"]), counters.get("primed", False))
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))

@@ -56,8 +56,6 @@ def _decay(schedule: ScheduleConfig, progress: float) -> float:
         left = 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
     elif schedule.name == "polynomial":
         left = left**schedule.power
-    elif schedule.name in ("wsd", "wsd_sqrt"):
+    elif schedule.name == "wsd":
         left = min(left * (1.0 - schedule.warmup_share) / schedule.decay_share, 1.0)
-        if schedule.name == "wsd_sqrt":
-            left = 1.0 - math.sqrt(1.0 - left)
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left

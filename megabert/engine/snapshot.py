@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megabert.engine.zero_layout import Piece
@@ -16,4 +16,3 @@ class Snapshot:
     weights: list[Piece]  # fp32 masters, as `weight`
     moments: list[Piece]  # of the same stretches; [] before the first update
     counters: dict[str, Any]  # JSON: the same on every rank
-    average: list[Piece] = field(default_factory=list)  # of the weights, as `average`; [] where none is taken

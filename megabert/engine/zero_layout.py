@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megabert.distributed.process_group import World
 from megabert.engine.optimizers import AdamW, Lamb, Segment
 
-WEIGHT, AVERAGE = "weight", "average"  # kinds of what is kept of an element, beside `optimizers.MOMENTS`
+WEIGHT = "weight"  # kind of what is kept of an element, beside `optimizers.MOMENTS`
 # Fills a flat tensor with a stretch of a parameter's `kind`: (kind, parameter, first element, flat tensor).
 Read = Callable[[str, str, int, Tensor], None]
 

@@ -44,9 +44,8 @@ class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
 
     device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
-    sequence will have different key ranges; they decide what `auto` means. In training, z_loss x (log-sum-exp of the
-    logits)^2 is added to the loss of each prediction (Chowdhery et al. 2022, section 5). Raises ValueError for a model without
-    vocabulary size or for a backend that cannot run there.
+    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without vocabulary
+    size or for a backend that cannot run there.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BertForPreTraining(nn.Module):
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         causal: bool = False,
-        z_loss: float = 0.0,
     ):
         super().__init__()
         if not cfg.vocab_size:
@@ -71,7 +69,7 @@ class BertForPreTraining(nn.Module):
                 for op in native.BACKENDS
             )
         )
-        self.embeddings = Embeddings(cfg, self.backends, z_loss)
+        self.embeddings = Embeddings(cfg, self.backends)
         self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))
         self.mlm = MlmTransform(cfg, self.backends.layer.name)
         if cfg.nsp:

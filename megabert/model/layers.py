@@ -139,15 +139,14 @@ class LinearNorm(Affine):
 class Vocabulary(nn.Module):
     """The word embedding and its other end, the decoder: one weight [V', D], or two, V' >= V a multiple of 128.
 
-    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients. `z_loss` is part of the
-    loss in training alone.
+    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients.
     """
 
     decoder: nn.Parameter | None
 
-    def __init__(self, cfg: ModelConfig, backend: str, z_loss: float = 0.0):
+    def __init__(self, cfg: ModelConfig, backend: str):
         super().__init__()
-        self.size, self.backend, self.z_loss = cfg.vocab_size, backend, z_loss
+        self.size, self.backend = cfg.vocab_size, backend
         self.weight = nn.Parameter(self._table(cfg))
         self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
         self.register_parameter("decoder", None if cfg.tied else nn.Parameter(self._table(cfg)))
@@ -168,16 +167,15 @@ class Vocabulary(nn.Module):
         weight = self.weight if self.decoder is None else self.decoder
         if labels is None:
             return native.mlm_logits(hidden, weight, self.bias, self.size)
-        z_loss = self.z_loss if self.training else 0.0
-        return native.mlm_loss(hidden, weight, self.bias, labels, self.size, self.backend, z_loss=z_loss)
+        return native.mlm_loss(hidden, weight, self.bias, labels, self.size, self.backend)
 
 
 class Embeddings(nn.Module):
     """Words + positions + segments, LayerNorm, dropout. `modern`: words alone, and their norm is the stream, too."""
 
-    def __init__(self, cfg: ModelConfig, backends: native.Backends, z_loss: float = 0.0):
+    def __init__(self, cfg: ModelConfig, backends: native.Backends):
         super().__init__()
-        self.word = Vocabulary(cfg, backends.mlm_loss.name, z_loss)
+        self.word = Vocabulary(cfg, backends.mlm_loss.name)
         if not cfg.modern:
             self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
             self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))

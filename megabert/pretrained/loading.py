@@ -51,11 +51,11 @@ class Pretrained:
         return built.to(device, dtype).eval()
 
 
-def load(source: str | Path, tokenizer: str | Path = "", average: bool = False) -> Pretrained:
+def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder.
 
-    With `average` a run's weights are the average of its last ones, and `state` says of how many ("averaged"). The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises
-    ValueError naming what is missing or does not belong to the rest.
+    The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises ValueError
+    naming what is missing or does not belong to the rest.
     """
     path = Path(source)
     if not path.is_dir():
@@ -63,10 +63,6 @@ def load(source: str | Path, tokenizer: str | Path = "", average: bool = False) 
             f"{source}: no such folder; name a run folder, one of its checkpoints, or a Hugging Face folder"
         )
     if hf_read.is_model_folder(path):
-        if average:
-            raise ValueError(
-                f"{source}: a Hugging Face folder holds no average of weights; name a run folder"
-            )
         read = hf_read.read(path, tokenizer)
         state = read.state() | {"step": 0}
         return Pretrained(path, read.weights, state, read.config, read.tokenizer, read.initialised)
@@ -79,14 +75,14 @@ def load(source: str | Path, tokenizer: str | Path = "", average: bool = False) 
     newest = checkpoint.newest_step(path)
     while True:
         try:
-            weights, state = checkpoint.load_weights(path, average)
+            weights, state = checkpoint.load_weights(path)
             break
         except (ValueError, OSError):  # the run that is training may have removed it for a newer one
             before, newest = newest, checkpoint.newest_step(path)
             if newest == before:
                 raise
     try:
-        cfg, sha256 = config.from_dict(state["config"]), str(state["tokenizer"])
+        cfg, sha256 = config.from_saved(state["config"]), str(state["tokenizer"])
     except (KeyError, TypeError):
         raise ValueError(f"{source}: its checkpoint does not say what model or tokenizer it is of") from None
     found = _tokenizer(run_dir, cfg, sha256, tokenizer)

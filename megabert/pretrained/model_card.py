@@ -116,11 +116,6 @@ def recipe(found: Pretrained) -> dict[str, Any]:
     return {
         "began from": began,
         "updates": f"{found.step:,}{length}",
-        **(
-            {"weights": f"the average of the last {n:,} updates'"}
-            if (n := found.state.get("averaged"))
-            else {}
-        ),
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",

@@ -118,8 +118,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> BertForPreTra
     """
     if not config.distill.teacher:
         dtype, causal = DTYPES[config.precision], config.causal_updates
-        z_loss = config.objective.z_loss
-        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal, z_loss)
+        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal)
     teacher = pretrained.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(

@@ -82,14 +82,14 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
     return values
 
 
-def evaluate_run(run: str, data: str, rows: int = 0, average: bool = False) -> dict[str, float | int]:
-    """Figures of the newest whole checkpoint of a run, or of its `average` of weights, on the device at hand, with its usual
-    backends, in the run's precision (fp8: bf16; fp32 on a CPU that would emulate it)."""
-    weights, state = checkpoint.load_weights(run, average)
+def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
+    """Figures of the newest whole checkpoint of a run, on the device at hand, with its usual backends, in the run's precision
+    (fp8: bf16; fp32 on a CPU that would emulate it)."""
+    weights, state = checkpoint.load_weights(run)
     tree = state["config"]
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
-    cfg = configuration.from_dict(tree)
+    cfg = configuration.from_saved(tree)
     dataset = held_out(data, cfg)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != state["tokenizer"]:

@@ -147,11 +147,7 @@ class Trainer:
         update = self.ranks.take(self.updates)
         if update.objective != self.state.objective:
             self.change_objective(update.objective)
-        result = self.engine.train_update(update, lr, self.spike_policy.veto)
-        share = self.config.average.share
-        if share and self.share_used(self.state.cursor) >= 1 - share:
-            self.engine.average_weights()
-        return update, lr, result
+        return update, lr, self.engine.train_update(update, lr, self.spike_policy.veto)
 
     def rate(self) -> float:
         """The next update's learning rate; where it follows the clock, that of the first time the update was done."""

@@ -203,7 +203,8 @@ def test_a_checkpoint_of_the_first_layout_gives_its_weights_only(tmp_path):
 
 
 def second_layout(folder: Path, updates: int = 1) -> Path:
-    """A checkpoint as rank 0 wrote it before every rank saved its own weights; of `w` and of `m`, a matrix of Muon's."""
+    """A checkpoint as rank 0 wrote it before every rank saved its own weights; of `w` and of `m`, a matrix of Muon's, and with
+    an average of weights, which is passed over."""
     folder.mkdir(parents=True)
     weights = {"w": torch.arange(6.0).view(2, 3), "m": torch.arange(4.0).view(2, 2) + 10}
     save_file(weights, folder / "weights.safetensors", {"format": "pt"})
@@ -234,14 +235,12 @@ def second_layout(folder: Path, updates: int = 1) -> Path:
 
 
 class Reads:
-    """Asks for everything of a checkpoint of `second_layout` and keeps it."""
+    """Asks for all that is still read of a checkpoint of `second_layout` and keeps it."""
 
-    def restore(self, read: Any, shapes: Any, counters: Any, averaged: int) -> None:
-        assert shapes == {"w": [2, 3], "m": [2, 2]} and averaged == 3
+    def restore(self, read: Any, shapes: Any, counters: Any) -> None:
+        assert shapes == {"w": [2, 3], "m": [2, 2]} and counters == {"optimizer_steps": 1}
         self.found: dict[str, list[float]] = {}
-        for kind, name in [(k, n) for k in ("weight", "average", "exp_avg") for n in "wm"] + [
-            ("exp_avg_sq", "w")
-        ]:
+        for kind, name in [(k, n) for k in ("weight", "exp_avg") for n in "wm"] + [("exp_avg_sq", "w")]:
             into = torch.zeros(3)
             read(kind, name, 1, into)
             self.found[f"{kind} {name}"] = into.tolist()
@@ -253,11 +252,10 @@ def test_a_checkpoint_of_the_second_layout_is_gone_on_from(tmp_path):
     assert checkpoints.latest() == folder
     assert checkpoints.load(engine, folder) == {"step": 10}
     assert engine.found == {
-        "weight w": [1.0, 2.0, 3.0], "weight m": [11.0, 12.0, 13.0], "average w": [0.5, 1.0, 1.5],
-        "average m": [5.5, 6.0, 6.5], "exp_avg w": [0.5] * 3, "exp_avg m": [3.0] * 3, "exp_avg_sq w": [0.25] * 3,
+        "weight w": [1.0, 2.0, 3.0], "weight m": [11.0, 12.0, 13.0], "exp_avg w": [0.5] * 3, "exp_avg m": [3.0] * 3, "exp_avg_sq w": [0.25] * 3,
     }  # fmt: skip
-    average, state = load_weights(tmp_path, average=True)
-    assert average["m"].tolist() == [[5.0, 5.5], [6.0, 6.5]] and state == {"step": 10, "averaged": 3}
+    weights, state = load_weights(tmp_path)
+    assert weights["m"].tolist() == [[10.0, 11.0], [12.0, 13.0]] and state == {"step": 10}
 
 
 def test_damage_of_the_second_layout_is_seen(tmp_path):

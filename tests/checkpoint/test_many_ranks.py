@@ -32,7 +32,7 @@ SHAPES = {"m": (37, 3), "b": (5,), "e": (101, 7), "one": (1,)}
 
 
 class WholeEngine:
-    """Everything is on one rank and drawn from a seed; `m` is Muon's, so that it has one moment; there is an average."""
+    """Everything is on one rank and drawn from a seed; `m` is Muon's, so that it has one moment."""
 
     def snapshot(self) -> Snapshot:
         draw = torch.Generator().manual_seed(4)
@@ -50,15 +50,12 @@ class WholeEngine:
                 for name, shape in SHAPES.items()
             ]
 
-        counters = {"optimizer_steps": 4, "averaged": 2}
-        return Snapshot(
-            SHAPES, pieces("weight"), pieces("exp_avg", "exp_avg_sq"), counters, pieces("average")
-        )
+        return Snapshot(SHAPES, pieces("weight"), pieces("exp_avg", "exp_avg_sq"), {"optimizer_steps": 4})
 
 
 def bits(path: Path) -> dict[str, bytes]:
     stored = Stored(path, read_manifest(path))
-    found = {f"{kind} {n}": t.numpy().tobytes() for kind in ("weight", "exp_avg", "average") for n, t in stored.whole(kind).items()}  # fmt: skip
+    found = {f"{kind} {n}": t.numpy().tobytes() for kind in ("weight", "exp_avg") for n, t in stored.whole(kind).items()}  # fmt: skip
     for name in SHAPES.keys() - {"m"}:
         into = torch.zeros(torch.Size(SHAPES[name]).numel())
         stored.read("exp_avg_sq", name, 0, into)
@@ -67,13 +64,13 @@ def bits(path: Path) -> dict[str, bytes]:
 
 
 def test_64_then_48_then_64_ranks_keep_every_bit(tmp_path: Path) -> None:
-    """At other ZeRO stages each time, more ranks than some parameters have elements; weights, both moments, the average."""
+    """At other ZeRO stages each time, more ranks than some parameters have elements; weights and both moments."""
     checkpoints = Checkpoints(tmp_path / "1", ALONE, settings())
     checkpoints.save(WholeEngine(), state(7, tiny.config()))  # type: ignore[arg-type]
     path = checkpoints.latest()
     assert path is not None
     expected = bits(path)
-    assert len(expected) == 15
+    assert len(expected) == 11
     for number, (ranks, stage) in enumerate(((64, 1), (48, 3), (64, 2), (6, 0))):
         path = save_as(path, tmp_path / f"{number}-of-{ranks}", 7, ranks, stage)
         assert (
@@ -81,8 +78,7 @@ def test_64_then_48_then_64_ranks_keep_every_bit(tmp_path: Path) -> None:
         )  # every file's bytes and pieces are verified
         assert len(list(path.glob("weights-*"))) > ranks // 2 and not list(path.glob("note-*"))
         assert bits(path) == expected, (ranks, stage)
-    average, meta = load_weights(path, average=True)
-    assert meta["averaged"] == 2 and average["e"].numpy().tobytes() == expected["average e"]
+    assert load_weights(path)[0]["e"].numpy().tobytes() == expected["weight e"]
 
 
 def shapes_of_large() -> dict[str, tuple[int, ...]]:
@@ -113,13 +109,12 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
     entry = {"bytes": 10**9, "sha256": "0" * 64}
     files = {
         file_name(group, rank, ranks): entry
-        for group in (WEIGHTS, MOMENTS, "average")
+        for group in (WEIGHTS, MOMENTS)
         for rank in range(ranks)
         if held[rank]
     }
     layout = {"ranks": ranks, "files": files, "parameters": build(shapes, held), "first_moment_only": []}
-    counters = {"optimizer_steps": 1, "averaged": 1}
-    data = seal(layout, state(1, tiny.config()), counters)
+    data = seal(layout, state(1, tiny.config()), {"optimizer_steps": 1})
     print(f"stage {stage}: {len(data):,} bytes")
     assert len(data) < 1_000_000
 

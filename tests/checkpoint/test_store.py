@@ -63,8 +63,8 @@ class FakeEngine:
         moments = pieces(exp_avg=self.value + 1, exp_avg_sq=self.value + 2)
         return Snapshot({"w": (2, half)}, pieces(weight=self.value), moments, {"optimizer_steps": 1})
 
-    def restore(self, read: Any, shapes: Any, counters: Any, averaged: int) -> None:
-        assert shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1} and not averaged
+    def restore(self, read: Any, shapes: Any, counters: Any) -> None:
+        assert shapes == {"w": [2, self.size // 2]} and counters == {"optimizer_steps": 1}
         into = torch.zeros(self.size - 2)  # across the pieces
         read("weight", "w", 1, into)
         self.value = float(into[0])

@@ -26,8 +26,6 @@ def test_warm_up_is_linear_and_never_zero(name):
         ("constant", {}, {10: 2.0, 60: 2.0, 110: 2.0}),
         ("wsd", {"decay_share": 0.5}, {9: 2.0, 10: 2.0, 55: 2.0, 66: 1.6, 88: 0.8, 109: 2 / 55, 110: 0.0}),
         ("wsd", {"decay_share": 0.5, "final_ratio": 0.1}, {55: 2.0, 88: 0.92, 110: 0.2}),
-        # 1 - sqrt of the share of the decay that is over
-        ("wsd_sqrt", {"decay_share": 0.4}, {65: 2.0, 77: 1.0, 110: 0.0, 500: 0.0}),
     ],
 )
 def test_decay(name, extra, expected):
@@ -52,7 +50,6 @@ def test_budget_goes_by_minutes_whatever_the_step():
         ("linear", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0, 120: 0.0}),
         ("cosine", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0}),
         ("wsd", {5: 1.0, 10: 2.0, 70: 2.0, 85: 1.0, 100: 0.0}),
-        ("wsd_sqrt", {10: 2.0, 69: 2.0, 77.5: 1.0, 100: 0.0}),
     ],
 )
 def test_shapes_go_by_minutes_and_by_tokens_as_well(unit, name, expected):

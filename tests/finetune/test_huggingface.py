@@ -247,7 +247,6 @@ def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) 
     task, path = problem("classify", tmp_path)
     source = finetuned.make(tmp_path, task, path)
     for model, option, said in (
-        (source, ["--average"], "--average: is for runs"),
         (source, ["--tokenizer", "x"], "--tokenizer: is for runs"),
         (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
         (tmp_path / "run", ["--int8", str(path)], "--int8: is for fine-tuned models"),

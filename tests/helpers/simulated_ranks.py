@@ -16,7 +16,6 @@ from megabert.distributed.process_group import World
 from megabert.engine.optimizers import MOMENTS, Segment
 from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import (
-    AVERAGE,
     WEIGHT,
     Master,
     Piece,
@@ -76,10 +75,9 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
     for rank in reversed(range(ranks)):
         world = World(rank, rank, ranks, torch.device("cpu"), "gloo", "single")
         layout = layout_of(shapes, groups, rank, ranks, stage)
-        kinds = [(WEIGHT,), MOMENTS, (AVERAGE,) if counters.get("averaged") else ()]
-        weights, moments, average = (read_part(stored, layout, world, k, single) if k else [] for k in kinds)
+        weights, moments = (read_part(stored, layout, world, kinds, single) for kinds in ((WEIGHT,), MOMENTS))
         checkpoints = Checkpoints(run, world)
-        checkpoints._write(folder, Snapshot(shapes, weights, moments, counters, average))
+        checkpoints._write(folder, Snapshot(shapes, weights, moments, counters))
     checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
     written = Background("written", lambda: None)
     checkpoints._commit(_Save(folder, manifest["state"] | {"step": step}, counters, shapes, written))

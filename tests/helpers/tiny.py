@@ -77,7 +77,7 @@ def config(**overrides: Any) -> Config:
 
 def model(cfg: Config, seed: int = 7) -> BertForPreTraining:
     torch.manual_seed(seed)
-    return BertForPreTraining(cfg.model, cfg.ops, z_loss=cfg.objective.z_loss)
+    return BertForPreTraining(cfg.model, cfg.ops)
 
 
 def engine(cfg: Config, world: World, seed: int = 7) -> Engine:

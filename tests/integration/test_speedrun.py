@@ -67,7 +67,7 @@ def text(tmp_path: Path, corpus: Path) -> Path:
 
 
 def test_a_race_of_both_systems_is_scored_once_a_seed_and_drawn(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "small.toml").write_text(SMALL + '"average.share" = 0.3\n"objective.causal_share" = 0.3\n')
+    (tmp_path / "small.toml").write_text(SMALL + '"objective.causal_share" = 0.3\n')
     (tmp_path / "peer.toml").write_text(PEER)
     race = [
         "benchmarks/speedrun.py",

@@ -1,4 +1,4 @@
-"""What recipes change in the model: starts, an untied decoder, the z-loss."""
+"""What recipes change in the model: starts, an untied decoder."""
 
 from __future__ import annotations
 
@@ -47,20 +47,6 @@ def test_a_decoder_of_its_own_gets_the_loss_s_gradient_and_the_embedding_does_no
     with torch.no_grad():
         built.embeddings.word.weight.zero_()
     assert logits.shape == (5, VOCAB) and logits.abs().max() > 0
-
-
-@backends
-def test_z_loss_is_part_of_the_loss_in_training_alone(choice: OpsConfig) -> None:
-    built, inputs = model(choice, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
-    plain = built(**inputs)
-    with torch.no_grad():
-        hidden = built.encode(**encoder_inputs(inputs)).flatten(0, 1)
-        used = inputs["mlm_labels"] >= 0
-        logits = built.mlm_logits(hidden[inputs["mlm_positions"][used].long()])
-        built.embeddings.word.z_loss = 0.1
-        extra = built(**inputs).mlm_loss_sum - plain.mlm_loss_sum
-        assert built.eval()(**inputs).mlm_loss_sum.equal(plain.mlm_loss_sum)
-    torch.testing.assert_close(extra, 0.1 * logits.logsumexp(-1).square().sum(), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

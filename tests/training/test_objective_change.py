@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert import pretrained
 from megabert.checkpoint import load_weights, write_start
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.export import export
 from megabert.training.evaluation import evaluate_run
 from megabert.training.pretraining import open_run
 from megabert.training.trainer import Trainer
@@ -131,7 +129,7 @@ def test_an_update_after_the_change_is_replayed(world: World, tmp_path: Path) ->
 
 
 def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, tmp_path: Path) -> None:
-    trainer = opened(world, tmp_path, "average.share=0.3", stop_after=2)  # before the change
+    trainer = opened(world, tmp_path, stop_after=2)  # before the change
     assert trainer.train()
     trainer.evaluate()
     during = trainer.last_eval
@@ -149,14 +147,6 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
     write_start(tmp_path / "elsewhere", weights, begun)  # as `convert` writes it
     with pytest.raises(ValueError, match="converted from hf"):
         opened(world, tmp_path / "elsewhere")
-    for run in (
-        tmp_path,
-        tmp_path / "checkpoints" / "step-00000002",
-    ):  # before the last 30%, which are averaged
-        with pytest.raises(
-            ValueError, match=r"step-00000002 holds no average of weights; train with average\.share"
-        ):
-            load_weights(run, average=True)
 
 
 @pytest.mark.slow
@@ -203,41 +193,11 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: 
 def test_a_run_that_starts_from_frequencies_knows_them_and_goes_on_with_what_it_learned(
     world: World, tmp_path: Path
 ) -> None:
-    frequencies = ("model.frequency_bias=true", "model.zero_init=true", "objective.z_loss=1e-4")
+    frequencies = ("model.frequency_bias=true", "model.zero_init=true")
     straight = trained(world, tmp_path / "straight", *frequencies)
     first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
     same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.0, 0.75])
-def test_the_average_is_of_the_last_updates_and_a_model_of_its_own(
-    world: World, tmp_path: Path, decay: float
-) -> None:
-    """Of the last three of ten updates, in a run that stopped after each of them and in one that did not."""
-    average = ("average.share=0.3", f"average.decay={decay}")
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    trained(world, straight, *average)
-    after = [trained(world, broken, *average, stops=(step,))[1] for step in (7, 8, 9, None)]
-    found, state = load_weights(straight, average=True)
-    assert state["averaged"] == 3
-    for name, value in load_weights(broken, average=True)[0].items():
-        assert value.equal(found[name]), name
-        eighth, ninth, tenth = (weights[name] for weights in after[1:])
-        mean = (eighth + ninth + tenth) / 3
-        if decay:
-            mean = 0.5625 * eighth + 0.1875 * ninth + 0.25 * tenth
-        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
-    last, averaged = (evaluate_run(str(straight), str(DATA), average=which) for which in (False, True))
-    assert last["step"] == averaged["step"] == STEPS and last["eval/mlm_loss"] != averaged["eval/mlm_loss"]
-    export(straight, tmp_path / "hf", average=True)
-    assert all(
-        value.equal(found[name])
-        for name, value in pretrained.load(tmp_path / "hf").weights.items()
-        if name in found
-    )
-    assert "| weights | the average of the last 3 updates' |" in (tmp_path / "hf" / "README.md").read_text()
 
 
 def elastic(world: World, folder: Path) -> list[dict[str, float]]:
@@ -245,7 +205,7 @@ def elastic(world: World, folder: Path) -> list[dict[str, float]]:
     found = []
     for stage, until in ((0, 3), (1, 5), (2, 7), (3, None)):
         own = (f"zero.stage={stage}", "precision=fp32", f"batch.micro_size={8 // world.size // 2}")
-        own += ("average.share=0.8", "model.dropout=0.0", "model.attention_dropout=0.0")
+        own += ("model.dropout=0.0", "model.attention_dropout=0.0")
         trainer = opened(world, folder, *own, stop_after=until)
         assert trainer.train()
         trainer.close()
@@ -263,8 +223,8 @@ def test_one_and_two_ranks_at_every_stage_change_at_the_same_update(tmp_path: Pa
         assert [state["objective"] for state in states[0]] == ["causal", "masked", "masked", "masked"]
         text = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
         lines.append({m["step"]: m for m in map(json.loads, text) if "train/loss" in m})
-    alone, both = (load_weights(tmp_path / size, average=True) for size in ("1", "2"))
-    assert alone[1]["averaged"] == both[1]["averaged"] == 8
+    alone, both = (load_weights(tmp_path / size) for size in ("1", "2"))
+    assert alone[1]["step"] == both[1]["step"] == STEPS
     for name, value in alone[0].items():
         torch.testing.assert_close(both[0][name], value, rtol=1e-4, atol=1e-5)
     assert list(lines[0]) == list(lines[1]) == list(range(1, STEPS + 1))
