@@ -6,7 +6,7 @@ that holds it is stopped; `_judge` never blocks. They run while the main thread 
 
     a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
     this rank makes no progress for `timeout` seconds     the failed ranks are those that give no sign of life, or else
-                                                          those that block the others (`find_culprits`)
+                                                          those that block the others (`find_failed_ranks`)
     the store is gone, or does not answer at the time-out     so is rank 0, which holds it
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megabert.common.errors import FAILED, leave_exit_code
 from megabert.distributed import collectives, heartbeat
-from megabert.distributed.culprits import Standing, find_culprits
+from megabert.distributed.failed_ranks import Standing, find_failed_ranks
 from megabert.distributed.process_group import World
 
 START_SECONDS = (
@@ -279,7 +279,7 @@ class Watchdog:
         own = self._peers[self.world.rank]
         own.take(self._sign())
         everybody = sorted([own, *watched], key=lambda peer: peer.rank)
-        found = find_culprits([peer.standing for peer in everybody])
+        found = find_failed_ranks([peer.standing for peer in everybody])
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
         return self._verdict_on(
             {rank: text + reason for rank, reason in found.items()}, hang=True, force=False

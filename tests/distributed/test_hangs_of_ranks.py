@@ -36,11 +36,11 @@ def all_reduce(group: dist.ProcessGroup, size: int = 1000) -> dist.Work:
     return dist.all_reduce(torch.ones(size), group=group, async_op=True)
 
 
-def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: Fault, culprit: int) -> None:
+def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: Fault, failed: int) -> None:
     """Two sums on the device an update, waited for every second one, and flags between the hosts, an update late."""
     works, flags = [], world.start_max_ints([0])
     for step in range(1, 200):
-        if step == BAD_STEP and world.rank == culprit:
+        if step == BAD_STEP and world.rank == failed:
             fault(world, device)
         works += [all_reduce(device), all_reduce(device)]
         if step % 2 == 0:
@@ -79,7 +79,7 @@ def is_stopped(world: World, device: dist.ProcessGroup) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int) -> None:
+def rank_process(rank: int, port: int, folder: Path, fault: Fault, failed: int) -> None:
     """In the child: it ends here, with its output in the folder."""
     # not the test's own streams, which its runner has taken
     sys.stdout = sys.stderr = open(folder / f"rank{rank}.txt", "w")  # noqa: SIM115
@@ -91,7 +91,7 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int)
         watchdog = Watchdog(world, folder, TIMEOUT)
         watchdog.start()
         try:
-            updates(world, device, watchdog, fault, culprit)
+            updates(world, device, watchdog, fault, failed)
         except RuntimeError:  # a rank has acted on the verdict before this one
             watchdog.explain()
     except BaseException:
@@ -102,7 +102,7 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int)
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit", "reason"),
+    ("fault", "failed", "reason"),
     [
         (loops, 5, "has not entered"),
         (loops, 0, "has not entered"),
@@ -114,13 +114,13 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, culprit: int)
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_culprit_of_eight_is_named_and_nobody_else(fault, culprit, reason, tmp_path) -> None:
+def test_the_failed_rank_of_eight_is_named_and_nobody_else(fault, failed, reason, tmp_path) -> None:
     port, children = free_port(), []
     torch.set_num_threads(1)
     try:
         for rank in range(RANKS):
             if not (child := os.fork()):
-                rank_process(rank, port, tmp_path, fault, culprit)
+                rank_process(rank, port, tmp_path, fault, failed)
             children.append(child)
         deadline, codes = time.monotonic() + 60, {}
         while len(codes) < RANKS and time.monotonic() < deadline:
@@ -137,9 +137,9 @@ def test_the_culprit_of_eight_is_named_and_nobody_else(fault, culprit, reason, t
     assert len(codes) == RANKS, "\n".join(said)
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("error:")]
     print(line)
-    assert f"error: rank {culprit} (host " in line and line.count("(host ") == 1, line
+    assert f"error: rank {failed} (host " in line and line.count("(host ") == 1, line
     assert reason in line and ("another order" in line) == (fault is leaves_sums_out)
     if fault in (loops, waits_for_a_file):
         assert f"in {fault.__name__}" in line
-        assert f"in {fault.__name__}" in (tmp_path / f"hang-{culprit}.txt").read_text()
-    assert (tmp_path / f"hang-trace-{(culprit + 1) % RANKS}").stat().st_size > 1000
+        assert f"in {fault.__name__}" in (tmp_path / f"hang-{failed}.txt").read_text()
+    assert (tmp_path / f"hang-trace-{(failed + 1) % RANKS}").stat().st_size > 1000

@@ -27,7 +27,7 @@ class Standing:
     unfinished: dict[str, str] = field(default_factory=dict)
 
 
-def find_culprits(ranks: Sequence[Standing]) -> dict[int, str]:
+def find_failed_ranks(ranks: Sequence[Standing]) -> dict[int, str]:
     """The ranks that block the others, each with the reason; all ranks where nothing tells them apart."""
     return (
         _absent(ranks)
