@@ -62,8 +62,9 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
         },  # it waits for the device twice a micro-step, and we measure ourselves
     }
     assert config.precision != "auto", "to be settled for the device"
-    if config.precision in ("bf16", "fp8"):
-        result["bf16"] = {"enabled": True}
+    # Both are said, so that a user's file with the other one is refused and not merged.
+    result["bf16"], result["fp16"] = {"enabled": config.precision in ("bf16", "fp8")}, {"enabled": False}
+    if result["bf16"]["enabled"]:
         result["data_types"] = {"grad_accum_dtype": "fp32"}
         result["communication_data_type"] = "fp32"  # else gradients are averaged over the ranks in bf16
     elif config.precision == "fp16":

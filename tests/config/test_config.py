@@ -182,6 +182,7 @@ def test_deepspeed_snapshot():
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
         "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
@@ -190,6 +191,17 @@ def test_deepspeed_snapshot():
 def test_fp8_is_bf16_to_deepspeed():
     bf16, fp8 = (c.to_deepspeed(c.load("", [f"precision={name}"]), 1) for name in ("bf16", "fp8"))
     assert fp8 == bf16 and fp8["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("precision", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp16"), ("fp16", "bf16")]
+)
+def test_a_users_deepspeed_file_does_not_change_the_precision(precision, other):
+    ours = c.to_deepspeed(c.load("", [f"precision={precision}"]), 1)
+    with pytest.raises(ValueError, match=rf"f\.json: {other}\.enabled=True contradicts the run's False"):
+        c.merge_deepspeed(ours, {other: {"enabled": True}}, "f.json")
+    for same in (False, "auto"):
+        assert c.merge_deepspeed(ours, {other: {"enabled": same}}, "f.json") == ours
 
 
 def test_a_users_deepspeed_file_may_add_but_not_contradict():
