@@ -298,7 +298,8 @@ class Engine:
     def restore(self, read: Read, shapes: Mapping[str, Sequence[int]], counters: Mapping[str, Any]) -> None:
         """Continue from a snapshot taken by any number of ranks at any ZeRO stage.
 
-        `read` gives stretches of its parameters, which have these `shapes`. Raises ValueError naming the first parameter that is missing, unknown or of another shape.
+        `read` gives stretches of its parameters, which have these `shapes`. Raises ValueError naming the first parameter that
+        is missing, unknown or of another shape.
         """
         check_shapes(shapes, self._shapes)
         self._read_weights(read)

@@ -114,8 +114,8 @@ def is_finetuned(source: str | Path) -> bool:
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
-    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it). Raises ValueError naming the file that is missing, damaged or does
-    not belong to the rest."""
+    """The model in `precision`, or that of its training (fp32 on a CPU that would emulate it). Raises ValueError naming the
+    file that is missing, damaged or does not belong to the rest."""
     folder = find(source)
     path = folder / DESCRIPTION
     try:
