@@ -26,7 +26,7 @@ from megabert.common.canonical_json import canonical
 from megabert.common.tensor_file import write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine.precision import AUTO, DTYPES, dtype_on
+from megabert.engine.precision import DTYPES, dtype_on
 from megabert.finetune import encoding, heads
 from megabert.finetune.batches import Layout
 from megabert.finetune.encoding import Item
@@ -138,8 +138,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     if tokenizer.sha256 != sha256:
         raise ValueError(f"{tokenizer.path}: is not the tokenizer of this model (its SHA-256 differs)")
     config = described.config
-    named = precision not in ("", AUTO)
-    dtype = DTYPES[precision] if named else dtype_on(device, precision or config.precision)
+    dtype = DTYPES.get(precision) or dtype_on(device, precision or config.precision)
     module = heads.build(config, described.shape, None, device, dtype)
     try:
         heads.load(module, load_file(folder / WEIGHTS))
