@@ -108,6 +108,11 @@ def main() -> None:
         help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1")  # fmt: skip
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
+    add(
+        "--no-random",
+        action="store_true",
+        help="without the row of random weights, which takes as long as a model's",
+    )
     add("--fixed", action="store_true", help="a row by fixed features where the task has one")
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
@@ -128,7 +133,9 @@ def main() -> None:
                 parser.error(f"--json {args.json}: holds rows of other {what}; name another file")
         results = written["tasks"]
     first = next(iter(models))
-    starts = {name: (path, "") for name, path in models.items()} | {RANDOM: (models[first], "--from-scratch")}
+    starts = {name: (path, "") for name, path in models.items()}
+    if not args.no_random:
+        starts[RANDOM] = (models[first], "--from-scratch")
     for case in CASES:
         if args.only and case.name not in args.only:
             continue

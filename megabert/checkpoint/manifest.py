@@ -107,8 +107,8 @@ def seal(layout: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[st
     return sealed(manifest, SEAL)
 
 
-def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
-    """The manifest of a checkpoint folder; with `only` (WEIGHTS), of any layout, the other files left out.
+def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
+    """The manifest of a checkpoint folder; `weights_only`: of any layout, the other files left out.
 
     Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
     """
@@ -119,7 +119,7 @@ def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
         if sealed(manifest, SEAL) != data:
             raise _Fault("is damaged")
         schema = manifest["schema"]
-        if schema == FIRST_SCHEMA and not only:
+        if schema == FIRST_SCHEMA and not weights_only:
             raise Outdated(
                 f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
                 f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
@@ -128,9 +128,9 @@ def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
             raise _Fault(f"has layout {schema}, this program reads {SCHEMA}")
         manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) != AVERAGE}
         manifest.get("engine", {}).pop("averaged", None)
-        (_check if schema == SCHEMA else _check_old)(manifest, only)
-        if only:
-            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == only}
+        (_check if schema == SCHEMA else _check_old)(manifest, weights_only)
+        if weights_only:
+            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
     except (Damaged, Outdated):
         raise
     except _Fault as error:
@@ -142,7 +142,7 @@ def read_manifest(path: Path, only: str = "") -> dict[str, Any]:
     return manifest
 
 
-def _check(manifest: Mapping[str, Any], only: str = "") -> None:
+def _check(manifest: Mapping[str, Any], weights_only: bool = False) -> None:
     """Raises ValueError (a _Fault or Uncovered where the text says more) unless fields, files and pieces belong together."""
     layout = _Layout.model_validate(manifest)
     _Counters.model_validate(manifest["engine"])
@@ -159,12 +159,12 @@ def _check(manifest: Mapping[str, Any], only: str = "") -> None:
         raise _Fault(f"names no {name}")
 
 
-def _check_old(manifest: Mapping[str, Any], only: str = "") -> None:
+def _check_old(manifest: Mapping[str, Any], weights_only: bool = False) -> None:
     """The same for the first two layouts."""
     files = manifest["files"]
     if f"{WEIGHTS}.safetensors" not in files:
         raise _Fault(f"names no {WEIGHTS}.safetensors")
-    names = [name for name in files if not only or group_of(name) == only]
+    names = [name for name in files if not weights_only or group_of(name) == WEIGHTS]
     for name in names:
         if not OLD_FILE_NAME.fullmatch(name):
             raise _Fault(f"names {name!r}, which is no file of a checkpoint")

@@ -19,7 +19,7 @@ from megabert.checkpoint.manifest import (
     seal,
 )
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
-from megabert.checkpoint.tensors import Stored, write_weights
+from megabert.checkpoint.tensors import Stored, write_pieces
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
 from megabert.engine.zero_layout import WEIGHT, Piece
@@ -43,14 +43,14 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     alone = World(0, 0, 1, discover({}).device, "gloo", "single")
     checkpoints = Checkpoints(path, alone)
     if _is_checkpoint(path):
-        if problem := checkpoints.problem(path, WEIGHTS):
+        if problem := checkpoints.problem(path, weights_only=True):
             raise Damaged(problem)
     else:
-        newest = checkpoints.newest(None, WEIGHTS)
+        newest = checkpoints.newest(None, weights_only=True)
         if newest is None:
             raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
         path = newest
-    manifest = read_manifest(path, WEIGHTS)
+    manifest = read_manifest(path, weights_only=True)
     return Stored(path, manifest).whole(WEIGHT), manifest["state"]
 
 
@@ -63,7 +63,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     path = Path(source)
     checkpoints = Checkpoints(path, world)
     if _is_checkpoint(path):
-        if problem := checkpoints.problem(path, ""):
+        if problem := checkpoints.problem(path, weights_only=False):
             raise ValueError(f"init_from={source}: {problem}")
     else:
         newest = checkpoints.latest()
@@ -109,7 +109,7 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
     shapes = {n: tuple(weight.shape) for n, weight in weights.items()}
     layout = {
         "ranks": 1,
-        "files": {name: write_weights(folder / name, pieces)},
+        "files": {name: write_pieces(folder / name, pieces)},
         "parameters": build(shapes, [[(piece.name, 0, piece.length) for piece in pieces]]),
         "first_moment_only": [],
     }

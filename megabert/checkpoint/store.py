@@ -27,13 +27,7 @@ from megabert.checkpoint.manifest import (
     seal,
     verify_files,
 )
-from megabert.checkpoint.tensors import (
-    Stored,
-    check_files,
-    check_old_pieces,
-    write_moments,
-    write_weights,
-)
+from megabert.checkpoint.tensors import Stored, check_files, check_old_pieces, write_pieces
 from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical, compact
 from megabert.common.errors import Failed
@@ -190,13 +184,10 @@ class Checkpoints:
         rank, ranks = self.world.rank, self.world.size
         folder.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
         files = {}
-        for group, pieces, write in (
-            (WEIGHTS, snapshot.weights, write_weights),
-            (MOMENTS, snapshot.moments, write_moments),
-        ):
+        for group, pieces in ((WEIGHTS, snapshot.weights), (MOMENTS, snapshot.moments)):
             if pieces:
                 name = file_name(group, rank, ranks)
-                files[name] = write(folder / name, pieces)
+                files[name] = write_pieces(folder / name, pieces)
         held = [(piece.name, piece.offset, piece.length) for piece in snapshot.weights]
         assert not snapshot.moments or held == [(p.name, p.offset, p.length) for p in snapshot.moments]
         single = sorted({piece.name for piece in snapshot.moments if len(piece.values) == 1})
@@ -289,7 +280,7 @@ class Checkpoints:
         self.world.barrier()
         return manifest["state"]
 
-    def newest(self, limit: int | None, only: str = "") -> Path | None:
+    def newest(self, limit: int | None, weights_only: bool = False) -> Path | None:
         steps, pointer = self.world.broadcast(
             [self._steps(), committed_step(self.folder)] if self.world.is_main else None
         )
@@ -300,7 +291,7 @@ class Checkpoints:
             reasons.append(f"step {pointer}, the last one committed, is missing")
         for step in steps:
             path = self.folder / f"step-{step:08d}"
-            problem = self.problem(path, only)
+            problem = self.problem(path, weights_only)
             if not problem:
                 if reasons:
                     self._warn(f"{'; '.join(reasons)}: going back to {path.name}")
@@ -312,19 +303,19 @@ class Checkpoints:
             )
         return None
 
-    def problem(self, path: Path, only: str) -> str:
-        """Why a checkpoint (or what `only` names of it) is not whole, "" when it is; each rank hashes its share of the files.
+    def problem(self, path: Path, weights_only: bool) -> str:
+        """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files.
 
         Raises Outdated, on every rank, for one that was written in an earlier layout.
         """
         problem, outdated = "", ""
         try:
-            manifest = read_manifest(path, only)
+            manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
             tried_again(lambda: verify_files(path, share))
             check_files(path, manifest, [name for name, _ in share])
-            if self.world.is_main and not only and manifest["schema"] == SECOND_SCHEMA:
+            if self.world.is_main and not weights_only and manifest["schema"] == SECOND_SCHEMA:
                 check_old_pieces(path, manifest)
         except Outdated as error:
             outdated = str(error)

@@ -27,14 +27,15 @@ GROUPS = {WEIGHT: manifests.WEIGHTS} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
 Span = tuple[int, int, str, str]  # first element, number of elements, file, tensor in it
 
 
-def write_weights(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write one rank's weights durably; gives the file's entry in the manifest. Raises OSError when the disk does not take it."""
-    return _write(path, pieces)
+def write_pieces(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Write one rank's weights or moments durably; gives the file's entry in the manifest.
 
-
-def write_moments(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write one rank's moments, as `write_weights` does."""
-    return _write(path, pieces)
+    Raises OSError when the disk does not take it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        tensors |= {_key(kind, piece.name, piece.offset): values for kind, values in piece.values.items()}
+    return write_tensors(path, tensors, {"format": "pt"})
 
 
 class Stored:
@@ -134,13 +135,6 @@ def _open(path: Path, name: str) -> Any:
         return safe_open(path / name, "pt")
     except SafetensorError as error:
         raise Damaged(f"{path.name}/{name}: {error}") from error
-
-
-def _write(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces:
-        tensors |= {_key(kind, piece.name, piece.offset): values for kind, values in piece.values.items()}
-    return write_tensors(path, tensors, {"format": "pt"})
 
 
 # -- the layout before: rank 0's whole weights in one file, and each moments file's pieces beside it in the manifest -----

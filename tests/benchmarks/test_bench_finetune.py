@@ -235,6 +235,42 @@ def test_rows_of_other_models_are_not_added_to(
         bench.main()
 
 
+@pytest.mark.parametrize(
+    ("options", "starts"), [([], ["ours", "theirs", bench.RANDOM]), (["--no-random"], ["ours", "theirs"])]
+)
+def test_the_first_model_is_compared_with_all_other_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], starts: list[str]
+) -> None:
+    """Two items, two seeds: the first model has both right, all others one."""
+    tallied = {True: [[(1.0, 1.0)] * 2] * 2, False: [[(1.0, 1.0), (0.0, 1.0)]] * 2}
+    seen = []
+
+    def train(case: cases.Case, name: str, *_: Any) -> Any:
+        seen.append(name)
+        return row(0.5, 0.0), tallied[name == "ours"]
+
+    monkeypatch.setattr(bench, "described", lambda path: {})
+    monkeypatch.setattr(bench, "finetune", train)
+    monkeypatch.setattr(bench, "CASES", [cases.Case("SST-2", "", "f1", lambda *_: None, tallies.labels)])  # type: ignore[arg-type,return-value]
+    given = [
+        "--models",
+        "ours=x",
+        "theirs=y",
+        "--tasks",
+        "t",
+        "--work",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    monkeypatch.setattr("sys.argv", ["bench_finetune.py", *given, *options])
+    monkeypatch.setattr(bench.hardware, "refuse_dirty", lambda *_: None)
+    bench.main()
+    found = json.loads((tmp_path / "out.json").read_text())["tasks"]["SST-2"]
+    assert seen == list(found["rows"]) == starts
+    assert {name: gain["gain"] for name, gain in found["gains"].items()} == dict.fromkeys(starts[1:], 0.5)
+
+
 @pytest.mark.parametrize("text", ["run", "=run", "a=", "random weights=run"])
 def test_a_model_has_a_name_of_its_own(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write NAME=RUN"):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 
 from megabert.checkpoint import Checkpoints, load_weights, store, tensors
+from megabert.checkpoint.manifest import MOMENTS, group_of
 from megabert.common import retry, tensor_file
 from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
@@ -144,6 +145,12 @@ def test_kills_at_random_instants_of_saves_without_end(tmp_path):
     assert step >= 25 and partial > 5, (step, partial)
 
 
+def at_moments(write: Any) -> Any:
+    """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
+    plain = store.write_pieces
+    return lambda path, pieces: (write if group_of(path.name) == MOMENTS else plain)(path, pieces)
+
+
 def damaged_ranks(world: World, folder: str) -> None:
     """The second save: rank 1 dies while it writes."""
     cfg = tiny.config(zero__stage=2)
@@ -154,7 +161,7 @@ def damaged_ranks(world: World, folder: str) -> None:
     tiny.train(engine, range(1, 2))
     checkpoints.finish()
     if world.rank == 1:
-        store.write_moments = lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        store.write_pieces = at_moments(lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL))
     checkpoints.save(engine, state(2, cfg))
     checkpoints.finish()
 
@@ -233,7 +240,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
         checkpoints = Checkpoints(Path(folder) / policy, world, settings(2, True, on_error=policy))
         for step in (1, 2, 3):
             if world.rank == 1 and step == 2:
-                store.write_moments, kept = full_disk, store.write_moments
+                store.write_pieces, kept = at_moments(full_disk), store.write_pieces
             # only one piece each: rank 0 has the first half, rank 1 the second
             engine = FakeEngine(step)
             whole = engine.snapshot()
@@ -246,7 +253,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
             except Failed as error:
                 found.append(str(error))
             if world.rank == 1 and step == 2:
-                store.write_moments = kept
+                store.write_pieces = kept
         newest = checkpoints.latest()
         assert newest is not None
         found.append(newest.name)
@@ -270,7 +277,7 @@ def test_a_full_disk_on_one_rank_is_one_line_on_all(tmp_path):
 def test_a_fault_of_the_program_is_raised_whatever_the_policy(tmp_path, monkeypatch):
     checkpoints = saved_run(tmp_path, (1,), asynchronous=True, on_error="continue")
     checkpoints.finish()
-    monkeypatch.setattr(store, "write_moments", lambda path, pieces: [][0])
+    monkeypatch.setattr(store, "write_pieces", lambda path, pieces: [][0])
     checkpoints.save(FakeEngine(2), state(2, tiny.config()))
     with pytest.raises(IndexError):
         checkpoints.finish()
@@ -284,13 +291,13 @@ def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path
     """Held in its middle: nothing new is there; the weights change meanwhile; the next save commits this one first."""
     checkpoints = saved_run(tmp_path, (1,))
     checkpoints.settings = settings(3, asynchronous=True)
-    gate, write = threading.Event(), store.write_moments
+    gate, write = threading.Event(), store.write_pieces
 
     def held(path: Path, pieces: Any) -> Any:
         assert gate.wait(30)
         return write(path, pieces)
 
-    monkeypatch.setattr(store, "write_moments", held)
+    monkeypatch.setattr(store, "write_pieces", at_moments(held))
     engine = FakeEngine(2)
     assert not checkpoints.pending and not checkpoints.ready and checkpoints.finish() is None
     checkpoints.save(engine, state(2, tiny.config()))
@@ -316,14 +323,14 @@ def overlapped(world: World, folder: str) -> list[Any]:
     checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
     tiny.train(engine, range(2))
     before = engine.consolidated_weights()
-    gate, write = threading.Event(), store.write_moments
+    gate, write = threading.Event(), store.write_pieces
 
     def slow(path: Path, pieces: Any) -> Any:
         assert gate.wait(60)
         return write(path, pieces)
 
     if world.rank == 1:
-        store.write_moments = slow
+        store.write_pieces = at_moments(slow)
     with collectives() as called:
         checkpoints.save(engine, state(2, cfg))
     tiny.train(engine, range(2, 5))

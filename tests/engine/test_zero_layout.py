@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megabert.checkpoint import Checkpoints, load_weights
 from megabert.checkpoint.index import Uncovered, build
 from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name
-from megabert.checkpoint.tensors import Stored, check_files, write_moments, write_weights
+from megabert.checkpoint.tensors import Stored, check_files, write_pieces
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 from megabert.engine.muon import find_matrices
@@ -183,9 +183,9 @@ def written(folder: Path, files: list[dict[str, list[tuple[int, int]]]]) -> dict
             Piece(p, o, {"exp_avg": torch.arange(o, o + n) + 0.5, "exp_avg_sq": torch.arange(o, o + n) * 2.0})
             for p, o, n in pieces
         ]
-        for group, write, parts in ((WEIGHTS, write_weights, weights), (MOMENTS, write_moments, moments)):
+        for group, parts in ((WEIGHTS, weights), (MOMENTS, moments)):
             name = file_name(group, rank, len(files))
-            entries[name] = write(folder / name, parts)
+            entries[name] = write_pieces(folder / name, parts)
     check_files(folder, manifest, entries)
     return manifest
 
