@@ -128,7 +128,10 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
             raise _Fault(f"has layout {schema}, this program reads {SCHEMA}")
         manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) != AVERAGE}
         manifest.get("engine", {}).pop("averaged", None)
-        (_check if schema == SCHEMA else _check_old)(manifest, weights_only)
+        if schema == SCHEMA:
+            _check(manifest)
+        else:
+            _check_old(manifest, weights_only)
         if weights_only:
             manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
     except (Damaged, Outdated):
@@ -142,7 +145,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
     return manifest
 
 
-def _check(manifest: Mapping[str, Any], weights_only: bool = False) -> None:
+def _check(manifest: Mapping[str, Any]) -> None:
     """Raises ValueError (a _Fault or Uncovered where the text says more) unless fields, files and pieces belong together."""
     layout = _Layout.model_validate(manifest)
     _Counters.model_validate(manifest["engine"])
@@ -159,7 +162,7 @@ def _check(manifest: Mapping[str, Any], weights_only: bool = False) -> None:
         raise _Fault(f"names no {name}")
 
 
-def _check_old(manifest: Mapping[str, Any], weights_only: bool = False) -> None:
+def _check_old(manifest: Mapping[str, Any], weights_only: bool) -> None:
     """The same for the first two layouts."""
     files = manifest["files"]
     if f"{WEIGHTS}.safetensors" not in files:

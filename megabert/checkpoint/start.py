@@ -63,7 +63,7 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     path = Path(source)
     checkpoints = Checkpoints(path, world)
     if _is_checkpoint(path):
-        if problem := checkpoints.problem(path, weights_only=False):
+        if problem := checkpoints.problem(path):
             raise ValueError(f"init_from={source}: {problem}")
     else:
         newest = checkpoints.latest()

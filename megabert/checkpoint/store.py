@@ -303,7 +303,7 @@ class Checkpoints:
             )
         return None
 
-    def problem(self, path: Path, weights_only: bool) -> str:
+    def problem(self, path: Path, weights_only: bool = False) -> str:
         """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files.
 
         Raises Outdated, on every rank, for one that was written in an earlier layout.

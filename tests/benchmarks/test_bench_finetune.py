@@ -252,19 +252,9 @@ def test_the_first_model_is_compared_with_all_other_starts(
     monkeypatch.setattr(bench, "described", lambda path: {})
     monkeypatch.setattr(bench, "finetune", train)
     monkeypatch.setattr(bench, "CASES", [cases.Case("SST-2", "", "f1", lambda *_: None, tallies.labels)])  # type: ignore[arg-type,return-value]
-    given = [
-        "--models",
-        "ours=x",
-        "theirs=y",
-        "--tasks",
-        "t",
-        "--work",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
+    given = ["--models", "ours=x", "theirs=y", "--tasks", "t", "--work", str(tmp_path)]
+    given += ["--json", str(tmp_path / "out.json")]
     monkeypatch.setattr("sys.argv", ["bench_finetune.py", *given, *options])
-    monkeypatch.setattr(bench.hardware, "refuse_dirty", lambda *_: None)
     bench.main()
     found = json.loads((tmp_path / "out.json").read_text())["tasks"]["SST-2"]
     assert seen == list(found["rows"]) == starts

@@ -9,23 +9,17 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed
 
-from megabert.checkpoint import Checkpoints, load_weights, store, tensors
-from megabert.checkpoint.manifest import MOMENTS, group_of
+from megabert.checkpoint import Checkpoints, store, tensors
 from megabert.common import retry, tensor_file
 from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
-from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
+from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
 from tests.helpers import tiny
 from tests.helpers.ranks import CONTEXT, run_ranks
 
@@ -39,18 +33,8 @@ CALLS = [
 ]
 
 
-COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all_single", "barrier"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "send", "isend"),
-)
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def stored(folder: Path) -> float:
-    return float(load_weights(folder)[0]["w"][0, 0])
 
 
 # -- kills -------------------------------------------------------------------------------------------------------
@@ -143,12 +127,6 @@ def test_kills_at_random_instants_of_saves_without_end(tmp_path):
         assert now > step and stored(tmp_path) == now
         step = now
     assert step >= 25 and partial > 5, (step, partial)
-
-
-def at_moments(write: Any) -> Any:
-    """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
-    plain = store.write_pieces
-    return lambda path, pieces: (write if group_of(path.name) == MOMENTS else plain)(path, pieces)
 
 
 def damaged_ranks(world: World, folder: str) -> None:
@@ -282,95 +260,6 @@ def test_a_fault_of_the_program_is_raised_whatever_the_policy(tmp_path, monkeypa
     with pytest.raises(IndexError):
         checkpoints.finish()
     assert names(tmp_path) == ["pointer.json", "step-00000001"]
-
-
-# -- in the background -------------------------------------------------------------------------------------------
-
-
-def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path, monkeypatch):
-    """Held in its middle: nothing new is there; the weights change meanwhile; the next save commits this one first."""
-    checkpoints = saved_run(tmp_path, (1,))
-    checkpoints.settings = settings(3, asynchronous=True)
-    gate, write = threading.Event(), store.write_pieces
-
-    def held(path: Path, pieces: Any) -> Any:
-        assert gate.wait(30)
-        return write(path, pieces)
-
-    monkeypatch.setattr(store, "write_pieces", at_moments(held))
-    engine = FakeEngine(2)
-    assert not checkpoints.pending and not checkpoints.ready and checkpoints.finish() is None
-    checkpoints.save(engine, state(2, tiny.config()))
-    engine.value = 77.0
-    assert checkpoints.pending and not checkpoints.ready
-    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
-    gate.set()
-    deadline = time.monotonic() + 30
-    while not checkpoints.ready and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert checkpoints.ready and checkpoints.pending  # on the disk, and still not to be seen
-    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000001"
-    checkpoints.save(engine, state(3, tiny.config()))
-    assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000002" and stored(tmp_path) == 2
-    assert checkpoints.finish() == tmp_path / "checkpoints" / "step-00000003" and stored(tmp_path) == 77
-    assert not checkpoints.pending and not checkpoints.ready
-
-
-def overlapped(world: World, folder: str) -> list[Any]:
-    """Rank 1 writes slowly: training goes on meanwhile, and the save is that of step 2 bit for bit."""
-    cfg = tiny.config(zero__stage=1)
-    engine = tiny.engine(cfg, world)
-    checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
-    tiny.train(engine, range(2))
-    before = engine.consolidated_weights()
-    gate, write = threading.Event(), store.write_pieces
-
-    def slow(path: Path, pieces: Any) -> Any:
-        assert gate.wait(60)
-        return write(path, pieces)
-
-    if world.rank == 1:
-        store.write_pieces = at_moments(slow)
-    with collectives() as called:
-        checkpoints.save(engine, state(2, cfg))
-    tiny.train(engine, range(2, 5))
-    waiting, unseen = world.agree_any(checkpoints.pending and not checkpoints.ready), checkpoints.latest()
-    gate.set()
-    saved = checkpoints.finish()
-    assert saved is not None
-    weights = load_weights(saved)[0]
-    whole = all(torch.equal(weights[n], w) for n, w in before.items())
-    sizes = [(saved / f"weights-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
-    return [waiting, unseen, saved.name, whole, called, max(sizes) < 1.1 * min(sizes)]
-
-
-@contextmanager
-def collectives() -> Iterator[list[str]]:
-    """Names of the collectives that the block calls."""
-    called: list[str] = []
-    real = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return real[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(torch.distributed, name, counted(name))
-    try:
-        yield called
-    finally:
-        for name, function in real.items():
-            setattr(torch.distributed, name, function)
-
-
-@pytest.mark.dist
-def test_training_goes_on_while_a_slow_rank_writes(tmp_path):
-    """A save takes no collective, and each rank writes its half."""
-    expected = [True, None, "step-00000002", True, [], True]
-    assert run_ranks(2, overlapped, str(tmp_path)) == [expected] * 2
 
 
 # -- reading that fails --------------------------------------------------------------------------------------------

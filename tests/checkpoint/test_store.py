@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.checkpoint import Checkpoints, load_weights
+from megabert.checkpoint import Checkpoints, load_weights, store
+from megabert.checkpoint.manifest import MOMENTS, group_of
 from megabert.common import retry
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
@@ -78,6 +79,16 @@ def saved_run(folder: Path, steps: Iterable[int] = (10, 20), **kwargs: Any) -> C
     for step in steps:
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))
     return checkpoints
+
+
+def stored(folder: Path) -> float:
+    return float(load_weights(folder)[0]["w"][0, 0])
+
+
+def at_moments(write: Any) -> Any:
+    """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
+    plain = store.write_pieces
+    return lambda path, pieces: (write if group_of(path.name) == MOMENTS else plain)(path, pieces)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", WEIGHTS_FILE])
