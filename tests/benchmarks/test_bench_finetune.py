@@ -208,6 +208,16 @@ def test_a_row_is_what_the_runs_report_of_the_other_items(finished: argparse.Nam
         bench.finetune(cases.CASES[0], "winner", Path("m"), "", files, finished)
 
 
+def test_seeds_of_an_earlier_command_are_left_out(finished: argparse.Namespace) -> None:
+    (finished.work / "sst-2-winner" / "seed10").mkdir()
+    (finished.work / "sst-2-winner" / "seed10" / "predictions-test.tsv").write_text(
+        "index\tprediction\n0\t0\n1\t1\n"
+    )
+    files = cases.Files(Path("a"), Path("b"), finished.work / "dev.tsv")
+    _, counted = bench.finetune(cases.CASES[0], "winner", Path("m"), "", files, finished)
+    assert counted == [[(1.0, 1.0), (1.0, 1.0)], [(1.0, 1.0), (0.0, 1.0)]]
+
+
 @pytest.mark.parametrize(
     ("change", "said"), [({"models": {"m": {"updates": "9"}}}, "models"), ({"seeds": 5}, "seeds")]
 )
