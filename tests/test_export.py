@@ -133,8 +133,8 @@ def test_a_modern_model_is_a_modernbert_with_a_tokenizer_that_gives_it_no_segmen
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_squared_relu_and_a_decoder_of_its_own_load_by_themselves(norm: Any, tmp_path: Path, caplog) -> None:
-    run = runs.make(tmp_path / "run", norm=norm, nsp=False, activation="relu2", tied=False)
+def test_a_decoder_of_its_own_loads_by_itself(norm: Any, tmp_path: Path, caplog) -> None:
+    run = runs.make(tmp_path / "run", norm=norm, nsp=False, tied=False)
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
     peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
@@ -145,7 +145,7 @@ def test_squared_relu_and_a_decoder_of_its_own_load_by_themselves(norm: Any, tmp
     back = hf_names.from_huggingface(peer.state_dict(), pretrained.load(run).config.model)
     assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
     again = pretrained.load(tmp_path / "hf")
-    assert (again.config.model.activation, again.config.model.tied) == ("relu2", False)
+    assert not again.config.model.tied
     assert again.initialised == ("pooler", "next-sentence head")
     assert all(again.weights[name].equal(weights[name]) for name in weights)
 

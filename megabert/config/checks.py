@@ -17,7 +17,7 @@ def check(config: Config) -> None:
     if model.hidden % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
     if model.modern:
-        for field, value in (("norm", "pre"), ("nsp", False), ("activation", "gelu")):
+        for field, value in (("norm", "pre"), ("nsp", False)):
             if getattr(model, field) != value:
                 shown = str(value).lower()
                 raise ValueError(

@@ -43,10 +43,6 @@ class ModelConfig(Section):
         0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
     )
     nsp: bool = Field(True, description="train the next-sentence head")
-    activation: Literal["gelu", "relu2"] = Field(
-        "gelu",
-        description="of the feed-forward layers and the MLM head; relu2: the square of ReLU (So et al. 2021)",
-    )
     tied: bool = Field(True, description="the decoder's weights are the word embedding's")
     zero_init: bool = Field(
         False,

@@ -19,7 +19,8 @@ from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
-LEFT = ("average", "objective.z_loss")  # keys of earlier versions, which changed nothing of a finished model
+# keys of earlier versions, which changed nothing of a finished model (model.activation: where it is gelu)
+LEFT = ("average", "model.activation", "objective.z_loss")
 
 
 class MaskingConfig(Section):
@@ -316,7 +317,9 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
 
 
 def from_saved(tree: dict[str, Any]) -> Config:
-    """The config of a run or checkpoint, also of one with keys that have left."""
+    """The config of a run or checkpoint, also of one with keys that have left. Raises ValueError for the squared ReLU."""
+    if (activation := tree.get("model", {}).get("activation", "gelu")) != "gelu":
+        raise ValueError(f"model.activation={activation}: is read no more; only gelu is")
     kept = {}
     for name, value in dict(tree).items():
         if isinstance(value, dict):

@@ -97,7 +97,7 @@ class BertForPreTraining(nn.Module):
         layers: list[Any] = list(self.layers)
         for layer, above in zip_longest(layers, layers[1:]):
             layer.attention_output.following = layer.feed_forward.fp8
-            if self.cfg.activation == "gelu" and not self.cfg.modern:
+            if not self.cfg.modern:
                 layer.feed_forward.following = layer.feed_forward_output.fp8
             if above is not None and not self.cfg.activation_checkpointing:  # which keeps what layers read
                 layer.feed_forward_output.following = above.qkv.fp8

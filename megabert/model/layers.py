@@ -62,17 +62,15 @@ class QueriesKeysValues(Affine):
         return self.product(x, self.bias.detach()), self.bias.view_as(self.bias)
 
 
-class LinearActivation(Affine):
-    """f(x W^T + b) with the exact (erf) GELU or the squared ReLU.
+class LinearGelu(Affine):
+    """gelu(x W^T + b), the exact (erf) one.
 
     `joined`: while training, GELU is left to the product that reads it. That gives b its gradient too, as attention does.
     """
 
     def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str, joined: bool = False):
         super().__init__(inputs, outputs, cfg.init_std)
-        self.activation = native.bias_gelu if cfg.activation == "gelu" else native.bias_relu2
-        self.backend, self.gelu = backend, cfg.activation == "gelu"
-        self.joined = joined and self.gelu
+        self.backend, self.joined = backend, joined
         self.following: native.Linear8 | None = None  # of the linear that alone reads the result
 
     def forward(
@@ -80,13 +78,13 @@ class LinearActivation(Affine):
     ) -> Tensor | native.Rounded | native.BeforeGelu:  # (..., in) -> (..., out)
         if self.joined and self.training and self.fp8 is None:
             return native.BeforeGelu(self.product(x), self.bias.view_as(self.bias))
-        if self.packed is not None and self.gelu:
+        if self.packed is not None:
             assert isinstance(x, Tensor)
             return native.packed_linear(x, self.packed, self.bias, gelu=True)
         fp8, following = self.fp8, self.following
         if self.training and self.backend == "native" and following and fp8 and fp8.known:
             return native.linear_gelu(x, self.weight, self.bias, fp8, following)
-        return self.activation(self.product(x), self.bias, self.backend)
+        return native.bias_gelu(self.product(x), self.bias, self.backend)
 
 
 class GatedLinear(Affine):
@@ -209,11 +207,11 @@ class Layer(nn.Module):
         self.qkv = QueriesKeysValues(cfg, backends.attention.name)
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
         joined = backends.feed_forward.name == "triton"
-        self.feed_forward: GatedLinear | LinearActivation
+        self.feed_forward: GatedLinear | LinearGelu
         if cfg.modern:
             self.feed_forward = GatedLinear(cfg, layer)
         else:
-            self.feed_forward = LinearActivation(cfg.hidden, cfg.ffn, cfg, layer, joined)
+            self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg, layer, joined)
             self.feed_forward.matrices = 1
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
@@ -247,8 +245,8 @@ class Layer(nn.Module):
         return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
 
 
-class MlmTransform(LinearActivation):
-    """Dense + activation + LayerNorm in front of the decoder."""
+class MlmTransform(LinearGelu):
+    """Dense + GELU + LayerNorm in front of the decoder."""
 
     def __init__(self, cfg: ModelConfig, backend: str):
         super().__init__(cfg.hidden, cfg.hidden, cfg, backend)
@@ -257,7 +255,7 @@ class MlmTransform(LinearActivation):
         self.eps = cfg.layer_norm_eps
 
     def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (N, D) -> (N, D)
-        y = self.activation(self.product(x), self.bias, self.backend)
+        y = native.bias_gelu(self.product(x), self.bias, self.backend)
         return F.layer_norm(y, y.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
 
 

@@ -60,9 +60,9 @@ _OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside 
 _PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
 _DECODER = {"embeddings.word.decoder": "cls.predictions.decoder.weight"}  # where it is not tied
 DECODERS = (*_DECODER.values(), hf_modern.DECODER)  # of either kind
-_ACTIVATIONS = ("gelu", "relu2")  # names of ours too
 # Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
 _FIXED: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("gelu", "gelu"),
     "position_embedding_type": ("absolute", "absolute"),
     "type_vocab_size": (2, 2),
     "add_cross_attention": (False, False),
@@ -208,7 +208,6 @@ def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, A
         return hf_modern.config(cfg)
     name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
     return {field: value for field, (value, _) in _FIXED.items()} | {
-        "hidden_act": cfg.activation,
         "tie_word_embeddings": cfg.tied,
         "architectures": [CAUSAL[cfg.norm] if causal else name],
         "is_decoder": causal,
@@ -241,10 +240,6 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {hf_modern.TYPE} can be converted"
         )
     _refuse_others(tree, _FIXED, where)
-    if (activation := tree.get("hidden_act", "gelu")) not in _ACTIVATIONS:
-        raise ValueError(
-            f"{where}: hidden_act={activation!r} is not supported, only {' and '.join(map(repr, _ACTIVATIONS))}"
-        )
     for field in ("pruned_heads", "quantization_config"):
         if tree.get(field):
             raise ValueError(f"{where}: {field} is not supported; save the model without it")
@@ -255,7 +250,6 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
         )
     fields = {
         "norm": kinds[kind],
-        "activation": activation,
         "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
         "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
         "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),

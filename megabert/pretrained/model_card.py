@@ -55,7 +55,7 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
                 "layers, width, heads, feed-forward width": f"{model.layers}, {model.hidden}, {model.heads}, {model.ffn}",
                 "layer norms": "after each block" if model.norm == "post" else "before each block",
                 "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
-                "feed-forward": "gated GELU" if model.modern else model.activation,
+                "feed-forward": "gated GELU" if model.modern else "GELU",
                 "vocabulary": f"{model.vocab_size:,} pieces, {found.tokenizer.kind}",
                 "tokenizer SHA-256": found.tokenizer.sha256,
                 "next-sentence head": "yes" if model.nsp else "none",

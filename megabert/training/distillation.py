@@ -31,7 +31,6 @@ SAME = (
     "heads",
     "ffn",
     "norm",
-    "activation",
     "tied",
     "max_positions",
     "vocab_size",

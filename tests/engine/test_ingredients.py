@@ -8,7 +8,7 @@ from megabert.distributed.process_group import World
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
-RECIPE = {"model__tied": False, "model__activation": "relu2", "model__zero_init": True}
+RECIPE = {"model__tied": False, "model__zero_init": True}
 
 
 def losses(world: World, stages: tuple[int, ...]) -> list[list[tuple[float, float]]]:

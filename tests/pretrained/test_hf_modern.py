@@ -106,7 +106,6 @@ def test_a_folder_without_heads_is_read_and_its_head_is_made(tmp_path: Path) -> 
     [
         ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
         ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
-        ({"activation": "relu2"}, "needs model.activation=gelu"),
         ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),
     ],
 )

@@ -17,7 +17,6 @@ from megabert.model.ops.fp8 import support as fp8_support
 from megabert.model.ops.layer import (
     bias_geglu,
     bias_gelu,
-    bias_relu2,
     dropout,
     dropout_add_layer_norm,
     norm_rounded,
@@ -43,7 +42,6 @@ __all__ = [
     "attention_inputs",
     "bias_geglu",
     "bias_gelu",
-    "bias_relu2",
     "choose",
     "dropout",
     "dropout_add_layer_norm",

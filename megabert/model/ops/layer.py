@@ -1,5 +1,5 @@
 """The element-wise rest of an encoder layer: bias + GELU and bias + dropout + residual + LayerNorm, each in one pass over
-memory, and bias + squared ReLU."""
+memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     if backend == "native":
         return torch.ops.megabert.bias_gelu(x, bias)
     return (_compiled(_bias_gelu) if backend == "compiled" else _bias_gelu)(x, bias)
-
-
-def bias_relu2(x: Tensor, bias: Tensor, backend: str) -> Tensor:
-    """Squared ReLU, y = max(x + bias, 0)^2 (So et al. 2021, "Primer"). x [..., D], bias [D] -> [..., D].
-
-    Compiled by `compiled`; every other backend runs torch's operations, the native library has none for it.
-    """
-    return (_compiled(_bias_relu2) if backend == "compiled" else _bias_relu2)(x, bias)
 
 
 def bias_geglu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
@@ -140,10 +132,6 @@ def _norm_gradients(
 
 def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
-
-
-def _bias_relu2(x: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(x + bias).square()
 
 
 def _bias_geglu(x: Tensor, bias: Tensor) -> Tensor:

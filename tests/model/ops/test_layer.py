@@ -46,15 +46,6 @@ def test_gelu_of_extremes() -> None:
     assert found[5].isnan()
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_bias_relu2_is_the_square_of_relu(backend: str) -> None:
-    x, bias = torch.tensor([[-2.0, -0.5, 0.5, 2.0]], requires_grad=True), torch.tensor([0.5, 0.5, 0.5, 0.5])
-    y = ops.bias_relu2(x, bias.requires_grad_(), backend)
-    assert y.tolist() == [[0.0, 0.0, 1.0, 6.25]]
-    y.sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0, 2.0, 5.0]] and bias.grad.equal(x.grad[0])
-
-
 def norm_inputs(shape: tuple[int, ...]) -> list[Tensor]:
     vectors = [normal(shape[-1], seed=s) for s in (3, 4, 5)]
     return [normal(*shape, seed=1), vectors[0], normal(*shape, seed=2), vectors[1], vectors[2]]
