@@ -45,8 +45,9 @@ def finetune(
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
     runs = [run["scores"]["test"] for run in summary["runs"]]
-    predictions = [output.glob(f"seed{seed}/predictions-test.*") for seed in range(1, args.seeds + 1)]
-    tallies = [case.tally(files.reported, path) for paths in predictions for path in paths]
+    seeds = range(1, args.seeds + 1)
+    predictions = [path for seed in seeds for path in output.glob(f"seed{seed}/predictions-test.*")]
+    tallies = [case.tally(files.reported, path) for path in predictions]
     seen = sorted(ratio(run) for run in tallies)
     scored = sorted(run[case.metric] for run in runs)
     if len(seen) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(seen, scored, strict=True)):

@@ -17,7 +17,7 @@ FREE = (
 LATER = {
     "activation": "gelu",
     "tied": True,
-}  # fields of the model that some checkpoints lack, and what they are there
+}  # fields of the model that some checkpoints, or the configs of today, lack, and what they are there
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
-# keys of earlier versions, which changed nothing of a finished model (model.activation: where it is gelu)
-LEFT = ("average", "model.activation", "objective.z_loss")
+# Keys of earlier versions, and the value with which they changed nothing of a finished model; None: with any.
+LEFT = {"average": None, "model.activation": "gelu", "objective.z_loss": None}
 
 
 class MaskingConfig(Section):
@@ -317,16 +317,20 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
 
 
 def from_saved(tree: dict[str, Any]) -> Config:
-    """The config of a run or checkpoint, also of one with keys that have left. Raises ValueError for the squared ReLU."""
-    if (activation := tree.get("model", {}).get("activation", "gelu")) != "gelu":
-        raise ValueError(f"model.activation={activation}: is read no more; only gelu is")
+    """The config of a run or checkpoint, also of one with keys that have left. Raises ValueError where such a key made another model."""
     kept = {}
     for name, value in dict(tree).items():
         if isinstance(value, dict):
-            value = {key: field for key, field in value.items() if f"{name}.{key}" not in LEFT}
-        if name not in LEFT:
+            value = {key: field for key, field in value.items() if not _has_left(f"{name}.{key}", field)}
+        if not _has_left(name, value):
             kept[name] = value
     return from_dict(kept)
+
+
+def _has_left(name: str, value: Any) -> bool:
+    if LEFT.get(name) not in (None, value):
+        raise ValueError(f"{name}={value}: is read no more; only {LEFT[name]} is")
+    return name in LEFT
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

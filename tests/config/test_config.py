@@ -285,3 +285,7 @@ def test_a_saved_config_with_keys_that_have_left_is_read_and_a_new_one_is_not():
     saved["model"]["activation"] = "relu2"
     with pytest.raises(ValueError, match=r"model\.activation=relu2: is read no more"):
         c.from_saved(saved)
+    with pytest.raises(ValueError, match="model"):
+        c.from_saved({"model": 3})
+    with pytest.raises(TypeError):  # as where a checkpoint has none
+        c.from_saved(None)
