@@ -85,9 +85,9 @@ def under_one_mask(args: argparse.Namespace, run: Path) -> Result | None:
     """Held-out figures with 15% of the single tokens masked; None for a model that has never seen a [MASK]."""
     import torch
 
-    from megabert import pretrained
+    from megabert import evaluation
+    from megabert import hf as pretrained
     from megabert.config import MaskingConfig
-    from megabert.training import evaluation
 
     torch.set_num_threads(args.threads)
     found = pretrained.load(run)

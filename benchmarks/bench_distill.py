@@ -39,7 +39,7 @@ FIGURES = {"eval/mlm_loss": "held-out MLM loss", "eval/mlm_accuracy": "held-out 
 def start_of(teacher: Any, student: Any, folder: Path) -> Path:
     """A run folder that holds the student before its first update."""
     from megabert import checkpoint
-    from megabert.training.distillation import first_weights
+    from megabert.distillation import first_weights
 
     if not (folder / "checkpoints").is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def start_of(teacher: Any, student: Any, folder: Path) -> Path:
 
 def without_teacher(args: argparse.Namespace, student: Any, folder: Path) -> Path:
     """A run folder of the student's own training with the teacher's losses off: same start, data and updates."""
-    from megabert.training.distillation import student_overrides
+    from megabert.distillation import student_overrides
 
     settings = student_overrides(
         student.config, str(Path(args.teacher).resolve()), student.config.model.layers
@@ -108,9 +108,9 @@ def compare(args: argparse.Namespace) -> Result:
     """Both models on the same held-out rows. Raises ValueError when they have not the same tokenizer or task."""
     import torch
 
-    from megabert import pretrained
-    from megabert.training import evaluation
-    from megabert.training.distillation import ENCODED
+    from megabert import evaluation
+    from megabert import hf as pretrained
+    from megabert.distillation import ENCODED
 
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

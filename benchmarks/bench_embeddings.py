@@ -214,8 +214,8 @@ def main() -> None:
 
 def described(model: Path) -> dict[str, Any]:
     """How the model was pre-trained, and what that run measured of it."""
-    from megabert import pretrained
-    from megabert.pretrained import model_card
+    from megabert import hf as pretrained
+    from megabert.hf import model_card
 
     found = pretrained.load(model)
     return model_card.recipe(found) | model_card.figures(found)

@@ -31,13 +31,13 @@ from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, kernel_times, quantiles, synchronise
 from benchmarks.ops.cases import Call, Case, Maker, size_of
 from benchmarks.ops.layer import layer
+from megabert import ops
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
-from megabert.engine import optimizers
-from megabert.engine.muon import find_matrices
-from megabert.model import ops
-from megabert.model.bert import BertForPreTraining
-from megabert.training.metrics import matmul_tflops
+from megabert.metrics import matmul_tflops
+from megabert.model import BertForPreTraining
+from megabert.optim import optimizers
+from megabert.optim.muon import find_matrices
 
 
 def mlm_loss(make: Maker, small: bool) -> list[Case]:

@@ -30,11 +30,11 @@ import torch
 
 from benchmarks.common import hardware
 from benchmarks.peers import hf_predict
-from megabert import pretrained
+from megabert import hf as pretrained
+from megabert.commands.features.extraction import Extractor
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig
 from megabert.distributed.process_group import discover
-from megabert.features.extraction import Extractor
 from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
 from megabert.finetune.save import Described
 

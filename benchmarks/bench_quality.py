@@ -5,7 +5,7 @@
     python benchmarks/bench_quality.py --data DATA --match-tokens --label "as many tokens" --json FILE --plot FILE.svg
 
 Same text, tokenizer, size, threads and minutes of training (evaluation not counted). Both are scored by
-`megabert.evaluate`'s code on the same held-out rows under the same masks: Hugging Face's weights are mapped into our
+`megabert.commands.evaluate`'s code on the same held-out rows under the same masks: Hugging Face's weights are mapped into our
 model for it. The peer gets our learning rate, betas, epsilon, decay, clipping, dropout and about as many real tokens an
 update, unless an option says otherwise; what differs is in the file under `differs`. It is not tuned unless
 `--tune-minutes` asks for it.
@@ -224,7 +224,7 @@ def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
 
     from benchmarks.peers import hf_plain_loop
     from megabert.data.tokenizer import Tokenizer
-    from megabert.pretrained.hf_names import from_huggingface
+    from megabert.hf.hf_names import from_huggingface
 
     torch.set_num_threads(args.threads)
     cfg = peer_config(args)
@@ -250,12 +250,12 @@ def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
 
 
 def score(weights: dict[str, Any], cfg: Config, data: Path, dtype: str) -> dict[str, float]:
-    """Held-out figures of weights under our names, by `megabert.evaluate`'s own code, computed in `dtype`."""
+    """Held-out figures of weights under our names, by `megabert.commands.evaluate`'s own code, computed in `dtype`."""
     import torch
 
+    from megabert import evaluation
     from megabert.data.tokenizer import Tokenizer
-    from megabert.model.bert import BertForPreTraining
-    from megabert.training import evaluation
+    from megabert.model import BertForPreTraining
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = BertForPreTraining(cfg.model, cfg.ops)

@@ -247,7 +247,7 @@ def triton_kernel(architecture: str) -> tuple[Kernel, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megabert.model.ops import gelu_product as source
+    from megabert.ops import gelu_product as source
 
     shapes = (",".join(map(str, tile)) for tile in source.tiles())
     names = source._product_gelu_gradient.arg_names

@@ -16,10 +16,10 @@ python -m data_prep build --input "$@" --output "$out/data" --held-out 0.02 \
 # The same command again goes on from the newest checkpoint; `deepspeed --num_gpus N` in place of `python` for more ranks.
 python megabert/train.py --config "${CONFIG:-launch/quickstart.toml}" --data "$out/data" --run "$out/run" "${extra[@]}"
 
-python -m megabert.evaluate --model "$out/run" --data "$out/data"
-python -m megabert.fill --model "$out/run" "This is the [MASK] of the text."
+python -m megabert evaluate --model "$out/run" --data "$out/data"
+python -m megabert fill --model "$out/run" "This is the [MASK] of the text."
 printf 'One line of text.\nAnd another one.\n' >"$out/lines.txt"
 rm -rf "$out/vectors.npz" "$out/hf" # of a command that ended early
-python -m megabert.features --model "$out/run" --input "$out/lines.txt" --output "$out/vectors.npz"
-python -m megabert.export --model "$out/run" --output "$out/hf"
+python -m megabert features --model "$out/run" --input "$out/lines.txt" --output "$out/vectors.npz"
+python -m megabert export --model "$out/run" --output "$out/hf"
 echo "Hugging Face's AutoModelForMaskedLM.from_pretrained(\"$out/hf\") loads the model"

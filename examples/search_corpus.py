@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megabert import pretrained
+from megabert import hf as pretrained
+from megabert.commands.features.extraction import Extractor
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.features.extraction import Extractor
-from megabert.pretrained import sentence_folder
+from megabert.hf import sentence_folder
 
 AT_ONCE = 4096  # rows read
 SHORTEST = 16  # tokens of a passage

@@ -15,8 +15,8 @@ from megabert.config import ModelConfig, ScheduleConfig
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine.lr_schedule import learning_rate
 from megabert.model import BertForPreTraining
+from megabert.optim.lr_schedule import learning_rate
 
 
 def main(folder: str, updates: int = 100) -> float:

@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megabert import pretrained
+from megabert import evaluation
+from megabert import hf as pretrained
+from megabert.commands.fill import Filler
 from megabert.config import MaskingConfig
 from megabert.data.masking import IGNORE
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.fill import Filler
+from megabert.hf import Pretrained
 from megabert.model import BertForPreTraining
-from megabert.pretrained import Pretrained
-from megabert.training import evaluation
 
 EXAMPLES = 3
 WORDS = 8, 18  # of a sentence that is shown

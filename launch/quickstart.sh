@@ -51,7 +51,7 @@ python -m data_prep build --input "${corpus[@]}" --output "$OUT/data" \
 
 section "2/4 BERT-Tiny on $RANKS ranks, ZeRO stage 2, stopped at step $half of $STEPS"
 train --stop-after "$half"
-python -m megabert.evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/half.json"
+python -m megabert evaluate --model "$OUT/run" --data "$OUT/data" >"$OUT/half.json"
 
 section "3/4 the same command again: resumed to step $STEPS"
 train

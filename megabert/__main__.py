@@ -26,12 +26,14 @@ class Command:
 
 
 COMMANDS = {
-    "doctor": Command("megabert.doctor", "what is installed, what each operation will use, what is missing"),
+    "doctor": Command(
+        "megabert.commands.doctor", "what is installed, what each operation will use, what is missing"
+    ),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, prep verify, prep inspect"),
-    "plan": Command("megabert.plan.__main__", "what a run will need: memory, work, time"),
+    "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
-    "evaluate": Command("megabert.evaluate", "held-out figures of a run, as one JSON line"),
-    "distill": Command("megabert.distill", "train a student of fewer layers from a teacher"),
+    "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
+    "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
     "glue": Command(
         "megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True
@@ -39,13 +41,13 @@ COMMANDS = {
     "embed": Command(
         "megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True
     ),
-    "features": Command("megabert.features.__main__", "a model's vectors of texts"),
+    "features": Command("megabert.commands.features.__main__", "a model's vectors of texts"),
     "report": Command(
-        "megabert.training.report.__main__", "one HTML file about a run, or several over each other"
+        "megabert.commands.report.__main__", "one HTML file about a run, or several over each other"
     ),
-    "fill": Command("megabert.fill", "words for the [MASK]s of a text"),
-    "export": Command("megabert.export", "a run as a Hugging Face folder"),
-    "convert": Command("megabert.convert", "a Hugging Face folder as a run to continue from"),
+    "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
+    "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
+    "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),
 }
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from megabert import config as configuration
+from megabert.commands.plan import dry_run
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -39,8 +40,8 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config
 from megabert.distributed.preemption import REQUEUE, end_of_time
 from megabert.engine.determinism import repeat_bit_for_bit
-from megabert.training import dry_run, session
-from megabert.training.pretraining import open_run
+from megabert.pretraining import open_run
+from megabert.training import session
 from megabert.training.profiling import parse_steps
 from megabert.training.session import Session
 

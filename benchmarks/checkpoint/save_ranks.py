@@ -25,7 +25,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig
 from megabert.distributed import process_group
 from megabert.engine.deepspeed_engine import Engine
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 
 UPDATE = 0.05  # seconds
 

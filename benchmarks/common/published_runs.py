@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megabert.commands.plan.devices import DEVICES as KNOWN
+from megabert.commands.plan.devices import Device
+from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
+from megabert.commands.plan.step_time import MicroBatch, Software
 from megabert.config import ModelConfig
-from megabert.plan.devices import DEVICES as KNOWN
-from megabert.plan.devices import Device
-from megabert.plan.forecast import NATIVE, SCORES, TORCH
-from megabert.plan.step_time import MicroBatch, Software
 
 # TPU v3, a chip: Jouppi et al. 2020 (CACM 63, 7): 123 TFLOP/s bf16, 900 GB/s; links of 656 Gbit/s, two a ring. Fitted here.
 DEVICES = KNOWN | {"tpu-v3": Device("tpu v3", 123e12, 0.3614, 900e9, 164e9, 0, 220, domain=1_024)}

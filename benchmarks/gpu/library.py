@@ -140,7 +140,7 @@ def fp8_casts(device: str) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         raise Absent("there is no pytest here")
     which = "not gpu" if device == "cpu" else "gpu"
-    found = run_pytest(["-m", which, "tests/model/ops/test_fp8_casts.py"], time.time() + 100)
+    found = run_pytest(["-m", which, "tests/ops/test_fp8_casts.py"], time.time() + 100)
     if found["exit"]:
         lines = found["output"].strip().splitlines()
         raise RuntimeError(next((line for line in lines if line.startswith("FAILED")), lines[-1]))
@@ -149,9 +149,7 @@ def fp8_casts(device: str) -> dict[str, Any]:
 
 def tests(device: str, end: float) -> dict[str, Any]:
     """The operations' own tests on the device, until `end` (seconds of the epoch) at most."""
-    return run_pytest(
-        ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/model/ops"], end
-    )
+    return run_pytest(["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"], end)
 
 
 def run_pytest(chosen: list[str], end: float) -> dict[str, Any]:

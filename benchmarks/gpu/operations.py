@@ -17,7 +17,7 @@ SECONDS = 0.4  # of timing a candidate, forward and backward; as much again for 
 def shapes_of(data: str, rows: int, dropout: float, small: bool) -> Any:
     """What BERT-LARGE asks of its operations on the dataset's rows. Raises Absent where nothing times candidates."""
     try:
-        from megabert.model.ops.candidates import Shapes
+        from megabert.ops.candidates import Shapes
     except ImportError as error:
         raise Absent(f"not in this revision: {error}") from None
     dataset = Dataset(data)
@@ -38,7 +38,7 @@ def candidate(
 ) -> dict[str, Any]:
     """Milliseconds of forward and backward, and of forward alone. Raises RuntimeError where it is wrong or fails."""
     shapes, where = shapes_of(data, rows, dropout, small), torch.device(device)
-    from megabert.model.ops import candidates as measured
+    from megabert.ops import candidates as measured
 
     found = [c for c in measured.candidates(role, shapes, where) if c.name == name]
     if not found:

@@ -25,17 +25,17 @@ from benchmarks.gpu.library import healthy
 from benchmarks.gpu.plan import OURS, WITHOUT_DROPOUT
 from benchmarks.gpu.runner import Absent, Journal
 from megabert import config as configuration
+from megabert import ops
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config
 from megabert.data.loader import Loader, Update
 from megabert.data.masking import Vocabulary
 from megabert.data.shards import Dataset
 from megabert.distributed import process_group
-from megabert.engine import DTYPES, Engine, optimizers
-from megabert.model import ops
-from megabert.model.bert import BertForPreTraining
-from megabert.model.flops import datasheet_tflops, training_flops
-from megabert.model.layers import Layer
+from megabert.engine import DTYPES, Engine
+from megabert.model import BertForPreTraining, Layer
+from megabert.optim import optimizers
+from megabert.training.flops import datasheet_tflops, training_flops
 
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "max_positions": 512}
 SMALL = {"layers": 3, "hidden": 64, "heads": 2, "max_positions": 512}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ops.cases import Case, Maker, size_of
-from megabert.model import ops
+from megabert import ops
 
 
 def layer(make: Maker, small: bool) -> list[Case]:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.race.dataset import bytes_a_token
 from megabert import config as configuration
+from megabert import evaluation
 from megabert.config import EvalConfig, MaskingConfig, OpsConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.model import BertForPreTraining
-from megabert.training import evaluation
 
 HELD_OUT_ROWS = 2_048  # of a score that is kept as one; about 37,000 masked tokens
 CURVE_ROWS = 512  # of a point of a curve

@@ -20,8 +20,8 @@ from megabert.checkpoint import manifest as manifests
 from megabert.checkpoint.index import Index
 from megabert.checkpoint.manifest import SCHEMA, Damaged, file_name, group_of, has_moments
 from megabert.common.tensor_file import write_tensors
-from megabert.engine.optimizers import MOMENTS
 from megabert.engine.zero_layout import WEIGHT, Piece
+from megabert.optim.optimizers import MOMENTS
 
 GROUPS = {WEIGHT: manifests.WEIGHTS} | dict.fromkeys(MOMENTS, manifests.MOMENTS)
 Span = tuple[int, int, str, str]  # first element, number of elements, file, tensor in it

@@ -158,7 +158,7 @@ class ZeroConfig(Section):
 
 
 class OpsConfig(Section):
-    """Which implementation each operation uses; `megabert.doctor` shows what `auto` picks and why."""
+    """Which implementation each operation uses; `megabert.commands.doctor` shows what `auto` picks and why."""
 
     attention: Literal["auto", "sdpa", "varlen", "cudnn", "native", "fused_softmax"] = Field(
         "auto",

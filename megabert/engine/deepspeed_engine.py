@@ -23,16 +23,18 @@ from torch import Tensor, nn
 from megabert.common import rng
 from megabert.config import Config, accumulation, merge_deepspeed, shares, to_deepspeed
 from megabert.distributed.process_group import World
-from megabert.engine import apex_kernels, device_step, loss_scaler, optimizers
+from megabert.engine import device_step, loss_scaler
 from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.in_step import in_step
 from megabert.engine.own_time import OwnTime
 from megabert.engine.precision import DTYPES
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
-from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss, to_device
+from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
 from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import WEIGHT, Read, check_shapes, find_layout
+from megabert.optim import apex_kernels, optimizers
+from megabert.optim.optimizers import to_device
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megabert.optim.optimizers import to_device
+
 
 class HostCopy:
     """A scalar on its way from the device: reading it waits for the copy alone, not for what was queued after it."""
@@ -25,12 +27,6 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return float(self._value)
-
-
-def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of host numbers on `device`. On CUDA from pinned memory: a copy from any other waits for the device."""
-    host = torch.tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @dataclass(frozen=True)

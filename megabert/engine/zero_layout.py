@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabert.distributed.process_group import World
-from megabert.engine.optimizers import AdamW, Lamb, Segment
+from megabert.optim.optimizers import AdamW, Lamb, Segment
 
 WEIGHT = "weight"  # kind of what is kept of an element, beside `optimizers.MOMENTS`
 # Fills a flat tensor with a stretch of a parameter's `kind`: (kind, parameter, first element, flat tensor).

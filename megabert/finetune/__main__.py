@@ -26,7 +26,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -40,7 +40,7 @@ from megabert.finetune.heads import HEADS, KINDS
 from megabert.finetune.run import check, check_counts
 from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, describe
-from megabert.pretrained import Pretrained
+from megabert.hf import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
 

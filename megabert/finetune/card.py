@@ -7,7 +7,7 @@ from typing import Any
 
 from megabert.finetune import huggingface, onnx
 from megabert.finetune.save import Described, Finetuned
-from megabert.pretrained.model_card import table
+from megabert.hf.model_card import table
 
 TASKS = {  # the hub's names; of the rest: TEXTS
     "tag": "token-classification",

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from megabert.config import Config, OpsConfig
 from megabert.finetune.tasks import COMPARED, Kind
-from megabert.model.bert import BertForPreTraining
-from megabert.model.layers import Linear, MlmTransform
+from megabert.model import BertForPreTraining, Linear, MlmTransform
 
 TOKEN_KINDS = ("tag", "span")  # read at their tokens; the others at [CLS]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megabert.common.tensor_file import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
-from megabert.pretrained import hf_modern, hf_names, hf_tokenizer
+from megabert.hf import hf_modern, hf_names, hf_tokenizer
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TEXTS = "ForSequenceClassification"

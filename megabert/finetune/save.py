@@ -33,7 +33,7 @@ from megabert.finetune.encoding import Item
 from megabert.finetune.examples import Example
 from megabert.finetune.heads import Finetuner, Shape
 from megabert.finetune.tasks import Task
-from megabert.pretrained import TOKENIZER_FILES
+from megabert.hf import TOKENIZER_FILES
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "task.json"
 

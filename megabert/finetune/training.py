@@ -30,7 +30,7 @@ from megabert.finetune.prediction import logits_of, reshape
 from megabert.finetune.run import Run, RunSettings, configure
 from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
-from megabert.pretrained import Pretrained
+from megabert.hf import Pretrained
 from megabert.training.sinks import Shown
 
 SUFFIXES = dict.fromkeys(KINDS, "tsv") | {"tag": "conll", "span": "json"}  # of predictions

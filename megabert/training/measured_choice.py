@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megabert import ops
 from megabert.common import errors
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical, compact
@@ -28,9 +29,8 @@ from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 from megabert.engine import DTYPES
 from megabert.engine.determinism import repeat_bit_for_bit
-from megabert.model import ops
-from megabert.model.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
-from megabert.model.ops.problems import Shapes
+from megabert.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
+from megabert.ops.problems import Shapes
 from megabert.training import optimizer_candidates
 from megabert.training.exchange import refuse
 

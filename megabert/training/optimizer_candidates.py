@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megabert.config import Config
 from megabert.distributed.process_group import World
-from megabert.engine import apex_kernels, optimizers
-from megabert.model.bert import outline
-from megabert.model.ops.candidates import Measured, attempt, compare
-from megabert.model.ops.problems import SEED
-from megabert.model.ops.tolerance import verdict
+from megabert.model import outline
+from megabert.ops.candidates import Measured, attempt, compare
+from megabert.ops.problems import SEED
+from megabert.ops.tolerance import verdict
+from megabert.optim import apex_kernels, optimizers
 
 STEPS = 3  # of a check: the zero start of the moments, then what they have become
 CHECKED = (

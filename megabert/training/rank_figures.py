@@ -17,7 +17,7 @@ import numpy as np
 from megabert.common.logs import log
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
-from megabert.training.metrics import peak_memory_gib
+from megabert.metrics import peak_memory_gib
 from megabert.training.workload import Updates
 
 SLOWER = 1.08  # times the median of the ranks: a rank that is 10% slower is named in spite of noise

@@ -22,7 +22,7 @@ from megabert.common.tensor_file import write_tensors
 from megabert.config import load
 from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import Piece
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 from tests.checkpoint.test_faults import names
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
 from tests.helpers import tiny

@@ -64,6 +64,6 @@ def test_old_spellings_are_not_shown(capsys) -> None:
 
 def test_usage_says_how_the_command_was_called(monkeypatch) -> None:
     monkeypatch.setattr(arguments, "_called_as", "")
-    assert called_as("megabert.fill") == "python -m megabert.fill"
+    assert called_as("megabert.commands.fill") == "python -m megabert fill"
     arguments.call_as("megabert fill")
-    assert called_as("megabert.fill") == "megabert fill"
+    assert called_as("megabert.commands.fill") == "megabert fill"

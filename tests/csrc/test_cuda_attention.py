@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabert.model.ops import reference
+from megabert.ops import reference
 from tests.csrc.cuda_on_cpu import Kernels, compiler
 from tests.csrc.test_cuda_source import SEED, STREAM, check, empty, gradients
-from tests.model.ops.oracle import normal
-from tests.model.ops.test_attention import bounds, causal, plain_attention
+from tests.ops.oracle import normal
+from tests.ops.test_attention import bounds, causal, plain_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cuda_kernels
 from benchmarks.cuda_kernels import FILES, REGISTERS, ROOT, Kernel
-from megabert.model import ops
+from megabert import ops
 
 # Instructions an element on sm_80 and sm_90 with two-byte types, in the shapes for rows of 1,024. An H200 issues 30 T lanes a
 # second and moves 4.2 TB: 28 instructions in the time of bias_gelu's 4 bytes an element, 42 of its gradient's 6 and of

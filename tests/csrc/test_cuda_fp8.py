@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.csrc.cuda_on_cpu import Kernels, compiler
 from tests.csrc.test_cuda_source import STREAM, empty, seed_tensor
-from tests.model.ops.oracle import error, normal
+from tests.ops.oracle import error, normal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 TILE, E4M3, E5M2 = 128, torch.float8_e4m3fn, torch.float8_e5m2

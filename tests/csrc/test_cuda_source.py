@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.model.ops import reference
+from megabert.ops import reference
 from tests.csrc.cuda_on_cpu import Guarded, Kernels, compiler
-from tests.model.ops.oracle import error, normal
-from tests.model.ops.test_softmax_mask import SCALE, bounds, inside, plain
+from tests.ops.oracle import error, normal
+from tests.ops.test_softmax_mask import SCALE, bounds, inside, plain
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

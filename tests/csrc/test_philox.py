@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megabert.model.ops import reference
-from tests.model.ops.oracle import needs_library
+from megabert.ops import reference
+from tests.ops.oracle import needs_library
 
 SEED = 0x0123456789ABCDEF
 

@@ -19,7 +19,7 @@ from megabert.data.row_digest import RowDigest
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.distributed.process_group import World
-from megabert.model.ops import attention_inputs
+from megabert.ops import attention_inputs
 from tests.data.test_tokenizer import train as train_tokenizer
 from tests.helpers.rows import make_dataset, vocabulary
 

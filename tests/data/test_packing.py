@@ -8,7 +8,7 @@ import torch
 
 from megabert.config import ModelConfig, OpsConfig
 from megabert.data.packing import groups, pack
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 
 SIZES = [3, 16, 1, 7, 9, 2, 8, 5, 12, 4]
 

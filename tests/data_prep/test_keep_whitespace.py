@@ -13,7 +13,7 @@ from data_prep.text import clean
 from data_prep.tokens.encoder import WordEncoder, word_facts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.pretrained import hf_tokenizer
+from megabert.hf import hf_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megabert import ops
 from megabert.engine import loss_scaler
-from megabert.model import ops
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 

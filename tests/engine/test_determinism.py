@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
-from megabert.model import ops
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.model.test_bert import SMALL, batch
+from tests.test_model import SMALL, batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reproducibility.md"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from megabert import ops
 from megabert.checkpoint import Checkpoints
 from megabert.engine import Engine
-from megabert.model import ops
 from tests.checkpoint.test_store import settings, state
 from tests.engine.test_deepspeed_engine import poisoned_update
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.model.ops.test_fp8 import Reads
+from tests.ops.test_fp8 import Reads
 
 pytestmark = pytest.mark.dist
 

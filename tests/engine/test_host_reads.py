@@ -12,7 +12,7 @@ import pytest
 
 from megabert.checkpoint import Checkpoints
 from megabert.distributed.watchdog import Watchdog
-from megabert.training.trainer import Trainer
+from megabert.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.host_reads import HostReads, pretend_device
 from tests.helpers.loop import StopAt, Workload

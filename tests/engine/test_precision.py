@@ -14,8 +14,8 @@ from megabert import config as configuration
 from megabert.common import environment
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
-from megabert.training.evaluation import evaluate_run
-from megabert.training.pretraining import open_run
+from megabert.evaluation import evaluate_run
+from megabert.pretraining import open_run
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 

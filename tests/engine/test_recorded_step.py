@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megabert import config as configuration
+from megabert import ops
 from megabert.engine.recorded_step import RecordedStep, check_graphs
-from megabert.model import ops
 from tests.helpers import tiny
 from tests.helpers.host_reads import HostReads
 from tests.helpers.ranks import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megabert.model.ops.backend import MISSING
+from megabert.ops.backend import MISSING
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 

@@ -17,8 +17,8 @@ from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name
 from megabert.checkpoint.tensors import Stored, check_files, write_pieces
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.muon import find_matrices
 from megabert.engine.zero_layout import Piece
+from megabert.optim.muon import find_matrices
 from tests.checkpoint.test_store import state
 from tests.engine.test_deepspeed_engine import allow_fp16
 from tests.helpers import tiny

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.checkpoint import write_start
 from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.pretrained import sentence_folder
-from megabert.pretrained.sentence_folder import Pooling
+from megabert.hf import sentence_folder
+from megabert.hf.sentence_folder import Pooling
 from tests.helpers import runs
 
 ROOT = Path(__file__).resolve().parents[2]

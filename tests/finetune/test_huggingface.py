@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from megabert import export
+from megabert.commands import export
 from megabert.distributed.process_group import discover
 from megabert.finetune import datasets, encoding, huggingface, metrics, onnx, save, scores, tasks
 from megabert.finetune.prediction import logits_of, reshape

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.distributed.process_group import discover
 from megabert.finetune import (
     class_weights,

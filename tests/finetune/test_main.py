@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
 from megabert.finetune.__main__ import main, parse, read, settings_of, task_of
 from megabert.finetune.tasks import custom

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.config import OpsConfig
 from megabert.distributed.process_group import World, discover
 from megabert.finetune import datasets, encoding, heads, huggingface, prediction, save, tasks, training

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
@@ -18,7 +18,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, search, tasks, training
 from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
-from megabert.pretrained import Pretrained
+from megabert.hf import Pretrained
 from megabert.training.state import TrainState
 from tests.helpers import finetune_problem
 from tests.helpers.loop import StopAt

@@ -7,7 +7,7 @@ import torch
 
 from megabert.config import Config
 from megabert.finetune.encoding import Item
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 
 CLS, SEP = 2, 3

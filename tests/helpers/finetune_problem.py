@@ -10,7 +10,7 @@ import torch
 
 from megabert import checkpoint
 from megabert.config import Config
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 
 WORDS = [f"w{i}" for i in range(40)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.finetune import datasets, encoding, heads, save, training
 from megabert.finetune.tasks import Task
 from megabert.finetune.training import Data, Settings, Split

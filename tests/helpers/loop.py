@@ -11,7 +11,7 @@ import numpy as np
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
-from megabert.training.metrics import Meter
+from megabert.metrics import Meter
 from megabert.training.sinks import Shown
 from tests.helpers import tiny
 

@@ -12,5 +12,5 @@ os.environ.update(
 )
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
-for name in ("deepspeed", "megabert.training.pretraining", "megabert.model.ops", "pytest"):
+for name in ("deepspeed", "megabert.pretraining", "megabert.ops", "pytest"):
     importlib.import_module(name)

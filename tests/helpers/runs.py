@@ -13,7 +13,7 @@ import torch
 from megabert.checkpoint import write_start
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
 from megabert.data.tokenizer import Tokenizer
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 from tests.helpers import wordpiece
 
 TEXT = [

@@ -13,7 +13,6 @@ from megabert.checkpoint.store import SAVING, Checkpoints, _Save
 from megabert.checkpoint.tensors import Stored
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.optimizers import MOMENTS, Segment
 from megabert.engine.snapshot import Snapshot
 from megabert.engine.zero_layout import (
     WEIGHT,
@@ -23,6 +22,7 @@ from megabert.engine.zero_layout import (
     _offsets,
     _slice_of_group,
 )
+from megabert.optim.optimizers import MOMENTS, Segment
 
 
 def layout_of(

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from megabert import config
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.model.bert import BertForPreTraining
-from megabert.pretrained.hf_names import from_huggingface
-from megabert.training.evaluation import batch_sums, fixed_batches
+from megabert.evaluation import batch_sums, fixed_batches
+from megabert.hf.hf_names import from_huggingface
+from megabert.model import BertForPreTraining
 
 pytest.importorskip("transformers")
 from benchmarks.common import curves

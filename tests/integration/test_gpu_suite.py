@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import pack, plan, runner, steps
+from megabert import ops
 from megabert.distributed import process_group
-from megabert.model import ops
 from tests.helpers.pythons import bare_python
 from tests.helpers.rows import make_dataset
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabert import pretrained
-from megabert.model.bert import BertForPreTraining
-from megabert.training.evaluation import fixed_batches, held_out
+from megabert import hf as pretrained
+from megabert.evaluation import fixed_batches, held_out
+from megabert.model import BertForPreTraining
 from tests.integration.conftest import command
 
 SHORT = (
@@ -42,7 +42,7 @@ def test_trained_exported_loaded_converted_and_trained_on(
     first, folder = tmp_path / "first", tmp_path / "hf"
     train = ("megabert/train.py", "--data", dataset)
     run(*train, "--config", "tiny", "--run", first, *SHORT, *SMALL, ranks=2)
-    said = run("-m", "megabert.export", "--model", first, "--output", folder)
+    said = run("-m", "megabert.commands.export", "--model", first, "--output", folder)
     assert "BertForPreTraining of step 4, 2,000 pieces" in said
     card = (folder / "README.md").read_text()
     assert "| updates | 4 of 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
@@ -71,7 +71,7 @@ def test_trained_exported_loaded_converted_and_trained_on(
     assert sequences > len(inputs["lengths"])  # packed
 
     back, data = tmp_path / "back", tmp_path / "data"
-    said = run("-m", "megabert.convert", "--model", folder, "--run", back)
+    said = run("-m", "megabert.commands.convert", "--model", folder, "--run", back)
     assert f"--tokenizer {back / 'tokenizer.model'}" in said and f"--config {back / 'config.toml'}" in said
     weights = pretrained.load(back).weights
     assert all(weights[name].equal(found.weights[name]) for name in weights.keys() | found.weights.keys())
@@ -84,5 +84,5 @@ def test_trained_exported_loaded_converted_and_trained_on(
     assert (
         refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
     )
-    table = run("-m", "megabert.fill", "--model", tmp_path / "second", "the value of the [MASK] is")
+    table = run("-m", "megabert.commands.fill", "--model", tmp_path / "second", "the value of the [MASK] is")
     assert len(table.splitlines()) == 5 and table.count("%") == 5

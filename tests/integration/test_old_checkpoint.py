@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megabert import config, export, pretrained
+from megabert import config
+from megabert import hf as pretrained
 from megabert.checkpoint import Checkpoints, load_weights
+from megabert.commands import export
 from megabert.distributed.process_group import World
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks

@@ -30,7 +30,7 @@ def test_two_ranks_train_from_a_url_as_from_a_folder(dataset, tmp_path):
             json.loads(
                 command(
                     "-m",
-                    "megabert.evaluate",
+                    "megabert.commands.evaluate",
                     "--model",
                     tmp_path / "remote",
                     "--data",

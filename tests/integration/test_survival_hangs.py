@@ -19,7 +19,7 @@ TIMEOUT = 6  # seconds; an update takes 0.1
 SLACK = 8  # seconds of a full machine, and of rank 0, which keeps the store for the others
 WATCHED = f"watchdog.timeout_seconds={TIMEOUT}"
 ENDLESS = """
-from megabert.training.trainer import Trainer
+from megabert.trainer import Trainer
 def spin(self, lr, log=Trainer.log):
     log(self, lr)
     while self.world.rank == 1 and self.state.step == 3:

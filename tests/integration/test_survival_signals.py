@@ -36,7 +36,7 @@ Checkpoints.save = slow
 """
 EVALUATING = """
 import time
-from megabert.training.trainer import Trainer
+from megabert.trainer import Trainer
 def slow(self, evaluate=Trainer.evaluate):
     print("evaluating", flush=True)
     time.sleep(2)

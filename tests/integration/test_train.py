@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megabert.training.evaluation import evaluate_run
+from megabert.evaluation import evaluate_run
 from tests.integration.conftest import ROOT, command, metrics
 
 SMALL = (
@@ -66,7 +66,7 @@ def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_pa
             } <= set(line)
     assert list((straight / "tensorboard").glob("events*"))
 
-    done = command("-m", "megabert.evaluate", "--model", broken, "--data", dataset, "--rows", 64)
+    done = command("-m", "megabert.commands.evaluate", "--model", broken, "--data", dataset, "--rows", 64)
     assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
     assert alone["step"] == 16

@@ -13,7 +13,7 @@ from megabert.data.loader import Loader
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.training.evaluation import evaluate_run
+from megabert.evaluation import evaluate_run
 from tests.helpers import wordpiece
 from tests.helpers.rows import make_dataset
 from tests.integration.conftest import command, metrics

@@ -118,7 +118,7 @@ def test_an_address_that_rank_0_has_not_is_said_at_once_and_never_requeued(
 def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> None:
     network.slow_down("n3", "20mbit")
     try:
-        doctor = f"{sys.executable} -m megabert.doctor --cluster --folder {tmp_path} --json"
+        doctor = f"{sys.executable} -m megabert.commands.doctor --cluster --folder {tmp_path} --json"
         site = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         number = cluster.submit(
             "--nodes=4", "--ntasks-per-node=1", "--wrap", f"srun {doctor}", cwd=tmp_path, **site

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert import doctor
+from megabert import ops
+from megabert.commands import doctor
 from megabert.common.errors import Failed
 from megabert.config import Config
 from megabert.data.shards import Manifest
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.model import ops
-from megabert.model.ops import candidates
-from megabert.model.ops.problems import Problem
+from megabert.ops import candidates
+from megabert.ops.problems import Problem
+from megabert.pretraining import open_run
 from megabert.training import measured_choice
 from megabert.training.measured_choice import RECORD, settle
-from megabert.training.pretraining import open_run
 from tests.helpers.clock import Clock
 from tests.helpers.ranks import run_ranks
-from tests.model.ops.oracle import needs_library
+from tests.ops.oracle import needs_library
 
 DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")

@@ -16,9 +16,9 @@ from megabert.checkpoint import load_weights, write_start
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.training.evaluation import evaluate_run
-from megabert.training.pretraining import open_run
-from megabert.training.trainer import Trainer
+from megabert.evaluation import evaluate_run
+from megabert.pretraining import open_run
+from megabert.trainer import Trainer
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from megabert.training.rank_figures import Stragglers, median
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
-from tests.training.test_trainer import trainer
+from tests.test_trainer import trainer
 
 RANKS = 8
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megabert import config as configuration
+from megabert import evaluation
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.tokenizer import Tokenizer
@@ -18,8 +19,8 @@ from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.model import BertForPreTraining
-from megabert.training import evaluation, samples
-from megabert.training.pretraining import open_run
+from megabert.pretraining import open_run
+from megabert.training import samples
 from megabert.training.samples import HeldOutSamples
 from megabert.training.sinks import as_markdown
 from tests.helpers import runs

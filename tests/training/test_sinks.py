@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megabert import config as configuration
+from megabert.pretraining import open_run
 from megabert.training import sinks
-from megabert.training.pretraining import open_run
 from megabert.training.sinks import JsonLines, MLflow, SampleLines, Shown, Sink, Sinks, TensorBoard
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "said": [[" b", 0.5]]}]}]

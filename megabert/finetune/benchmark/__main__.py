@@ -30,7 +30,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import write_whole
 from megabert.common.errors import OK
@@ -50,7 +50,7 @@ from megabert.finetune.examples import Example
 from megabert.finetune.run import check as check_settings
 from megabert.finetune.run import check_counts, write_json
 from megabert.finetune.training import Data, FineTuning, Settings
-from megabert.pretrained import Pretrained
+from megabert.hf import Pretrained
 from megabert.training import session
 from megabert.training.session import Session
 

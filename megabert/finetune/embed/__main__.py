@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -43,7 +43,7 @@ from megabert.finetune.embed.model import POOLS
 from megabert.finetune.embed.pairs import Columns, Pairs, Scored
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings
 from megabert.finetune.run import check, check_counts
-from megabert.pretrained import Pretrained, hf_tokenizer
+from megabert.hf import Pretrained, hf_tokenizer
 from megabert.training import session
 from megabert.training.session import Session
 

@@ -29,7 +29,7 @@ from megabert.finetune.batches import EVALUATION_TOKENS, Layout, collate
 from megabert.finetune.embed.batches import NONE
 from megabert.finetune.encoding import Item
 from megabert.finetune.heads import without_heads
-from megabert.model.bert import BertForPreTraining
+from megabert.model import BertForPreTraining
 
 POOLS = ("mean", "cls")
 

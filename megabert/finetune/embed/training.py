@@ -1,6 +1,6 @@
 """Contrastive fine-tuning: a run whose best weights are a sentence-transformers folder.
 
-RUN/best/          the folder (`megabert.pretrained.sentence_folder`)
+RUN/best/          the folder (`megabert.hf.sentence_folder`)
 RUN/metrics.jsonl  and tensorboard/, as in pre-training
 RUN/result.json    written last: the run is finished
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.errors import BadTraining
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ from megabert.finetune.embed import batches, metrics, model
 from megabert.finetune.embed.model import Embedder
 from megabert.finetune.embed.pairs import Pairs, Scored, relevant
 from megabert.finetune.run import Run, RunSettings, configure
-from megabert.pretrained import Pretrained, model_card, sentence_folder
-from megabert.pretrained.sentence_folder import Pooling
+from megabert.hf import Pretrained, model_card, sentence_folder
+from megabert.hf.sentence_folder import Pooling
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.errors import USER_ERROR
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, metrics

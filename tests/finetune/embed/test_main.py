@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.common.atomic_io import sha256_of
 from megabert.common.errors import USER_ERROR
 from megabert.finetune.embed import __main__ as command

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert import pretrained
+from megabert import hf as pretrained
 from megabert.distributed.process_group import World
 from megabert.finetune.embed import batches, model
 from megabert.finetune.embed.batches import Contrast
 from megabert.finetune.embed.model import Embedder
 from megabert.finetune.embed.pairs import Pairs
-from megabert.pretrained import Pretrained
+from megabert.hf import Pretrained
 from tests.helpers import finetune_problem, runs
 from tests.helpers.ranks import run_ranks
 

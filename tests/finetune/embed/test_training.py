@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabert import pretrained
+from megabert import hf as pretrained
+from megabert.commands.features import __main__ as features
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.features import __main__ as features
 from megabert.finetune.embed import batches, model, pairs, training
 from megabert.finetune.embed.pairs import Columns, Pairs
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings

@@ -1,0 +1,1 @@
+"""The commands `megabert NAME` other than `train`."""

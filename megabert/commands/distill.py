@@ -1,0 +1,46 @@
+"""Train a student of fewer layers from a teacher, on the same shards and by the same trainer.
+
+    megabert distill --model TEACHER --layers N --data DIR --run DIR [section.key=value …]
+
+TEACHER is a run folder, a checkpoint or a Hugging Face folder. Starts `megabert/train.py` with the teacher's configuration,
+`model.layers` and `distill.teacher`; the same as
+
+    deepspeed megabert/train.py … model.layers=N distill.teacher=TEACHER
+
+The losses and their sources are in `megabert/distillation.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from megabert import hf as pretrained
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import code_of, command
+from megabert.common.logs import log
+from megabert.distillation import student_overrides
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.distill"), description=__doc__)
+    add = parser.add_argument
+    add("--model", old=["--teacher"], required=True, metavar="TEACHER", help="the model to learn from")
+    add("--layers", type=int, required=True, help="layers of the student")
+    add("--data", required=True, metavar="DIR", help="dataset folder built with the teacher's tokenizer")
+    add("--run", required=True, metavar="DIR", help="the student's run folder")
+    add("overrides", nargs="*", metavar="section.key=value", help="what differs from the teacher's training")
+    args = parser.parse_intermixed_args(argv)
+    teacher = pretrained.load(args.model)
+    settings = student_overrides(teacher.config, str(Path(args.model).resolve()), args.layers)
+    script = str(Path(__file__).with_name("train.py"))
+    training = [script, "--data", args.data, "--run", args.run, *settings, *args.overrides]
+    log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
+    os.execv(sys.executable, [sys.executable, *training])
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))

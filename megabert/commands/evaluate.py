@@ -1,0 +1,34 @@
+"""Held-out MLM (left to right where a run is) and NSP of a run's newest checkpoint, under a mask that never changes.
+
+megabert evaluate --model RUN --data DIR        prints one JSON line
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megabert.common.arguments import Parser, called_as
+from megabert.common.errors import OK, code_of, command
+from megabert.evaluation import evaluate_run
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.evaluate"), description=__doc__)
+    add = parser.add_argument
+    add("--model", old=["--run"], required=True, metavar="RUN", help="run folder written by megabert train")
+    add(
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="dataset folder written by data_prep, with a held-out split",
+    )
+    add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
+    args = parser.parse_args(argv)
+    print(json.dumps(evaluate_run(args.model, args.data, args.rows)))
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))

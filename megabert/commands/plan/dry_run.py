@@ -1,0 +1,381 @@
+"""Dry run: batch arithmetic, memory, work and time of a run, and one update to prove it.
+
+Everything but the update (`fake_step`) is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
+GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
+not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is
+proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megabert.commands.plan.fake_step import fake_step
+from megabert.config import (
+    Config,
+    ModelConfig,
+    accumulation,
+    fit_micro_size,
+    from_dict,
+    merge_deepspeed,
+    read_deepspeed,
+    shares,
+    to_deepspeed,
+)
+from megabert.data.mixture import open_mixture
+from megabert.data.objective import largest_capacity
+from megabert.data.shards import Manifest
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.engine import DTYPES, precision
+from megabert.model import outline, parameter_count
+from megabert.optim.muon import Matrix, find_matrices
+from megabert.training.flops import attending_pairs, training_flops
+
+DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
+GIB = 2**30
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+SPARE = 0.1  # of a GPU's memory, for what is not counted
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update holds, on average: rows, real tokens, pairs of a query and a key, predictions, sequences."""
+
+    rows: int
+    seq_len: int
+    tokens: float
+    pairs: float
+    predictions: float
+    sequences: float
+
+    def flops(self, config: Config) -> float:
+        """Of forward and backward of the update, padding not counted."""
+        counts = (self.tokens, self.pairs, self.predictions, self.sequences)
+        return training_flops(config.model, *map(round, counts))
+
+
+def work(config: Config, manifest: Manifest | None) -> Work:
+    """One update's work; without a manifest full rows of one sequence of `model.max_positions` tokens.
+
+    A dataset's sequences are taken as equally long, which counts a few percent of the attention too little. Where the
+    objective or the masking rate changes in the run, the work is that of its average update.
+    """
+    rows, length, masking = config.batch.global_size, config.model.max_positions, config.data.masking
+    tokens, sequences = float(rows * length), float(rows)
+    if manifest is not None:
+        share, length = rows / manifest.rows, manifest.seq_len
+        tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
+    causal = 1.0 if masking.causal else config.objective.causal_share
+    both = [attending_pairs(tokens**2 / sequences, tokens, kind) for kind in (True, False)]
+    pairs = causal * both[0] + (1 - causal) * both[1]
+    rate = (masking.rate + (masking.final_rate or masking.rate)) / 2
+    predictions = causal * (tokens - sequences) + (1 - causal) * tokens * rate
+    return Work(rows, length, tokens, pairs, predictions, sequences)
+
+
+def updates_of(config: Config, update: Work) -> int:
+    """Updates in the run, where minutes do not end it before."""
+    schedule = config.schedule
+    if schedule.unit != "tokens":
+        return schedule.total_steps
+    return min(schedule.total_steps, math.ceil(schedule.budget_tokens / update.tokens))
+
+
+def manifest_of(config: Config) -> Manifest | None:
+    """That of the run's data, with what was added to it and mixed in; None where no dataset is named. No shard is looked for.
+    Raises ValueError naming what is no dataset or does not fit."""
+    data = config.data
+    return open_mixture(data.path, data.mix, shards=False).manifest if data.path else None
+
+
+def with_vocabulary(config: Config, manifest: Manifest | None) -> Config:
+    """The config with the size that the data's tokenizer decides, or the default without data."""
+    if config.model.vocab_size:
+        return config
+    size = manifest.vocab_size if manifest else DEFAULT_VOCABULARY
+    tree = config.model_dump()
+    tree["model"]["vocab_size"] = size
+    return from_dict(tree)
+
+
+def planned_precision(config: Config) -> str:
+    """What is planned for: `auto` is bf16, as on every GPU since Ampere."""
+    return "bf16" if config.precision == precision.AUTO else config.precision
+
+
+def states(parameters: int, precision: str, stage: int, world: int, one_moment: int = 0) -> dict[str, float]:
+    """Bytes of weights, gradients, fp32 masters and moments on one of `world` GPUs, when an update is about to be applied.
+
+    Of the parameters `one_moment` have only one moment, Muon's matrices, and the others two.
+
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations", section 3.1 and figure 1: 2 bytes of weights, 2 of gradients, 12
+    of optimizer a parameter, divided by `world` from stage 1 (optimizer), 2 (gradients), 3 (weights) on. DeepSpeed 0.19 as
+    configured here keeps gradients in fp32: at stage 1 alone in bf16 and beside the 16-bit ones in fp16, twice for a moment
+    from stage 2 on (sums and their flat copy). Stage 0 in fp32 has no masters beside its weights.
+    """
+    mixed = precision != "fp32"
+    share = parameters / world
+    gradients = {
+        0: 4 * parameters,
+        1: (6 if precision == "fp16" else 4) * parameters,
+        2: 8 * share,
+        3: 8 * share,
+    }
+    return {
+        "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
+        "gradients": gradients[stage],
+        "masters": 4 * share if stage else 4.0 * mixed * parameters,
+        "moments": (8.0 * parameters - 4.0 * one_moment) / (world if stage else 1),
+    }
+
+
+def activations(config: Config, seq_len: int) -> float:
+    """Bytes kept for the backward pass of one micro-batch.
+
+    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1, equation 1
+    without its attention matrices (2as/h of 5as/h: no backend here keeps them but `fused_softmax`): 34 bytes a layer,
+    token and hidden unit in 16 bits, of which 2 x 1 byte are dropout masks. With recomputation a layer keeps its input
+    and the stream, and one layer at a time is whole. Heads: logits of the predicted positions in the compute type.
+    """
+    model, micro = config.model, config.batch.micro_size
+    width = DTYPES[planned_precision(config)].itemsize
+    tokens = micro * seq_len
+    layer = tokens * model.hidden * (16 * width + 2) * (8 + 2 * model.ffn_inputs / model.hidden) / 16
+    kept = 2 * width * tokens * model.hidden if model.activation_checkpointing else layer
+    predictions = largest_capacity(config, seq_len)
+    heads = micro * predictions * (2 * model.padded_vocab + 6 * model.hidden) * width
+    return (model.layers - 1) * kept + layer + heads + 4 * width * tokens * model.hidden
+
+
+def report(
+    config: Config,
+    manifest: Manifest | None,
+    world_size: int,
+    tokens_per_sec: float | None = None,
+    mfu: float | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+    memory_gib: float | None = None,
+) -> str:
+    """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another or is missing."""
+    for name, value, most in (
+        ("--world-size", world_size, math.inf),
+        ("--tokens-per-sec", tokens_per_sec, math.inf),
+        ("--mfu", mfu, 1.0),
+        ("--memory-gib", memory_gib, math.inf),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{name} {value:g} is outside what it can be; give a number above 0")
+    config = with_vocabulary(fit_micro_size(config, world_size), manifest)
+    if mfu is not None and not config.peak_tflops:
+        raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
+    update = work(config, manifest)
+    steps = updates_of(config, update)
+    planned = config.model_copy(update={"precision": planned_precision(config)})
+    data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
+    lines = [
+        f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
+        f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
+        f" {update.predictions:,.0f} predictions",
+        f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
+        + (f", {steps * update.rows / manifest.rows:.2f} epochs of {data}" if manifest else f" ({data})"),
+        f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
+        *_muon(config, update, world_size),
+        *_time(config, update, world_size, tokens_per_sec, mfu),
+        "",
+        *_memory(config, update.seq_len, world_size, memory_gib),
+        "",
+        "DeepSpeed's configuration",
+        json.dumps(
+            merge_deepspeed(
+                to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
+            ),
+            indent=2,
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _muon(config: Config, update: Work, world_size: int) -> list[str]:
+    if config.optimizer.name != "muon":
+        return []
+    found = matrices(config.model)
+    size, flops = sum(m.size for m in found), sum(m.flops for m in found)
+    width = 4 if config.precision == "fp32" else 2
+    # at stage 0 every rank has all gradients, and updates alone travel: to each rank all that others own
+    each = (1 if config.zero.stage == 0 else 2 / world_size) * (world_size - 1) / world_size * width * size
+    return [
+        f"muon     {len(found)} matrices of {size / 1e6:.1f} M parameters: {flops:.4g} FLOPs an update, "
+        f"{flops / update.flops(config):.2%} of the work, over {world_size} ranks; each gets {each / 2**20:.1f} MiB"
+    ]
+
+
+def _time(
+    config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None
+) -> list[str]:
+    lines, steps = [], updates_of(config, update)
+    if config.schedule.unit == "minutes":
+        lines.append(
+            f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training"
+        )
+    for name, speed in (
+        ("--tokens-per-sec", tokens_per_sec),
+        (
+            "--mfu",
+            mfu and mfu * config.peak_tflops * 1e12 * world_size * update.tokens / update.flops(config),
+        ),
+    ):
+        if speed is not None:
+            days = steps * update.tokens / speed / 86_400
+            lines.append(
+                f"time     {days:.3g} days at {speed:,.0f} tokens/s of all ranks ({name}), {update.tokens / speed:.3g} s an update"
+            )
+    return lines or ["time     unknown: give --tokens-per-sec (of all ranks), or --mfu with peak_tflops"]
+
+
+def padded_parameters(model: ModelConfig) -> int:
+    """Parameters with the rows that the vocabulary is padded by, and their biases."""
+    tables = 1 if model.tied else 2
+    return parameter_count(model) + (model.padded_vocab - model.vocab_size) * (model.hidden * tables + 1)
+
+
+@functools.cache
+def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
+    """What Muon takes for the matrices of a model."""
+    return tuple(matrix for of in find_matrices(outline(model)).values() for matrix in of)
+
+
+def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
+    """`states` of this run at a ZeRO stage, as far as they are on the GPU."""
+    one_moment = 0
+    if config.optimizer.name == "muon":
+        one_moment = sum(matrix.size for matrix in matrices(config.model))
+    parts = states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
+    if config.zero.offload == "cpu" and stage:
+        parts |= {"masters": 0.0, "moments": 0.0}
+    return parts
+
+
+def bucket_bytes(config: Config) -> float:
+    """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
+    if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision not in ("fp16", "fp32")):
+        return 0.0
+    return BUCKET * DTYPES[planned_precision(config)].itemsize
+
+
+def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
+    """The largest `batch.micro_size` that fits a GPU; 0 where none does. It divides a rank's share of the global batch, where
+    the shares are equal."""
+    share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
+    room = (1 - SPARE) * memory_gib * GIB - bucket_bytes(config)
+    room -= sum(resident(config, config.zero.stage, world_size).values())
+    for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
+        if activations(with_micro_size(config, micro), seq_len) <= room:
+            return micro
+    return 0
+
+
+def with_micro_size(config: Config, micro: int) -> Config:
+    """The config with another `batch.micro_size`."""
+    batch = config.batch.model_copy(update={"micro_size": micro})
+    return config.model_copy(update={"batch": batch})
+
+
+def _largest(config: Config, seq_len: int, world_size: int, memory_gib: float) -> str:
+    micro = largest_micro_size(config, seq_len, world_size, memory_gib)
+    if not micro:
+        return f"no micro-batch fits {memory_gib:g} GiB; take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+    best = with_micro_size(config, micro)
+    total = activations(best, seq_len) + bucket_bytes(best)
+    total += sum(resident(best, best.zero.stage, world_size).values())
+    return (
+        f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}, {total / GIB:.1f} GiB,"
+        f" {accumulation(best, world_size)} micro-steps an update"
+    )
+
+
+def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:
+    parameters = padded_parameters(config.model)
+    kept = activations(config, seq_len)
+    lines = [
+        f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {planned_precision(config)}, {config.optimizer.name};"
+        f" activations of {config.batch.micro_size} rows"
+        + (", recomputed by layer" if config.model.activation_checkpointing else ""),
+        "ZeRO   weights  gradients  fp32 masters  moments  activations    total",
+    ]
+    for stage in range(4):
+        parts = resident(config, stage, world_size)
+        cells = [parts[name] / GIB for name in ("weights", "gradients", "masters", "moments")] + [kept / GIB]
+        mark = "  <- this run" if stage == config.zero.stage else ""
+        lines.append(
+            f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
+            f" {sum(cells):>8.2f}{mark}"
+        )
+    width = DTYPES[planned_precision(config)].itemsize
+    lines.append(
+        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
+        " stage 1 in bf16 nothing"
+    )
+    if memory_gib is not None:
+        lines.append(_largest(config, seq_len, world_size, memory_gib))
+    if config.zero.offload == "cpu":
+        lines.append("masters and moments are on the host (zero.offload=cpu)")
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the report is for, where it is not what runs here."""
+    add = parser.add_argument
+    add("--world-size", type=int, metavar="N", help="ranks to plan for (default: those that were started)")
+    add(
+        "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
+    )
+    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
+    add(
+        "--memory-gib",
+        type=float,
+        metavar="X",
+        help="of a GPU, for the largest micro-batch (default: of the one here)",
+    )
+
+
+def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
+    """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
+    given = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu, "memory_gib": args.memory_gib}
+    dry_run(config, world, args.world_size, **given, deepspeed_file=args.deepspeed_config)
+
+
+def dry_run(
+    config: Config,
+    world: World,
+    world_size: int | None = None,
+    tokens_per_sec: float | None = None,
+    mfu: float | None = None,
+    deepspeed_file: str = "",
+    memory_gib: float | None = None,
+) -> None:
+    """Prints the report for `world_size` ranks (None: those that were started), then does the fake update with these.
+
+    A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
+    """
+    manifest = manifest_of(config)
+    extra = read_deepspeed(deepspeed_file)
+    if memory_gib is None and world.device.type == "cuda":
+        memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
+    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra, memory_gib)
+    if world.is_main:
+        print(text, flush=True)
+    process_group.init(world)
+    config = precision.settle(config, world)
+    config, tokenizer = with_vocabulary(config, manifest), manifest.tokenizer["sha256"] if manifest else ""
+    line = fake_step(config, work(config, manifest).seq_len, world, tokenizer, extra)
+    if world.is_main:
+        print(f"\n{line}", flush=True)

@@ -1,0 +1,186 @@
+"""Forecast of a run at several numbers of GPUs: seconds an update, days, cost, energy, failures, as tables and a plot.
+
+What is known of this trainer's own kernels is counted from the model on paper; none of it has been timed on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megabert.commands.plan import failures as faults
+from megabert.commands.plan.devices import Device, Fabric
+from megabert.commands.plan.dry_run import matrices
+from megabert.commands.plan.step_time import MicroBatch, Share, Software, StepTime, System, step_seconds
+from megabert.config import Config, accumulation, fit_micro_size
+
+DAY = 86_400
+HOUR = 3_600
+SEED = 0
+FAILURES = 2_000  # that a simulated job sees on average
+# tokens/s of a loader process: rows of 128 in batches of 32 on one core, by bench_data.py (docs/measurements.md)
+LOADER = 45_812 * 128
+PYTHON = 19e-6  # seconds of the host a kernel: 25-30 ms for a pass of BERT-LARGE in plain torch, 60 kernels a layer
+# counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations
+TORCH, NATIVE = (166.0, 60), (65.0, 28)  # bytes a token, layer and hidden unit; kernels a layer
+ACCUMULATE = 27.0  # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
+# bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides
+OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0}
+HOST = 2e-3  # seconds an update in which the device waits for Python (assumed)
+SCORES = {"fused_softmax": 22.0}  # bytes a pair and head; the other backends write no scores
+
+
+@dataclass(frozen=True)
+class Job:
+    """An update's work over all ranks: `counts` as computed, padding included; real tokens and operations as useful."""
+
+    config: Config
+    counts: MicroBatch
+    rows: int
+    seq_len: int
+    tokens: float
+    operations: float
+
+    def share(self, size: int) -> Share:
+        """One GPU's part of `size`: of the largest, where they are not equal."""
+        config = fit_micro_size(self.config, size)
+        micro, steps = config.batch.micro_size, accumulation(config, size)
+        loading = micro * steps * self.seq_len / (LOADER * max(1, config.data.workers))
+        return Share(self.counts.times(micro / self.rows), steps, loading)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the user pays: for an hour of a GPU, for a kWh of it; watts of a GPU with its part of the node (0: its board's)."""
+
+    gpu_hour: float = 0.0
+    kwh: float = 0.0
+    watts: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Failures of a node, what a save blocks for, and a restart, in seconds."""
+
+    node: float
+    save: float
+    restart: float
+
+    def of(self, nodes: int) -> faults.Failures:
+        return faults.Failures(self.node / nodes, self.save, self.restart)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The run at one number of GPUs."""
+
+    size: int
+    micro_size: int
+    micro_steps: int
+    step: StepTime
+    seconds: float  # of the whole run, without failures; a budget is what it is
+
+
+def job(config: Config, rows: int, seq_len: int, counts: MicroBatch, operations: float) -> Job:
+    """An update of `rows` rows with `counts` of real tokens and pairs, which is computed with its padding.
+
+    `sdpa` and `fused_softmax` compute a row's every pair.
+    """
+    every_pair = config.ops.attention in ("sdpa", "fused_softmax")
+    pairs = float(rows * seq_len**2) if every_pair else counts.pairs
+    computed = MicroBatch(float(rows * seq_len), pairs, counts.predictions, counts.sequences)
+    return Job(config, computed, rows, seq_len, counts.tokens, operations)
+
+
+def software_of(config: Config) -> Software:
+    """This trainer under a configuration. Raises ValueError for what the model does not know."""
+    if config.precision == "fp32":
+        raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
+    if config.zero.offload != "none":
+        raise ValueError(
+            "zero.offload=cpu: --gpus has no term for optimizer states on the host; set zero.offload=none"
+        )
+    elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
+    return Software(
+        elementwise=elementwise,
+        kernels=kernels,
+        attention=SCORES.get(config.ops.attention, 0.0),
+        launch=PYTHON,
+        accumulate=ACCUMULATE,
+        optimizer=OPTIMIZER[config.optimizer.name],
+        orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
+        zero=config.zero.stage,
+        overlap=config.zero.stage == 3,  # DeepSpeed's default
+        recompute=config.model.activation_checkpointing,
+        host=HOST,
+    )
+
+
+def forecast(job: Job, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[Point]:
+    """A point for each of `sizes`. Raises ValueError naming the value that cannot be."""
+    system = System(device, fabric, software_of(job.config))
+    points = []
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"--over {size}: give numbers of GPUs from 1 on")
+        if size > fabric.node and size % fabric.node:
+            raise ValueError(f"--over {size} is not a whole number of nodes of {fabric.node}; see --nodes-of")
+        share = job.share(size)
+        step = step_seconds(job.config.model, share, size, system)
+        schedule = job.config.schedule
+        seconds = schedule.budget_minutes * 60
+        if schedule.unit == "tokens":
+            seconds = step.seconds * min(schedule.total_steps, schedule.budget_tokens / job.tokens)
+        elif schedule.unit == "steps":
+            seconds = step.seconds * schedule.total_steps
+        micro_size = fit_micro_size(job.config, size).batch.micro_size
+        points.append(Point(size, micro_size, share.micro_steps, step, seconds))
+    return points
+
+
+def efficiency(points: Sequence[Point]) -> list[float]:
+    """GPU-seconds of the first point over those of each."""
+    first = points[0].size * points[0].step.seconds
+    return [first / (point.size * point.step.seconds) for point in points]
+
+
+def table(job: Job, points: Sequence[Point], device: Device, prices: Prices) -> str:
+    """Speed, efficiency, days and what they cost, a line a number of GPUs; then the terms in milliseconds."""
+    watts = prices.watts or device.watts
+    head = ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "kWh"]
+    head += ["cost"] if prices.gpu_hour or prices.kwh else []
+    lines = [head]
+    for point, share in zip(points, efficiency(points), strict=True):
+        seconds, hours = point.step.seconds, point.size * point.seconds / HOUR
+        cells = [f"{point.size:,}", f"{point.micro_size} x {point.micro_steps}", f"{seconds:.4g}"]
+        cells += [f"{job.rows / seconds:,.0f}", f"{job.tokens / seconds:,.0f}"]
+        cells += [f"{job.operations / (seconds * point.size * device.peak):.1%}", f"{share:.1%}"]
+        cells += [f"{point.seconds / DAY:.3g}", f"{hours * watts / 1_000:,.0f}"]
+        cost = hours * (prices.gpu_hour + prices.kwh * watts / 1_000)
+        lines.append([*cells, *([f"{cost:,.0f}"] if "cost" in head else [])])
+    names = list(vars(points[0].step))
+    terms = [["GPUs", *names]]
+    terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
+    return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
+
+
+def failure_table(points: Sequence[Point], fabric: Fabric, reliability: Reliability) -> str:
+    """Mean time between failures, the best interval between saves and the goodput with it, a line a number of GPUs."""
+    head = ["GPUs", "MTBF h", "save every s", "updates", "goodput"]
+    lines = [[*head, "simulated: save every s", "goodput", "days"]]
+    for point in points:
+        failures = reliability.of(-(-point.size // fabric.node))
+        interval = faults.daly(failures)
+        kept = faults.goodput(failures, interval)
+        tried, simulated = faults.best_interval(failures, FAILURES * failures.mean_between, SEED)
+        days = point.seconds / DAY / simulated if simulated else math.inf
+        cells = [f"{point.size:,}", f"{failures.mean_between / HOUR:.4g}", f"{interval:.4g}"]
+        cells += [f"{max(1, round(interval / point.step.seconds)):,}", f"{kept:.2%}"]
+        lines.append([*cells, f"{tried:.4g}", f"{simulated:.2%}", f"{days:.3g}"])
+    return _aligned(lines)
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

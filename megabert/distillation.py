@@ -1,0 +1,190 @@
+"""Distillation: a student with fewer layers learns from a teacher beside the text.
+
+The losses are DistilBERT's (Sanh et al. 2019, section 3): KL(teacher || student) at a temperature, the language model's
+own, and one minus the cosine of the last hidden states, with the weights and the choice of layers of its released code
+(github.com/huggingface/transformers-research-projects, distillation: README.md and scripts/extract_distilbert.py). The
+soft loss is taken where the language model predicts, as that code does with --restrict_ce_to_mask (without it: at every
+token): logits exist only there. The teacher is no submodule: it is in no optimizer,
+checkpoint or ZeRO partition. Once trained, the student is a run as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert import hf as pretrained
+from megabert.common.labels import IGNORE
+from megabert.config import Config, ModelConfig
+from megabert.engine import DTYPES
+from megabert.hf import Pretrained, fingerprint
+from megabert.model import BertForPreTraining
+
+ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
+SAME = (
+    "kind",
+    "hidden",
+    "heads",
+    "ffn",
+    "norm",
+    "tied",
+    "max_positions",
+    "vocab_size",
+)  # of teacher and student
+
+
+class Student(BertForPreTraining):
+    """In training its losses are `terms`, and the teacher runs too; in evaluation it is plain BERT.
+
+    Figures beside the losses: of `soft`, how often student and teacher prefer the same id; of `cosine`, the mean cosine.
+    `provenance` is what a checkpoint says of the teacher.
+    """
+
+    def __init__(self, config: Config, teacher: Pretrained, device: torch.device) -> None:
+        """Weights are those of `teacher`. Raises ValueError naming the field in which the two cannot be a pair."""
+        check(config, teacher)
+        dtype, causal = DTYPES[config.precision], config.data.masking.causal
+        super().__init__(config.model, config.ops, device.type, dtype, causal)
+        self.terms = (*self.terms, "soft", "cosine")
+        self.weights = (config.distill.mlm, 1.0, config.distill.soft, config.distill.cosine)
+        self._temperature = config.distill.temperature
+        first = first_weights(teacher.weights, teacher.config.model.layers, config.model)
+        self.load_state_dict(first)
+        guide = BertForPreTraining(teacher.config.model, config.ops, device.type, dtype, causal)
+        guide.load_state_dict(teacher.weights)
+        self._teacher = (guide.to(device, dtype).eval().requires_grad_(False),)  # a tuple: not registered
+        self.provenance = {"teacher": fingerprint(teacher.weights)}
+
+    @property
+    def teacher(self) -> BertForPreTraining:
+        return self._teacher[0]
+
+    def forward(self, *args: Any, seed: Tensor | None = None, **batch: Any) -> Any:
+        """Sums of the four losses, then what was right of each; shapes of `batch` as BertForPreTraining's."""
+        if not self.training:
+            output = super().forward(*args, **(batch | {"seed": seed}))
+            if isinstance(output, Tensor):
+                return output
+            mlm, nsp, *correct = output
+            none = torch.zeros_like(mlm)
+            return mlm, nsp, none, none, *correct, none, none
+        assert not args
+        inputs = {name: batch[name] for name in ENCODED}
+        labels, at = batch["mlm_labels"].flatten(), batch["mlm_positions"].flatten()
+        hidden = self.encode(**inputs, seed=seed).flatten(0, 1)  # (B * T, D)
+        with torch.no_grad():
+            no_dropout = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+            wanted = self.teacher.encode(**inputs, seed=no_dropout).flatten(0, 1)
+            wanted_logits = self.teacher.mlm_logits(wanted.index_select(0, at))
+        logits = self.mlm_logits(hidden.index_select(0, at))  # (B * K, V)
+        mlm = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+        soft, agreed = soft_loss(logits, wanted_logits, labels != IGNORE, self._temperature)
+        # A row in which nothing is predicted is a filler, which counts for nothing.
+        real = (inputs["key_end"] > 0) & (batch["mlm_labels"] != IGNORE).any(1, keepdim=True)
+        cosine = F.cosine_similarity(hidden.float(), wanted.float(), dim=-1) * real.flatten()
+        nsp, nsp_correct = mlm.new_zeros(()), labels.new_zeros(())
+        if self.cfg.nsp:
+            follows = batch["nsp_labels"].flatten()
+            scores = self.nsp_logits(hidden.index_select(0, batch["cls_positions"].flatten())).float()
+            nsp = F.cross_entropy(scores, follows, ignore_index=IGNORE, reduction="sum")
+            nsp_correct = (scores.argmax(-1) == follows).sum()
+        losses = (mlm, nsp, soft, real.sum() - cosine.sum())
+        return *losses, (logits.argmax(-1) == labels).sum(), nsp_correct, agreed, cosine.sum().detach()
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return *super().counts(batch), batch.predictions, batch.tokens
+
+
+def soft_loss(logits: Tensor, wanted: Tensor, real: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """KL(softmax(wanted / T) || softmax(logits / T)) x T^2 (Hinton et al. 2015, section 2), summed over the `real` of N
+    positions (bool [N]; logits [N, V]), and at how many of them both prefer the same id."""
+    ours = (logits.float() / temperature).log_softmax(-1)
+    theirs = (wanted.float() / temperature).log_softmax(-1)
+    divergence = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)  # (N,)
+    same = (logits.argmax(-1) == wanted.argmax(-1)) & real
+    return (divergence * real).sum() * temperature**2, same.sum()
+
+
+def build(config: Config, tokenizer: str, device: torch.device) -> BertForPreTraining:
+    """The module that a run trains, with fp32 weights: BERT, or a student where `distill.teacher` names a teacher.
+
+    `tokenizer` is the SHA-256 of the data's. Raises ValueError when the teacher was trained with another one, is no
+    model, or cannot teach this one.
+    """
+    if not config.distill.teacher:
+        dtype, causal = DTYPES[config.precision], config.causal_updates
+        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal)
+    teacher = pretrained.load(config.distill.teacher)
+    if tokenizer and teacher.tokenizer.sha256 != tokenizer:
+        raise ValueError(
+            f"distill.teacher={config.distill.teacher}: its tokenizer is not the dataset's (SHA-256 differs); build the "
+            f"dataset with --tokenizer {teacher.tokenizer.path}"
+        )
+    return Student(config, teacher, device)
+
+
+def check(config: Config, teacher: Pretrained) -> None:
+    """Raises ValueError naming the field in which teacher and student do not fit."""
+    ours, theirs = config.model, teacher.config.model
+    for field in SAME:
+        if getattr(ours, field) != getattr(theirs, field):
+            shown = "intermediate" if field == "ffn" else field
+            raise ValueError(
+                f"model.{shown}={getattr(ours, field)} but the teacher's is {getattr(theirs, field)}; "
+                "a student differs from its teacher in layers only"
+            )
+    if ours.layers > theirs.layers:
+        raise ValueError(f"model.layers={ours.layers} but distill.teacher has {theirs.layers}; lower it")
+    if ours.nsp and not theirs.nsp:
+        raise ValueError("model.nsp=true but distill.teacher has no next-sentence head; set model.nsp=false")
+    if config.data.masking.causal != teacher.config.data.masking.causal:
+        raise ValueError(
+            f"data.masking.strategy={config.data.masking.strategy} but distill.teacher was trained with "
+            f"{teacher.config.data.masking.strategy}: one of them is left to right, the other is not"
+        )
+
+
+def layers_taken(teacher: int, student: int) -> list[int]:
+    """Which of the teacher's layers begin the student: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
+    (the released choice) and 0, 3 for 2 of 4."""
+    return [round(i * (teacher - 1) / max(student - 1, 1)) for i in range(student)]
+
+
+def first_weights(weights: Mapping[str, Tensor], layers: int, student: ModelConfig) -> dict[str, Tensor]:
+    """A student's state dict from a teacher of `layers` layers: embeddings, heads, and `layers_taken`."""
+    result = {name: tensor for name, tensor in weights.items() if not name.startswith("layers.")}
+    if not student.nsp:
+        result = {name: t for name, t in result.items() if not name.startswith(("pooler.", "nsp."))}
+    for ours, theirs in enumerate(layers_taken(layers, student.layers)):
+        prefix = f"layers.{theirs}."
+        for name, tensor in weights.items():
+            if name.startswith(prefix):
+                result[f"layers.{ours}.{name.removeprefix(prefix)}"] = tensor
+    return result
+
+
+def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
+    """`section.key=value` for all in which the student of `source` differs from the defaults; raises ValueError."""
+    if not 1 <= layers <= teacher.model.layers:
+        raise ValueError(f"--layers {layers}: the teacher has {teacher.model.layers}")
+    tree, defaults = teacher.model_dump(), Config().model_dump()
+    tree["model"]["layers"] = layers
+    tree["data"]["path"] = tree["init_from"] = ""
+    tree["data"]["mix"] = {}  # of the teacher's data
+    tree["distill"] = defaults["distill"] | {"teacher": source}
+    return _different(tree, defaults, "")
+
+
+def _different(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found += _different(value, defaults[key], f"{prefix}{key}.")
+        elif value != defaults[key]:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            found.append(f"{prefix}{key}={shown}")
+    return found

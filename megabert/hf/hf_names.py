@@ -1,0 +1,325 @@
+"""Names of Hugging Face: its state dicts and configs as ours, and ours as its.
+
+Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
+parameters with the norms in front of the branches and none on the embeddings (RoBERTa-PreLayerNorm normalises the
+embeddings too, so it is another function). A modern model is its ModernBERT (`hf_modern`). Ours stacks queries, keys and values, pads the vocabulary to a multiple of
+128 with zeros, and names a norm after the branch that ends in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert import config as configuration
+from megabert.config import ModelConfig
+from megabert.hf import hf_modern
+
+TYPES = {"post": "bert", "pre": "megatron-bert"}  # of kind bert
+CLASSES = {"post": "Bert", "pre": "MegatronBert"}
+CAUSAL = {
+    "post": "BertLMHeadModel",
+    "pre": "MegatronBertForCausalLM",
+}  # left to right; weights as ForMaskedLM's
+_EMBEDDINGS = {
+    "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.position": "bert.embeddings.position_embeddings.weight",
+    "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
+}
+_MLM = {
+    "embeddings.word.bias": "cls.predictions.bias",
+    "mlm.weight": "cls.predictions.transform.dense.weight",
+    "mlm.bias": "cls.predictions.transform.dense.bias",
+    "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
+    "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
+}
+_NSP = {
+    "pooler.weight": "bert.pooler.dense.weight",
+    "pooler.bias": "bert.pooler.dense.bias",
+    "nsp.weight": "cls.seq_relationship.weight",
+    "nsp.bias": "cls.seq_relationship.bias",
+}
+_LAYER = {
+    "attention_output.weight": "attention.output.dense.weight",
+    "attention_output.bias": "attention.output.dense.bias",
+    "feed_forward.weight": "intermediate.dense.weight",
+    "feed_forward.bias": "intermediate.dense.bias",
+    "feed_forward_output.weight": "output.dense.weight",
+    "feed_forward_output.bias": "output.dense.bias",
+}
+_OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside the weights
+    "bert.embeddings.position_ids",
+    "bert.embeddings.token_type_ids",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+}
+_PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
+_DECODER = {"embeddings.word.decoder": "cls.predictions.decoder.weight"}  # where it is not tied
+DECODERS = (*_DECODER.values(), hf_modern.DECODER)  # of either kind
+# Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
+_FIXED: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("gelu", "gelu"),
+    "position_embedding_type": ("absolute", "absolute"),
+    "type_vocab_size": (2, 2),
+    "add_cross_attention": (False, False),
+    "pad_token_id": (0, 0),
+}
+
+
+def _norms(cfg: ModelConfig) -> dict[str, str]:
+    """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
+    if cfg.norm == "post":
+        names = {"embeddings.norm": "bert.embeddings.LayerNorm"}
+        for i in range(cfg.layers):
+            names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.attention.output.LayerNorm"
+            names[f"layers.{i}.feed_forward_output.norm"] = f"bert.encoder.layer.{i}.output.LayerNorm"
+        return names
+    before = [f"bert.encoder.layer.{i}.attention.ln" for i in range(cfg.layers)] + ["bert.encoder.ln"]
+    names = {"embeddings.norm": before[0]}
+    for i in range(cfg.layers):
+        names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.ln"
+        names[f"layers.{i}.feed_forward_output.norm"] = before[i + 1]
+    return names
+
+
+def class_of(cfg: ModelConfig) -> str:
+    """What the names of a model's classes begin with."""
+    return hf_modern.CLASS if cfg.modern else CLASSES[cfg.norm]
+
+
+def prefix_of(cfg: ModelConfig) -> str:
+    """What the names of the encoder's tensors begin with in a class that has heads."""
+    return "model." if cfg.modern else "bert."
+
+
+def _names(cfg: ModelConfig) -> dict[str, str]:
+    if cfg.modern:
+        return hf_modern.names(cfg)
+    return _encoder_names(cfg) | _MLM | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
+
+
+def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
+    if cfg.modern:
+        return hf_modern.encoder_names(cfg)
+    names = dict(_EMBEDDINGS)
+    for i in range(cfg.layers):
+        names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
+    for ours, theirs in _norms(cfg).items():
+        names |= {f"{ours}_{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+    return names
+
+
+def _stacked(cfg: ModelConfig) -> dict[str, list[str]]:
+    """Our name -> theirs, of tensors that ours stacks and theirs does not."""
+    if cfg.modern:
+        return {}
+    return {
+        f"layers.{i}.qkv.{kind}": [
+            f"bert.encoder.layer.{i}.attention.self.{part}.{kind}" for part in ("query", "key", "value")
+        ]
+        for i in range(cfg.layers)
+        for kind in ("weight", "bias")
+    }
+
+
+def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's), or
+    ModernBertForMaskedLM's.
+
+    Raises ValueError naming a tensor that is missing or left over.
+    """
+    result = _renamed(state, cfg, _names(cfg))
+    if cfg.modern:
+        if cfg.tied:
+            result[hf_modern.DECODER] = result["model.embeddings.tok_embeddings.weight"]
+        return result
+    if cfg.tied:
+        result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
+    bias = result["cls.predictions.bias"]
+    result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
+    return result
+
+
+def encoder_to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """The state dict of an encoder without heads as the part of Hugging Face's classes that `prefix_of` names.
+
+    Raises ValueError naming a tensor that is missing or left over.
+    """
+    return _renamed(state, cfg, _encoder_names(cfg))
+
+
+def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, str]) -> dict[str, Tensor]:
+    left = dict(state)
+    result: dict[str, Tensor] = {}
+    for ours, theirs in names.items():
+        tensor = _take(left, ours)
+        result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
+    for ours, parts in _stacked(cfg).items():
+        for part, piece in zip(parts, _take(left, ours).chunk(len(parts)), strict=True):
+            result[part] = piece.clone()
+    _refuse_left(left)
+    return result
+
+
+def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face's (Megatron)BertForPreTraining's or ForMaskedLM's state dict as ours; for the latter cfg.nsp is False.
+
+    Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg says.
+    """
+    optional = {hf_modern.DECODER} if cfg.modern else _OPTIONAL
+    left = {k: v for k, v in state.items() if k not in optional or (k in DECODERS and not cfg.tied)}
+    if not cfg.nsp:
+        left = {k: v for k, v in left.items() if k not in _NSP.values()}
+    result: dict[str, Tensor] = {}
+    for ours, theirs in _names(cfg).items():
+        tensor = _take(left, theirs)
+        if ours in _PADDED:
+            if len(tensor) != cfg.vocab_size:
+                raise ValueError(f"{theirs}: {len(tensor)} entries, but model.vocab_size={cfg.vocab_size}")
+            padding = [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size]
+            tensor = F.pad(tensor, padding)
+        result[ours] = tensor
+    for ours, parts in _stacked(cfg).items():
+        result[ours] = torch.cat([_take(left, part) for part in parts])
+    _refuse_left(left)
+    return result
+
+
+def expected(cfg: ModelConfig) -> dict[str, str]:
+    """Every name of Hugging Face's that `from_huggingface` needs, and the name of ours that it goes into."""
+    names = {theirs: ours for ours, theirs in _names(cfg).items()}
+    for ours, parts in _stacked(cfg).items():
+        names |= dict.fromkeys(parts, ours)
+    return names
+
+
+def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model; `causal`: one that was trained left to right, which has no NSP head."""
+    assert not (causal and cfg.nsp)
+    if cfg.modern:
+        if causal:
+            raise ValueError(
+                "a left-to-right model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it"
+            )
+        return hf_modern.config(cfg)
+    name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
+    return {field: value for field, (value, _) in _FIXED.items()} | {
+        "tie_word_embeddings": cfg.tied,
+        "architectures": [CAUSAL[cfg.norm] if causal else name],
+        "is_decoder": causal,
+        "model_type": TYPES[cfg.norm],
+        "dtype": "float32",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "intermediate_size": cfg.ffn,
+        "max_position_embeddings": cfg.max_positions,
+        "hidden_dropout_prob": cfg.dropout,
+        "attention_probs_dropout_prob": cfg.attention_dropout,
+        "initializer_range": cfg.init_std,
+        "layer_norm_eps": cfg.layer_norm_eps,
+    }
+
+
+def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model of a Hugging Face `config.json`, with the NSP head; `where` is the file's name.
+
+    Raises ValueError naming the field whose value our model cannot have.
+    """
+    kinds = {theirs: ours for ours, theirs in TYPES.items()}
+    kind = tree.get("model_type", "bert")  # the first releases do not say it
+    if kind == hf_modern.TYPE:
+        return _modern(tree, where)
+    if kind not in kinds:
+        raise ValueError(
+            f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {hf_modern.TYPE} can be converted"
+        )
+    _refuse_others(tree, _FIXED, where)
+    for field in ("pruned_heads", "quantization_config"):
+        if tree.get(field):
+            raise ValueError(f"{where}: {field} is not supported; save the model without it")
+    hidden = _number(tree, "hidden_size", where, int)
+    if tree.get("embedding_size", hidden) != hidden:
+        raise ValueError(
+            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}"
+        )
+    fields = {
+        "norm": kinds[kind],
+        "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
+        "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
+        "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),
+    }
+    return _model(tree, fields, where)
+
+
+def _modern(tree: Mapping[str, Any], where: str) -> ModelConfig:
+    _refuse_others(tree, hf_modern.FIXED, where)
+    hf_modern.refuse_other(tree, where)
+    fields = {
+        "kind": "modern",
+        "norm": "pre",
+        "nsp": False,
+        "dropout": _number(tree, "embedding_dropout", where, float, 0.0),
+        "attention_dropout": _number(tree, "attention_dropout", where, float, 0.0),
+        "layer_norm_eps": _number(tree, "norm_eps", where, float, 1e-5),
+    }
+    return _model(tree, fields, where)
+
+
+def _refuse_others(tree: Mapping[str, Any], fixed: Mapping[str, tuple[Any, Any]], where: str) -> None:
+    for field, (value, default) in fixed.items():
+        if (found := tree.get(field, default)) != value:
+            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+
+
+def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> ModelConfig:
+    """The model of `fields` and of what every kind of `config.json` calls alike."""
+    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
+        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
+    fields |= {
+        "tied": tied,
+        "hidden": _number(tree, "hidden_size", where, int),
+        "layers": _number(tree, "num_hidden_layers", where, int),
+        "heads": _number(tree, "num_attention_heads", where, int),
+        "intermediate": _number(tree, "intermediate_size", where, int),
+        "vocab_size": _number(tree, "vocab_size", where, int),
+        "max_positions": _number(tree, "max_position_embeddings", where, int),
+        "init_std": _number(tree, "initializer_range", where, float, 0.02),
+    }
+    try:
+        return configuration.from_dict({"model": fields}).model
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def is_causal(tree: Mapping[str, Any], where: str) -> bool:
+    """Whether the model of a Hugging Face `config.json` reads left to right. Raises ValueError for what is no answer."""
+    found = tree.get("is_decoder", False)
+    if not isinstance(found, bool):
+        raise ValueError(f"{where}: is_decoder must be true or false, is {found!r:.40}")
+    return found
+
+
+def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default: Any = None) -> Any:
+    value = tree.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"{where}: {field} must be a number, is {value!r:.40}")
+    return kind(value)
+
+
+def _take(state: dict[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise ValueError(f"weights: no tensor named {name}; check that the configuration fits the weights")
+    return state.pop(name)
+
+
+def _refuse_left(state: Mapping[str, Tensor]) -> None:
+    if state:
+        raise ValueError(
+            f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights"
+        )

@@ -1,0 +1,101 @@
+"""Attention probabilities in one pass over the scores: scale, mask, softmax, dropout, and no mask of the scores' size.
+
+The fully masked row is defined: all zeros, and zero gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabert.ops.backend import MISSING
+
+
+def fused_softmax_mask(
+    scores: Tensor, *, key_start: Tensor | None = None, key_end: Tensor | None = None, lengths: Tensor | None = None,
+    mask: Tensor | None = None, scale: float = 1.0, p: float = 0.0, seed: Tensor | None = None, stream: int = 0,
+    backend: str = "native",
+) -> Tensor:  # fmt: skip
+    """dropout(softmax(scale * scores + mask)) over the keys. scores [B, H, Q, K] -> [B, H, Q, K].
+
+    A query may attend to keys [key_start, key_end): int32 [B or 1, Q or 1] each; `lengths` int32 [B] is the same as a
+    key_end of [B, 1]. mask: bool (true: attend) or added to the scores (their dtype or fp32), broadcastable to them in
+    any of four dimensions; it gets no gradient. With p > 0, `seed` int64 [1] and `stream` number the dropout mask of the
+    native backend; the torch backend draws from torch's generator.
+
+    Raises ValueError for lengths beside key_end, for dropout without a seed and for a mask that wants a gradient. Bounds
+    outside [0, K] are a RuntimeError on the CPU and make their rows NaN on CUDA.
+    """
+    if lengths is not None:
+        if key_end is not None:
+            raise ValueError("fused_softmax_mask: lengths and key_end are the same thing; give one of them")
+        key_end = lengths[:, None]
+    if mask is not None and mask.requires_grad:
+        raise ValueError("fused_softmax_mask: mask gets no gradient here; detach it, or add it to the scores")
+    if backend == "torch":
+        return _torch(scores, key_start, key_end, mask, scale, p)
+    if seed is None:
+        if p:
+            raise ValueError(f"fused_softmax_mask: p={p} needs a seed")
+        seed = torch.zeros(1, dtype=torch.int64, device=scores.device)
+    op = torch.ops.megabert.softmax_mask
+    return op(scores, key_start, key_end, mask, seed, stream, scale, p)[0]
+
+
+def _torch(
+    scores: Tensor, start: Tensor | None, end: Tensor | None, mask: Tensor | None, scale: float, p: float
+) -> Tensor:
+    """What torch users write."""
+    scores = scores * scale
+    key = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
+    allowed = torch.ones((), dtype=torch.bool, device=scores.device)
+    if start is not None:
+        allowed = allowed & (key >= start[:, None, :, None])
+    if end is not None:
+        allowed = allowed & (key < end[:, None, :, None])
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    probs = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return torch.nn.functional.dropout(probs, p)
+
+
+def _register() -> None:
+    def like(t: Tensor) -> Tensor:
+        return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+    @torch.library.register_fake("megabert::softmax_mask")
+    def _(
+        scores: Tensor, key_start: Tensor | None, key_end: Tensor | None, mask: Tensor | None,
+        seed: Tensor, stream: int, scale: float, p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return like(scores), like(scores) if int(p * 65536 + 0.5) else scores.new_empty(0)
+
+    @torch.library.register_fake("megabert::softmax_mask_backward")
+    def _(grad: Tensor, probs: Tensor, seed: Tensor, stream: int, scale: float, p: float) -> Tensor:
+        return like(probs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *_, seed, stream, scale, p = inputs
+        out, probs = output
+        ctx.numbers = stream, scale, p
+        ctx.save_for_backward(probs if probs.numel() else out, seed)  # without dropout they are the same
+        ctx.mark_non_differentiable(probs)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor | None, _grad_probs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        dscores = torch.ops.megabert.softmax_mask_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+        return dscores, *[None] * 7
+
+    torch.library.register_autograd("megabert::softmax_mask", backward, setup_context=setup_context)
+
+
+if not MISSING:
+    _register()

@@ -1,0 +1,1 @@
+"""Optimizers that stay what they are under ZeRO, and learning-rate schedules."""

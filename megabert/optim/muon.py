@@ -1,0 +1,313 @@
+"""Muon: momentum made orthogonal matrix by matrix, whatever partitions ZeRO hands it; AdamW for all other parameters.
+
+Each rank averages the gradients of what it holds into its momentum. Once an update the directions of every matrix travel
+to the one rank that owns it, which makes them orthogonal by a Newton-Schulz iteration, and each rank gets back what it
+holds. Matrices are shared out by what their iteration costs; what travels is in the type of the iteration, 2 bytes an
+element each way in 16 bits. Nothing is read back from the device.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; scale and decoupled decay of Liu et al. 2025,
+"Muon is Scalable for LLM Training", section 2.2, so that AdamW's learning rates fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabert.distributed.process_group import World
+from megabert.optim.optimizers import MOMENTS, AdamW, Segment, blocks, parameter_groups
+
+MOMENTUM = 0.95  # with Nesterov's look ahead
+STEPS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0, so that 5 steps bring every singular value to 0.7-1.2
+SCALE = 0.2  # root mean square of an element in AdamW's updates
+TINY = 1e-20  # least norm: the update has one size however small the gradients, until their squares are 0 in fp32
+ORTHOGONAL = "orthogonal"  # in a group of parameters: whether it holds matrices
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Elements [begin, stop) of parameter `index` are a matrix, row by row."""
+
+    index: int
+    begin: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def stop(self) -> int:
+        return self.begin + self.size
+
+    @property
+    def flops(self) -> float:
+        return newton_schulz_flops(self.rows, self.columns)
+
+    @property
+    def scale(self) -> float:
+        """Of an orthogonal matrix, for an update as large as AdamW's."""
+        return SCALE * math.sqrt(max(self.rows, self.columns))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, end) of a rank's flat tensor `tensor` are elements from `offset` on of matrix `matrix`."""
+
+    tensor: int
+    start: int
+    end: int
+    matrix: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank sends and gets when directions travel to the owners of their matrices; updates travel the other way."""
+
+    matrices: tuple[Matrix, ...]
+    held: tuple[tuple[Part, ...], ...]  # by owner: parts that this rank holds
+    owned: tuple[tuple[Part, ...], ...]  # by holder: parts of the matrices that this rank owns
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Of the matrix products that make one matrix orthogonal."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
+    """Matrices of each parameter of `model` that has some, by its number: a module says in `matrices` how many its `weight`
+    is, one below the other."""
+    number = {id(parameter): n for n, parameter in enumerate(model.parameters())}
+    found = {}
+    for module in model.modules():
+        count, weight = getattr(module, "matrices", 0), getattr(module, "weight", None)
+        if count and isinstance(weight, nn.Parameter) and weight.requires_grad:
+            index, rows, columns = number[id(weight)], weight.shape[0] // count, weight.shape[1]
+            found[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
+    return found
+
+
+def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of parameters: matrices of the layers, other tensors that decay, vectors and scalars."""
+    found, groups = find_matrices(model), []
+    chosen = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in found}
+    for group in parameter_groups(model, weight_decay):
+        for whole in (True, False):
+            members = [p for p in group["params"] if (id(p) in chosen) == whole]
+            groups.append(group | {"params": members, ORTHOGONAL: whole})
+    return [group for group in groups if group["params"]]
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank that owns each of the matrices: the costliest first, each to the rank with the least so far."""
+    owners, load = [0] * len(costs), [0.0] * ranks
+    for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        owners[n] = min(range(ranks), key=lambda rank: (load[rank], rank))
+        load[owners[n]] += costs[n]
+    return owners
+
+
+def plan_exchange(
+    matrices: Mapping[int, tuple[Matrix, ...]], segments: Sequence[Sequence[Sequence[Segment]]], rank: int
+) -> Exchange:
+    """What `rank` exchanges, where `segments` are those of every rank's flat tensors."""
+    present = {segment.index for segment in chain.from_iterable(chain.from_iterable(segments))}
+    listed = tuple(matrix for index in sorted(present) for matrix in matrices[index])
+    number = {matrix: n for n, matrix in enumerate(listed)}
+    owners = share_out([matrix.flops for matrix in listed], len(segments))
+
+    def parts(holder: int, owner: int) -> tuple[Part, ...]:
+        found = []
+        for tensor, held in enumerate(segments[holder]):
+            for segment in held:
+                for matrix in matrices[segment.index]:
+                    first, last = max(segment.offset, matrix.begin), min(segment.stop, matrix.stop)
+                    if first < last and owners[number[matrix]] == owner:
+                        start = segment.start + first - segment.offset
+                        end, offset = start + last - first, first - matrix.begin
+                        found.append(Part(tensor, start, end, number[matrix], offset))
+        return tuple(found)
+
+    everyone = range(len(segments))
+    held = tuple(parts(rank, owner) for owner in everyone)
+    return Exchange(listed, held, tuple(parts(holder, rank) for holder in everyone))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Matrices [k, n, m] with every singular value brought near 1, by products in their type."""
+    a, b, c = QUINTIC
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = (wide / norm.clamp(min=TINY)).to(matrices.dtype)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide is matrices else x.mT
+
+
+class Muon(AdamW):
+    """Muon for the groups whose `orthogonal` is true, AdamW for the others, by one learning rate.
+
+    Matrices keep one moment, AdamW's parameters two.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        """`dtype`: of the Newton-Schulz products, and of what travels between the ranks."""
+        self._matrices, self._dtype = find_matrices(model), dtype
+        self._whole: dict[Tensor, tuple[Segment, ...]] = {}
+        self._whole |= {p: (Segment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
+        super().__init__(muon_groups(model, weight_decay), lr, betas, eps)
+
+    def attach(
+        self,
+        segments: Mapping[Tensor, tuple[Segment, ...]] | None = None,
+        reduce_on: torch.device | None = None,
+        world: World | None = None,
+    ) -> None:
+        """As `_Guarded.attach`; a collective."""
+        super().attach(segments or self._whole, reduce_on, world)
+        self._ranks, self._rank = (world.size, world.rank) if world else (1, 0)
+        self._place = {tensor: n for n, tensor in enumerate(self._segments)}
+        own = [self._segments[tensor] for tensor in self._place]
+        self._everywhere = [own] * self._ranks
+        if world and reduce_on is not None:
+            mine = [[[s.index, s.start, s.end, s.offset] for s in held] for held in own]
+            self._everywhere = [
+                [tuple(Segment(*numbers) for numbers in held) for held in theirs]
+                for theirs in world.gather(mine)
+            ]
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+
+    def kinds(self, tensor: Tensor) -> tuple[str, ...]:
+        held = self._segments[tensor]
+        return MOMENTS[:1] if held and held[0].index in self._matrices else MOMENTS
+
+    def _update(self) -> None:
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group[ORTHOGONAL]]
+            super()._update()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            tensors = [p for p in group["params"] if p.grad is not None]
+            if group[ORTHOGONAL] and tensors:
+                self._update_matrices(group, tensors)
+
+    def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Gradients are consumed. A step that is not taken runs with g = 0, momentum times 1 and a rate of 0."""
+        for tensor in tensors:
+            if not self.state.get(tensor):
+                self._begin(tensor)
+        home = tensors[0].device
+        taken = torch.ones((), device=home) if self.found_inf is None else 1 - self.found_inf.to(home)
+        torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))
+        weights = [t.detach().view(-1) for t in tensors]
+        directions = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
+        momenta = [self.state[t]["exp_avg"].view(-1) for t in tensors]
+        self._look_ahead(directions, momenta, taken)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * taken)
+        places = tuple(self._place[tensor] for tensor in tensors)
+        if places not in self._exchanges:
+            segments = [[theirs[place] for place in places] for theirs in self._everywhere]
+            self._exchanges[places] = plan_exchange(self._matrices, segments, self._rank)
+        exchange = self._exchanges[places]
+        by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        owned = self._orthogonalize(exchange, self._collect(exchange, directions))
+        for part, update in self._give_back(exchange, owned, home):
+            both = by_scale.setdefault(exchange.matrices[part.matrix].scale, ([], []))
+            both[0].append(weights[part.tensor][part.start : part.end])
+            both[1].append(update)
+        for scale, (pieces, updates) in by_scale.items():
+            torch._foreach_mul_(updates, -group["lr"] * scale * taken)
+            torch._foreach_add_(pieces, updates)
+
+    def _look_ahead(self, gradients: list[Tensor], momenta: list[Tensor], taken: Tensor) -> None:
+        """m <- 0.95 m + 0.05 g; `gradients` become 0.95 m + 0.05 g with this m (Nesterov)."""
+        skip, share = taken == 0, (1 - MOMENTUM) * taken
+        keep = torch.where(skip, 1.0, torch.full_like(taken, MOMENTUM))
+        if self.grad_scale is not None:
+            share = share / self.grad_scale.to(taken.device)
+        for g, m in blocks(gradients, momenta):
+            if self.found_inf is not None:
+                for piece in g:
+                    piece.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+            torch._foreach_mul_(g, share)
+            torch._foreach_mul_(m, keep)
+            torch._foreach_add_(m, g)
+            torch._foreach_add_(g, m, alpha=MOMENTUM)
+
+    def _collect(self, exchange: Exchange, directions: list[Tensor]) -> dict[int, Tensor]:
+        """This rank's matrices, whole, by number."""
+        everywhere = self._reduce_on is None  # every rank holds everything, so its own parts are all it needs
+        wanted = exchange.owned[self._rank] if everywhere else tuple(chain.from_iterable(exchange.held))
+        there = self._pack([directions[p.tensor][p.start : p.end] for p in wanted], directions[0].device)
+        parts = wanted
+        if not everywhere:
+            parts = tuple(chain.from_iterable(exchange.owned))
+            there = self._travel(there, exchange.held, exchange.owned)
+        found: dict[int, list[tuple[int, Tensor]]] = {}
+        for part, piece in zip(parts, there.split([p.size for p in parts]), strict=True):
+            found.setdefault(part.matrix, []).append((part.offset, piece))
+        return {
+            n: torch.cat([piece for _, piece in sorted(of, key=lambda p: p[0])]) for n, of in found.items()
+        }
+
+    def _orthogonalize(self, exchange: Exchange, owned: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """This rank's matrices made orthogonal, flat; those of one shape in one batch."""
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for n in owned:
+            matrix = exchange.matrices[n]
+            shapes.setdefault((matrix.rows, matrix.columns), []).append(n)
+        found: dict[int, Tensor] = {}
+        for shape, numbers in shapes.items():
+            done = orthogonalize(torch.stack([owned[n].view(shape) for n in numbers]))
+            found |= {n: each.reshape(-1) for n, each in zip(numbers, done.unbind(), strict=True)}
+        return found
+
+    def _give_back(
+        self, exchange: Exchange, owned: Mapping[int, Tensor], home: torch.device
+    ) -> Iterable[tuple[Part, Tensor]]:
+        """Every part that this rank holds with its update, fp32 on `home`."""
+        wanted = chain.from_iterable(exchange.owned)
+        sent = self._pack(
+            [owned[p.matrix][p.offset : p.offset + p.size] for p in wanted], self._reduce_on or home
+        )
+        parts = tuple(chain.from_iterable(exchange.held))
+        there = self._travel(sent, exchange.owned, exchange.held).to(home, torch.float32)
+        return zip(parts, there.split([p.size for p in parts]), strict=True)
+
+    def _pack(self, pieces: list[Tensor], home: torch.device) -> Tensor:
+        """Pieces on `home` one after the other, in the type of the iteration, where the collectives are."""
+        sizes = [piece.numel() for piece in pieces]
+        packed = torch.empty(sum(sizes), dtype=self._dtype, device=home)
+        if pieces:
+            torch._foreach_copy_(list(packed.split(sizes)), pieces)
+        return packed.to(self._reduce_on or home)
+
+    def _travel(self, sent: Tensor, to: Sequence[Sequence[Part]], back: Sequence[Sequence[Part]]) -> Tensor:
+        """`sent` holds the parts `to` each rank one after the other; what they send, the parts of `back`. A collective."""
+        if self._ranks == 1:
+            return sent
+        width = sent.element_size()
+        gets, gives = ([width * sum(p.size for p in parts) for parts in by_rank] for by_rank in (back, to))
+        got = torch.empty(sum(gets), dtype=torch.uint8, device=sent.device)
+        dist.all_to_all_single(got, sent.view(torch.uint8), output_split_sizes=gets, input_split_sizes=gives)
+        return got.view(self._dtype)

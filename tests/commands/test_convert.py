@@ -1,0 +1,310 @@
+"""Any Hugging Face BERT folder becomes a run to continue from; what is none is one line, nothing run, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig
+
+from megabert import config
+from megabert import hf as pretrained
+from megabert.checkpoint import load_weights
+from megabert.commands import convert, export
+from megabert.data.tokenizer import Tokenizer
+from megabert.hf import hf_read
+from megabert.hf.hf_names import to_huggingface
+from tests.helpers import runs, wordpiece
+
+SIZES = {  # layers, width, heads of every published size (Turc et al. 2019, Devlin et al. 2019)
+    "tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8), "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}  # fmt: skip
+transformers.logging.disable_progress_bar()  # it writes to stderr
+KINDS = ("BertModel", "BertForMaskedLM", "BertForPreTraining", "MegatronBertForPreTraining")
+
+
+def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, **changes: Any) -> Any:
+    """A randomly initialised model of transformers, saved with a vocab.txt of its size; the model."""
+    torch.manual_seed(4)
+    pieces = len(wordpiece.write(folder.with_suffix(".txt")).read_text(encoding="utf-8").splitlines())
+    fields: dict[str, Any] = {"vocab_size": pieces, "num_hidden_layers": 2, "hidden_size": 32}
+    fields |= {"num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 40}
+    cls = getattr(transformers, kind)
+    peer = cls(cls.config_class(**(fields | changes))).eval()
+    for parameter in peer.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    peer.save_pretrained(folder)
+    if binary:
+        (folder / "model.safetensors").unlink()
+        torch.save(peer.state_dict(), folder / "pytorch_model.bin")
+    shutil.move(folder.with_suffix(".txt"), folder / "vocab.txt")
+    return peer
+
+
+@torch.no_grad()
+def hidden_states_differ(peer: Any, run: Path, length: int = 32) -> float:
+    found = pretrained.load(run)
+    ids = torch.randint(
+        5, found.config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
+    )
+    segments = (torch.arange(length) > length // 3).long().expand(2, -1)
+    whole = torch.full((2, length), length, dtype=torch.int32)
+    ours = found.model(torch.device("cpu")).encode(
+        ids.int(),
+        segments.int(),
+        torch.arange(length, dtype=torch.int32).expand(2, -1),
+        torch.zeros_like(whole),
+        whole,
+        whole[:, :1],
+    )
+    encoder = getattr(peer, "bert", peer)
+    return float((ours - encoder(input_ids=ids, token_type_ids=segments).last_hidden_state).abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+def test_weights_of_every_class_convert(kind: str, binary: bool, tmp_path: Path, capsys) -> None:
+    peer = make(tmp_path / "hf", kind, binary)
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
+    assert hidden_states_differ(peer, tmp_path / "run") <= 1e-5
+    said = capsys.readouterr().out
+    missing = {
+        "BertModel": "masked-LM head, next-sentence head",
+        "BertForMaskedLM": "pooler, next-sentence head",
+    }
+    assert (f"initialised as in a new model: {missing.get(kind)}\n" in said) == (kind in missing), said
+    assert ("initialised" in said) == (kind in missing)
+    found = pretrained.load(tmp_path / "run")
+    if kind == "BertModel":
+        assert found.weights["mlm.norm_weight"].eq(1).all() and found.weights["mlm.bias"].eq(0).all()
+        assert 0.01 < found.weights["mlm.weight"].std() < 0.03
+        assert found.weights["embeddings.word.bias"].eq(0).all()
+    else:
+        transform = peer.state_dict()["cls.predictions.transform.dense.weight"]
+        assert found.weights["mlm.weight"].equal(transform)
+    assert found.step == 0 and found.tokenizer.sha256 == Tokenizer.load(tmp_path / "hf" / "vocab.txt").sha256
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(s, marks=pytest.mark.slow if s not in ("tiny", "mini") else ()) for s in SIZES]
+)
+def test_every_published_size_converts_with_equal_hidden_states(size: str, tmp_path: Path) -> None:
+    layers, width, heads = SIZES[size]
+    shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    peer = make(tmp_path / "hf", **shape, intermediate_size=4 * width, max_position_embeddings=512)
+    convert.convert(tmp_path / "hf", tmp_path / "run")
+    assert hidden_states_differ(peer, tmp_path / "run", 128) <= 1e-5
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("kind", ["unigram", "cased"])
+def test_a_run_comes_back_bit_for_bit(norm: str, kind: str, tmp_path: Path) -> None:
+    run = runs.make(tmp_path / "run", kind, norm=norm)
+    export.export(run, tmp_path / "hf")
+    done = convert.convert(tmp_path / "hf", tmp_path / "back")
+    assert not done.initialised and not done.ignored
+    before, after = pretrained.load(run), pretrained.load(tmp_path / "back")
+    assert before.weights.keys() == after.weights.keys()
+    assert all(before.weights[name].equal(after.weights[name]) for name in before.weights)
+    fields = before.config.model.model_dump() | {"intermediate": before.config.model.ffn}
+    assert after.config.model.model_dump() == fields
+    assert after.tokenizer.sha256 == before.tokenizer.sha256
+
+
+def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
+    make(tmp_path / "hf")
+    run = tmp_path / "run"
+    convert.convert(tmp_path / "hf", run)
+    cfg = config.load(str(run / "config.toml"), ["optimizer.lr=1e-5"])
+    assert cfg.init_from == str(run.resolve()) and cfg.model == pretrained.load(run).config.model
+    assert tomllib.loads((run / "config.toml").read_text()).keys() == {"init_from", "model"}
+    weights, state = load_weights(cfg.init_from)
+    assert weights.keys() == runs.model(cfg.model).state_dict().keys() and state["step"] == 0
+
+
+def test_without_nsp_pooler_and_head_are_left_out(tmp_path: Path, capsys) -> None:
+    make(tmp_path / "hf")
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run"), "--no-nsp"]) == 0
+    assert (
+        "left out, as pre-training has no place for them: bert.pooler.dense.bias" in capsys.readouterr().out
+    )
+    weights = pretrained.load(tmp_path / "run").weights
+    assert not any(name.startswith(("pooler", "nsp")) for name in weights)
+
+
+def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -> None:
+    """LayerNorm.gamma and .beta, saved position ids, half precision, a classifier on top."""
+    peer = make(tmp_path / "hf", binary=True)
+    state = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): t.half()
+        for name, t in peer.state_dict().items()
+    }
+    state |= {"bert.embeddings.position_ids": torch.arange(40)[None], "classifier.weight": torch.zeros(2, 32)}
+    torch.save(state, tmp_path / "hf" / "pytorch_model.bin")
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
+    assert "left out, as pre-training has no place for them: classifier.weight\n" in capsys.readouterr().out
+    weights = pretrained.load(tmp_path / "run").weights
+    want = peer.half().float().bert.encoder.layer[1].output.LayerNorm.weight
+    assert weights["layers.1.feed_forward_output.norm_weight"].equal(want)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_a_tokenizer_json_gives_its_vocab_txt(lowercase: bool, tmp_path: Path) -> None:
+    """As transformers saves a BertTokenizer today: without a vocab.txt."""
+    make(tmp_path / "hf")
+    text = (tmp_path / "hf" / "vocab.txt").read_text(encoding="utf-8")
+    vocab = {piece: i for i, piece in enumerate(text.splitlines())}
+    (tmp_path / "hf" / "vocab.txt").unlink()
+    transformers.BertTokenizer(vocab=vocab, do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
+    assert not (tmp_path / "hf" / "vocab.txt").exists()
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "vocab.txt").read_text(encoding="utf-8") == text
+    found = pretrained.load(tmp_path / "run").tokenizer  # the run says it where one would guess otherwise
+    assert (found.encode_batch(["The"]) == found.encode_batch(["the"])) is lowercase
+
+
+def test_the_tokenizer_can_be_named(tmp_path: Path, capsys) -> None:
+    make(tmp_path / "hf")
+    vocab = shutil.move(tmp_path / "hf" / "vocab.txt", tmp_path / "pieces")
+    command = ["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]
+    assert convert.main(command) == 2
+    assert "holds no tokenizer" in one_line(capsys)
+    assert convert.main([*command, "--tokenizer", str(vocab)]) == 0
+    assert (tmp_path / "run" / "vocab.txt").is_file()
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
+    return captured.err
+
+
+class Malicious:
+    """Unpickled, it makes the folder `place`."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["torch-zip", "bare-pickle"])
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(zipped: bool, tmp_path: Path, capsys) -> None:
+    peer = make(tmp_path / "hf", binary=True)
+    place, file = tmp_path / "hacked", tmp_path / "hf" / "pytorch_model.bin"
+    state = dict(peer.state_dict()) | {"bert.evil": Malicious(place)}
+    if zipped:
+        torch.save(state, file)
+    else:
+        file.write_bytes(pickle.dumps({"bert.evil": Malicious(place)}))
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
+    assert "a pickle can hold code: nothing of it was run" in one_line(capsys)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    pickle.loads(pickle.dumps(Malicious(place)))  # it would have
+    assert place.is_dir()
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: t for name, t in state.items() if name not in names}
+
+
+BIAS, QUERY = "cls.predictions.bias", "bert.encoder.layer.1.attention.self.query.weight"
+WRONG: dict[str, tuple[Any, str]] = {
+    "no folder": (shutil.rmtree, "no such folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: not found"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold one JSON object"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors and no pytorch_model.bin"),
+    "weights cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
+    "weights empty": (lambda f: os.truncate(f / "model.safetensors", 0), "cannot be read as weights"),
+    "weights are text": (lambda f: (f / "model.safetensors").write_text("text " * 99), "cannot be read as weights"),
+    "several files": (
+        lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "are in several files"
+    ),
+    "tensor missing": (lambda f: rewrite(f, lambda s: without(s, QUERY)), f"no tensor named {QUERY}"),
+    "half a head": (lambda f: rewrite(f, lambda s: without(s, BIAS)), f"no tensor named {BIAS}"),
+    "another shape": (lambda f: rewrite(f, lambda s: s | {QUERY: torch.zeros(32, 16)}), f"{QUERY} is [32, 16]"),
+    "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is no floating-point tensor"),
+    "decoder not tied": (
+        lambda f: rewrite(
+            f,
+            lambda s: s | {"cls.predictions.decoder.weight": s["bert.embeddings.word_embeddings.weight"] + 1},
+        ),
+        "is not the word embedding",
+    ),
+    "tokenizer of another size": (
+        lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"), "vocab_size="
+    ),
+    "tokenizer is none": (lambda f: (f / "vocab.txt").write_text("text"), "no vocab.txt of BERT's"),
+    "too many layers": (
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 2000000000')
+        ),
+        "has too few tensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_converted_is_one_line_and_no_folder(case: str, tmp_path: Path, capsys) -> None:
+    change, said = WRONG[case]
+    make(tmp_path / "hf")
+    change(tmp_path / "hf")
+    capsys.readouterr()
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
+    assert said in one_line(capsys)
+    assert {p.name for p in tmp_path.iterdir()} <= {"hf"}
+
+
+def test_an_unsupported_config_is_refused_by_its_field(tmp_path: Path, capsys) -> None:
+    make(tmp_path / "hf", hidden_act="relu")
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
+    assert "hidden_act='relu' is not supported" in one_line(capsys)
+
+
+def test_a_full_run_folder_is_refused(tmp_path: Path, capsys) -> None:
+    make(tmp_path / "hf")
+    run = runs.make(tmp_path / "run")
+    assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(run)]) == 2
+    assert "is not empty" in one_line(capsys)
+
+
+def test_names_without_a_prefix_are_those_of_the_encoder() -> None:
+    assert (
+        hf_read.present_name("encoder.layer.0.output.LayerNorm.gamma")
+        == "bert.encoder.layer.0.output.LayerNorm.weight"
+    )
+    assert (
+        hf_read.present_name("cls.predictions.transform.LayerNorm.beta")
+        == "cls.predictions.transform.LayerNorm.bias"
+    )
+    assert hf_read.present_name("cls.predictions.bias") == "cls.predictions.bias"
+
+
+def test_our_names_for_theirs_are_complete() -> None:
+    """`their_shapes` against the shapes of what export writes."""
+    cfg = config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
+    written = to_huggingface(runs.model(cfg).state_dict(), cfg)
+    shapes = hf_read.their_shapes(cfg)
+    assert {
+        name: tuple(t.shape) for name, t in written.items() if not name.startswith(hf_read.DECODER)
+    } == shapes
+    assert json.loads(json.dumps(BertConfig().to_dict()))["tie_word_embeddings"] is True

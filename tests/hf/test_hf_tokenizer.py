@@ -1,0 +1,225 @@
+"""What AutoTokenizer makes of the files has the ids of ours, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+import bz2
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece import sentencepiece_model_pb2
+
+from data_prep.options import BuildOptions
+from data_prep.stages.train_tokenizer import train
+from megabert.data.tokenizer import Tokenizer
+from megabert.hf import hf_tokenizer
+from tests.helpers import runs, wordpiece
+
+MODELS: dict[str, dict[str, Any]] = {
+    "unigram": {},
+    "bpe": {"model_type": "bpe"},
+    "lowercase": {"normalization_rule_name": "nmt_nfkc_cf"},
+    "bytes": {"byte_fallback": True, "vocab_size": 400},
+    "bpe-bytes": {"byte_fallback": True, "vocab_size": 400, "model_type": "bpe"},
+    "symbols": {"user_defined_symbols": "<sep>,fox", "control_symbols": "[MASK],<other>"},
+    "no-prefix": {"add_dummy_prefix": False},
+    "spaces-kept": {"remove_extra_whitespaces": False},
+    "identity": {"normalization_rule_name": "identity"},
+    "across-words": {"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 200},
+}
+SPACES = [
+    "",
+    " ",
+    "  \t ",
+    " a",
+    "a  b",
+    "\u3000the\u00a0\u00a0sea ",
+    "\u200bthe",
+    "\ufefffox",
+    "a\r\nb",
+    "\x01the",
+]
+MARKS = [
+    "(\u00a0\u0334\u00a0)",
+    "M\u0325r",
+    "e\u0301 a\u0323",
+    "q\u0302\u0323",
+    "\uff21\u0301",
+    "x\ufe0f",
+    "\ufe0f",
+]
+SYMBOLS = ["the <sep> fox", "the<sep>fox", "<sep>", "foxfox <sep>the", "<other the", "<0x41>"]
+
+
+def load_sentencepiece(folder: Path, **changes: Any) -> Tokenizer:
+    path = folder / "tokenizer.model"
+    path.write_bytes(runs.sentencepiece_model(**changes))
+    return Tokenizer.load(path)
+
+
+def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
+    """What transformers reads from the files, beside a config.json of a BERT."""
+    from transformers import AutoTokenizer
+
+    folder.mkdir()
+    for name, data in hf_tokenizer.files(tokenizer, 64).items():
+        (folder / name).write_bytes(data)
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def differing(tokenizer: Tokenizer, peer: Any, texts: list[str]) -> list[str]:
+    theirs = peer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    ours = tokenizer.encode_batch(texts)
+    assert sum(map(len, ours)) > len(texts)
+    return [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_of_a_sentencepiece_model_are_ours(name: str, tmp_path: Path) -> None:
+    tokenizer = load_sentencepiece(tmp_path, **MODELS[name])
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.real_texts(100_000)[:400]]
+    texts += SYMBOLS if name == "symbols" else []
+    if name != "identity":  # whose marks the library leaves alone as ours does
+        texts += wordpiece.odd_texts(500)
+    assert not differing(tokenizer, peer, texts)
+    assert len(peer) == tokenizer.vocab_size
+    assert peer.convert_ids_to_tokens(list(range(tokenizer.vocab_size))) == [
+        tokenizer.processor.id_to_piece(i) for i in range(tokenizer.vocab_size)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["uncased", "cased", "published"])
+def test_ids_of_a_vocab_txt_are_ours(kind: str, tmp_path: Path) -> None:
+    path = wordpiece.published() if kind == "published" else wordpiece.write(tmp_path / "v", kind == "cased")
+    tokenizer = Tokenizer.load(path)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    texts = [*runs.TEXT[:3], *SPACES, *MARKS, *wordpiece.odd_texts(500), *wordpiece.real_texts(100_000)[:400]]
+    assert not differing(tokenizer, peer, texts)
+    assert len(peer) == tokenizer.vocab_size
+
+
+def test_line_ends_of_a_vocab_txt_do_not_matter(tmp_path: Path) -> None:
+    path = wordpiece.write(tmp_path / "vocab.txt")
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    tokenizer = Tokenizer.load(path)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    assert not differing(tokenizer, peer, runs.TEXT[:3])
+    assert b"\r" not in (tmp_path / "hf" / "vocab.txt").read_bytes()
+
+
+def test_what_was_loaded_is_written_though_the_file_has_changed(tmp_path: Path) -> None:
+    tokenizer = runs.tokenizer(tmp_path, "cased")
+    loaded = tokenizer.path.read_bytes()
+    tokenizer.path.write_bytes(loaded + b"more\n")
+    assert hf_tokenizer.files(tokenizer, 64)["vocab.txt"] == loaded
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_special_pieces_stand_where_bert_has_them(kind: str, tmp_path: Path) -> None:
+    tokenizer = runs.tokenizer(tmp_path / "run", kind)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    ours = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
+    assert {name: getattr(peer, f"{name}_token_id") for name in ours} == ours
+    assert peer.model_max_length == 64
+    first, second = tokenizer.encode_batch(["the fox", "sea shells"])
+    made = peer("the fox", "sea shells")
+    assert made["input_ids"] == [ours["cls"], *first, ours["sep"], *second, ours["sep"]]
+    assert made["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert peer("the fox")["input_ids"] == [ours["cls"], *first, ours["sep"]]
+    assert peer.decode(first) == "the fox"
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_a_mask_takes_the_place_of_a_word(kind: str, tmp_path: Path) -> None:
+    """What stands around it keeps its ids: the space before belongs to it, punctuation after it starts no word."""
+    tokenizer = runs.tokenizer(tmp_path / "run", kind)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    for text, word in (("the fox, she sells", "fox"), ("sea shells", "sea"), ("the sea", "sea")):
+        before, _, after = text.partition(word)
+        kept = tokenizer.encode_batch([before])[0]
+        whole = tokenizer.encode_batch([text])[0]
+        middle = tokenizer.encode_batch([word])[0]
+        assert whole[: len(kept) + len(middle)] == kept + middle
+        want = [*kept, tokenizer.mask_id, *whole[len(kept) + len(middle) :]]
+        assert peer(f"{before}[MASK]{after}", add_special_tokens=False)["input_ids"] == want
+        assert peer(f"{before}[MASK] [MASK]", add_special_tokens=False)["input_ids"] == [
+            *kept,
+            *[peer.mask_token_id] * 2,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "char", "vocab_size": 40}, "model_type=char"),
+        ({"normalization_rule_name": "nfkc"}, "normalization_rule_name=nfkc"),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix=true"),
+        ({"user_defined_symbols": "<sep>", "model_type": "bpe"}, "user_defined_symbols of a BPE model"),
+        ({"user_defined_symbols": "\ufb01"}, "user-defined symbol '\ufb01' is changed by its own normalization"),
+    ],
+)  # fmt: skip
+def test_what_the_format_cannot_say_is_refused_by_name(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    tokenizer = load_sentencepiece(tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
+        hf_tokenizer.build(tokenizer)
+    assert said in str(caught.value) and str(tokenizer.path) in str(caught.value)
+
+
+def test_pieces_marked_unused_are_refused(tmp_path: Path) -> None:
+    messages: Any = sentencepiece_model_pb2
+    proto = messages.ModelProto.FromString(runs.sentencepiece_model())
+    proto.pieces[50].type = hf_tokenizer.UNUSED
+    (tmp_path / "m").write_bytes(proto.SerializeToString())
+    with pytest.raises(ValueError, match="pieces marked unused"):
+        hf_tokenizer.build(Tokenizer.load(tmp_path / "m"))
+
+
+def wikipedia(megabytes: int) -> list[str]:
+    """The first lines of English Wikipedia as they are in its files, line ends included."""
+    lines: list[str] = []
+    size = 0
+    for path in sorted((wordpiece.DATA / "enwiki").glob("*/*.bz2")):
+        with bz2.open(path, "rt", encoding="utf-8", newline="\n") as file:
+            for line in file:
+                size += len(line.encode())
+                lines.append(line)
+                if size >= megabytes * 1_000_000:
+                    return lines
+    pytest.skip(f"fewer than {megabytes} MB of enwiki in {wordpiece.DATA}; MEGABERT_DATA names the folder")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "lowercase", "uncased", "cased"])
+def test_every_line_of_20_mb_of_wikipedia_has_the_same_ids(kind: str, tmp_path: Path) -> None:
+    """SentencePiece models as `data_prep build` trains them."""
+    lines = wikipedia(20)
+    if kind in MODELS:
+        model_type = "bpe" if kind == "bpe" else "unigram"
+        options = BuildOptions(vocab_size=16_000, model_type=model_type, lowercase=kind == "lowercase")
+        path = tmp_path / "tokenizer.model"
+        path.write_bytes(train([line for line in lines[:20_000] if line.strip()], options))
+    elif kind == "uncased":
+        path = wordpiece.published()
+    else:  # the published pieces, and each of the first once more with a capital
+        pieces = wordpiece.published().read_text(encoding="utf-8").split("\n")[:-1]
+        capitals = [
+            p.title() for p in pieces[2000:8000] if p.isalpha() and p.isascii() and p.title() not in pieces
+        ]
+        path = tmp_path / "vocab.txt"
+        path.write_text("".join(f"{p}\n" for p in [*pieces, *dict.fromkeys(capitals)]), encoding="utf-8")
+    tokenizer = Tokenizer.load(path)
+    peer = auto_tokenizer(tokenizer, tmp_path / "hf")
+    different = []
+    for first in range(0, len(lines), 2000):
+        part = lines[first : first + 2000]
+        theirs = peer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        pairs = zip(part, tokenizer.encode_batch(part), theirs, strict=True)
+        different += [line for line, ours, them in pairs if ours != them]
+    print(f"{kind}: {len(lines):,} lines, {len(different)} different")
+    assert not different, different[:3]

@@ -1,0 +1,263 @@
+"""Attention inside packed sequences: every backend against fp64, the mask's edges, dropout replayed, pads silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert import ops
+from megabert.data.batch import compact_lengths
+from megabert.ops import reference
+from megabert.ops.tolerance import Function
+from tests.ops.oracle import DTYPES, check, needs_library, normal
+
+SEED, STREAM = 0xABCDEF0123, 4
+
+
+def bounds(*rows: list[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """key_start, key_end [B, width] and lengths [B, S] of rows that hold sequences of these lengths."""
+    start = torch.zeros(len(rows), width, dtype=torch.int32)
+    end, slots = start.clone(), max(map(len, rows))
+    lengths = torch.zeros(len(rows), slots, dtype=torch.int32)
+    for b, row in enumerate(rows):
+        at = 0
+        for s, length in enumerate(row):
+            start[b, at : at + length], end[b, at : at + length] = at, at + length
+            lengths[b, s] = length
+            at += length
+    return start, end, lengths
+
+
+CASES = {
+    "one token": ([[1]], 1, 1, 8),
+    "three": ([[3], [1, 2]], 3, 2, 16),
+    "odd head size": ([[5, 4], [9]], 11, 3, 7),
+    "packed and padded": ([[20, 1, 19], [45], [0]], 45, 3, 16),
+    "long": ([[1023], [600, 400]], 1023, 1, 64),
+}
+
+
+def factor(p: float, batch: int, heads: int, width: int) -> Tensor:
+    return reference.keep_mask(SEED, STREAM, batch * heads * width, width, p).view(batch, heads, width, width)
+
+
+def plain_attention(qkv: Tensor, heads: int, start: Tensor, end: Tensor, keep: Tensor) -> Tensor:
+    """What torch users write: scores, mask, softmax, dropout, product, all in the input's type."""
+    batch, width, triple = qkv.shape
+    q, k, v = qkv.view(batch, width, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    key = torch.arange(width)
+    allowed = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    weights = F.softmax(scores, -1).masked_fill(~allowed, 0) * keep.to(qkv.dtype)
+    return (weights @ v).transpose(1, 2).reshape(batch, width, triple // 3)
+
+
+def added(function: Callable[[Tensor], Tensor]) -> Function:
+    """`function` of qkv that a bias was added to: the same values, and the bias has its gradient."""
+    return lambda qkv, bias: [function(qkv + (bias - bias.detach()))]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("case", CASES)
+def test_native_against_fp64(case: str, p: float, dtype: torch.dtype) -> None:
+    rows, width, heads, size = CASES[case]
+    start, end, _ = bounds(*rows, width=width)
+    keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED])
+    check(
+        lambda qkv, bias: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native", bias)],
+        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
+        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
+        [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
+    )  # fmt: skip
+
+
+@needs_library
+def test_dropout_mask_of_every_probability_is_the_oracles() -> None:
+    """Values are unit vectors, so the context shows the dropped probabilities themselves."""
+    width, heads, size = 24, 2, 32
+    start, end, _ = bounds([10, 14], [24], width=width)
+    qkv = normal(2, width, 3, heads, size, seed=1).float()
+    qkv[:, :, 2] = torch.eye(size)[:width, None]
+    for p in (0.1, 0.5):
+        found = ops.attend(qkv.flatten(2), heads, [start, end], p, torch.tensor([SEED]), STREAM, "native")
+        kept = found.view(2, width, heads, size)[..., :width].transpose(1, 2) != 0  # (B, H, T, T)
+        allowed = (torch.arange(width) >= start[..., None]) & (torch.arange(width) < end[..., None])
+        assert kept.equal((factor(p, 2, heads, width) != 0) & allowed[:, None])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("native", marks=needs_library)])
+def test_backends_agree_with_the_oracle(backend: str) -> None:
+    rows, width, heads, size = CASES["packed and padded"]
+    start, end, lengths = bounds(*rows, width=width)
+    qkv = normal(len(rows), width, 3 * heads * size, seed=1).float().requires_grad_()
+    inputs = ops.attention_inputs(backend, start, end, lengths)
+    out = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([SEED]), STREAM, backend)
+    exact = reference.attention(qkv.double(), heads, start, end, torch.ones(1))
+    assert (out.double() - exact).abs().max() < 2e-6
+    pad = end == 0
+    assert out[pad].abs().max() == 0
+    out.square().sum().backward()
+    assert qkv.grad is not None and torch.isfinite(qkv.grad).all()
+    assert qkv.grad[pad].abs().max() == 0
+
+
+def causal(start: Tensor, end: Tensor) -> Tensor:
+    """key_end of a left-to-right model: one past the token itself, 0 in padding."""
+    return torch.minimum(end, torch.arange(1, end.shape[1] + 1, dtype=torch.int32))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "case", [case if case != "long" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_native_left_to_right_against_fp64(case: str, p: float, dtype: torch.dtype) -> None:
+    rows, width, heads, size = CASES[case]
+    start, end, _ = bounds(*rows, width=width)
+    end = causal(start, end)
+    keep, seed = factor(p, len(rows), heads, width), torch.tensor([SEED])
+    check(
+        lambda qkv, bias: [ops.attend(qkv, heads, [start, end], p, seed, STREAM, "native", bias)],
+        added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
+        added(lambda qkv: reference.attention(qkv, heads, start, end, keep)),
+        [normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5), normal(3 * heads * size, seed=3)],
+        [normal(len(rows), width, heads * size, seed=2)], dtype, multiple=4,  # log-sum-exp is rounded to fp32
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "backend", ["sdpa", *(pytest.param(b, marks=needs_library) for b in ("native", "fused_softmax"))]
+)
+def test_a_later_token_changes_nothing_before_it_left_to_right(backend: str) -> None:
+    rows, width, heads, size = CASES["packed and padded"]
+    start, end, lengths = bounds(*rows, width=width)
+    inputs = ops.attention_inputs(backend, start, causal(start, end), lengths)
+    qkv = normal(len(rows), width, 3 * heads * size, seed=1).float()
+    changed = qkv.clone()
+    changed[:, 30:] = normal(len(rows), width - 30, 3 * heads * size, seed=3).float()
+    one, two = (
+        ops.attend(x, heads, inputs, 0.0, torch.tensor([SEED]), STREAM, backend) for x in (qkv, changed)
+    )
+    assert one[:, :30].equal(two[:, :30]) and not one[:, 30:40].equal(two[:, 30:40])
+
+
+@needs_library
+def test_bounds_need_not_be_sequences() -> None:
+    """Any key range is legal: here each query of a row has its own, some empty."""
+    width = 37
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randint(0, width, (2, width), generator=generator, dtype=torch.int32)
+    end = torch.randint(0, width + 1, (2, width), generator=generator, dtype=torch.int32)
+    seed, keep = torch.tensor([SEED]), factor(0.2, 2, 2, width)
+    check(
+        lambda qkv: [ops.attend(qkv, 2, [start, end], 0.2, seed, STREAM, "native")],
+        lambda qkv: [plain_attention(qkv, 2, start, end, keep)],
+        lambda qkv: [reference.attention(qkv, 2, start, end, keep)],
+        [normal(2, width, 3 * 2 * 16, seed=1)], [normal(2, width, 32, seed=2)], torch.float32,
+    )  # fmt: skip
+
+
+@needs_library
+def test_large_scores_stay_finite() -> None:
+    start, end, _ = bounds([8], width=8)
+    qkv = (normal(1, 8, 3 * 16, seed=1) * 1e4).float().requires_grad_()
+    out = ops.attend(qkv, 1, [start, end], 0.0, torch.tensor([1]), 0, "native")
+    out.sum().backward()
+    assert torch.isfinite(out).all() and qkv.grad is not None and torch.isfinite(qkv.grad).all()
+    exact = reference.attention(qkv.double(), 1, start, end, torch.ones(1))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-2)
+
+
+@needs_library
+def test_nan_is_seen() -> None:
+    start, end, _ = bounds([8, 8], width=16)
+    qkv = torch.ones(1, 16, 48)
+    qkv[0, 3, 20] = float("nan")
+    out = ops.attend(qkv, 1, [start, end], 0.0, torch.tensor([1]), 0, "native")
+    assert out[0, :8].isnan().any() and not out[0, 8:].isnan().any()
+
+
+@needs_library
+def test_strided_input_and_threads_change_no_bit() -> None:
+    start, end, _ = bounds([30, 30], [50], width=64)
+    qkv = normal(2, 64, 3 * 4 * 16, seed=1).bfloat16()
+    strided = torch.stack([qkv, qkv], -1)[..., 1]
+    before, results = torch.get_num_threads(), []
+    for threads, value in ((1, qkv), (2, qkv), (2, strided)):
+        torch.set_num_threads(threads)
+        leaves = value.detach().requires_grad_(), torch.zeros(192).bfloat16().requires_grad_()
+        out = ops.attend(leaves[0], 4, [start, end], 0.1, torch.tensor([SEED]), STREAM, "native", leaves[1])
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(ours.equal(theirs) for ours, theirs in zip(found, results[0], strict=True))
+
+
+@needs_library
+def test_torch_knows_the_operation() -> None:
+    start, end, _ = bounds([5, 4], width=10)
+    qkv = normal(1, 10, 3 * 2 * 8, seed=1).float().requires_grad_()
+    seed = torch.tensor([SEED])
+    library: Any = torch.ops.megabert
+    for bias in (None, torch.zeros(48).requires_grad_()):
+        torch.library.opcheck(library.attention, (qkv, bias, start, end, seed, 1, 2, 0.1))
+    context, lse = (t.detach() for t in library.attention(qkv, None, start, end, seed, 1, 2, 0.1))
+    torch.library.opcheck(
+        library.attention_backward,
+        (context, qkv.detach(), context, lse, start, end, seed, 1, 2, 0.1),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.ones(1, 4, 24, dtype=torch.float64)}, "qkv has dtype"),
+        ({"heads": 5}, "not a multiple of 3 x 5 heads"),
+        ({"bias": torch.ones(8)}, "bias has size 8 in dimension 0, not 24"),
+        ({"bias": torch.ones(24).bfloat16()}, "bias has dtype BFloat16"),
+        ({"key_start": torch.zeros(1, 4)}, "key_start has dtype"),
+        ({"key_end": torch.full((1, 4), 5, dtype=torch.int32)}, r"outside \[0, 4\]"),
+        ({"key_start": torch.full((1, 4), -1, dtype=torch.int32)}, r"outside \[0, 4\]"),
+        ({"key_end": torch.ones(1, 3, dtype=torch.int32)}, "key_end has size 3"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {
+        "qkv": torch.ones(1, 4, 24), "bias": None, "key_start": torch.zeros(1, 4, dtype=torch.int32),
+        "key_end": torch.full((1, 4), 4, dtype=torch.int32), "seed": torch.tensor([1]), "stream": 0, "heads": 2, "p": 0.1,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.megabert.attention(**(args | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_varlen_against_sdpa_on_cuda(dtype: torch.dtype) -> None:
+    rows, width, heads, size = [[20, 1, 19], [45], [0]], 45, 3, 64
+    start, end, lengths = bounds(*rows, width=width)
+    compact, empty_slots, start, end = (
+        t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end)
+    )
+    outs, grads = [], []
+    for backend, lengths in (("sdpa", empty_slots), ("varlen", empty_slots), ("varlen", compact)):
+        qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", dtype).requires_grad_()
+        inputs = ops.attention_inputs(backend, start, end, lengths)
+        out = ops.attend(qkv, heads, inputs, 0.0, torch.tensor([1], device="cuda"), 0, backend)
+        real = out * (end > 0)[..., None]
+        real.float().square().sum().backward()
+        outs.append(real)
+        grads.append(qkv.grad)
+    for i in (1, 2):
+        torch.testing.assert_close(outs[i], outs[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grads[i], grads[0], rtol=5e-2, atol=5e-2)

@@ -1,0 +1,172 @@
+"""A backend is chosen once, with its reason; an explicit choice that cannot run is an error and never something else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from megabert import ops
+from megabert.config import OpsConfig
+from megabert.ops import backend
+from tests.ops.oracle import needs_library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_configuration_model_and_table_name_the_same_backends() -> None:
+    named = {name: get_args(field.annotation) for name, field in OpsConfig.model_fields.items()}
+    assert named.pop("optimizer") == ("auto", "torch", "apex")  # the engine's, not the model's
+    assert named == {role: ("auto", *backends) for role, backends in ops.BACKENDS.items()}
+    assert ops.Backends._fields == tuple(ops.BACKENDS) == tuple(named)
+
+
+@needs_library
+def test_what_torch_says_of_a_failed_call_reaches_the_caller() -> None:
+    huge = torch.ones(1, dtype=torch.bfloat16).expand(2**24, 2**24)  # 512 TiB, made contiguous
+    kept = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # torch keeps the reason from then on
+    with pytest.raises(
+        RuntimeError, match=r"tried to allocate \d+ bytes" if kept else "aten::contiguous"
+    ) as error:
+        torch.ops.megabert.bias_gelu(huge, huge[0].contiguous())
+    assert "failed at" in str(error.value)
+
+
+@needs_library
+def test_no_kernel_is_there_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.has_kernel("attention", "cpu")
+    monkeypatch.setattr(backend, "MISSING", "native library not built")
+    assert not ops.has_kernel("attention", "cpu")
+
+
+WITH_NATIVE = [op for op, backends in ops.BACKENDS.items() if "native" in backends]
+
+
+@needs_library
+@pytest.mark.parametrize("op", WITH_NATIVE)
+def test_auto_is_native_on_cpu(op: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        name, reason = ops.choose(op, "auto", "cpu", dtype)
+        assert name == "native" and reason
+    name, reason = ops.choose(op, "auto", "cpu", torch.float16)
+    assert name in ("sdpa", "torch") and "float16" in reason
+
+
+@pytest.mark.parametrize("op", WITH_NATIVE)
+def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MISSING", "native library not built")
+    assert ops.choose(op) == (backend.BACKENDS[op][0], "native library not built")
+    with pytest.raises(
+        ValueError, match=f"ops.{op}=native cannot run on cpu in bfloat16: native library not built"
+    ):
+        ops.choose(op, "native")
+
+
+@pytest.mark.parametrize(
+    ("op", "requested", "dtype", "message"),
+    [
+        ("attention", "varlen", torch.bfloat16, "ops.attention=varlen cannot run on cpu in bfloat16: .*CUDA"),
+        (
+            "attention",
+            "flash",
+            torch.bfloat16,
+            "ops.attention='flash': choose one of auto, sdpa, varlen, cudnn, native",
+        ),
+        ("layer", "native", torch.float64, "ops.layer=native cannot run on cpu in float64"),
+        ("mlm_loss", "sdpa", torch.bfloat16, "ops.mlm_loss='sdpa': choose one of auto, torch, native"),
+    ],
+)
+def test_impossible_choices_are_errors(op: str, requested: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.choose(op, requested, "cpu", dtype)
+
+
+def test_auto_on_cuda_is_flash_attention_for_16_bits() -> None:
+    assert ops.choose("attention", "auto", "cuda", torch.float32).name == "sdpa"
+    assert ops.choose("layer", "auto", "cuda", torch.bfloat16).name == "torch"
+
+
+def test_a_left_to_right_model_never_gets_attention_over_whole_sequences(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
+    assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
+    assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
+    with pytest.raises(
+        ValueError, match=r"ops\.attention=varlen cannot run .* a left-to-right model must not"
+    ):
+        ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "reason"),
+    [
+        (torch.float32, 64, "native attention takes bfloat16 and float16, not float32"),
+        (torch.bfloat16, 128, "native attention takes heads of at most 64 columns, a multiple of 8, not 128"),
+        (torch.float16, 20, "native attention takes heads of at most 64 columns, a multiple of 8, not 20"),
+        (torch.bfloat16, 64, ""),
+        (torch.float16, 8, ""),
+    ],
+)
+def test_what_native_attention_on_cuda_cannot_take_is_named(
+    dtype: torch.dtype, head_size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MISSING", "")
+    monkeypatch.setattr(backend, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if not reason:
+        assert ops.choose("attention", "native", "cuda", dtype, head_size=head_size).name == "native"
+        return
+    with pytest.raises(ValueError, match=f"ops.attention=native cannot run on cuda in .*: {reason}"):
+        ops.choose("attention", "native", "cuda", dtype, head_size=head_size)
+    assert ops.choose("attention", "native", "cpu", torch.bfloat16, head_size=head_size).name == "native"
+
+
+def instruction_sets() -> list[str]:
+    """That this machine has, its best last."""
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.is_file() else set()
+    needs = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+    return ["generic", *(name for name, wanted in needs.items() if wanted <= flags)]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)
+        for name in instruction_sets()[:-1]
+    ],
+)
+def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
+    """The machine's best is what the other tests of this folder run; here they run again with those below it."""
+    own, gpu, slow_steps = "test_backend.py", "test_cuda_ops.py", "test_gradcheck.py"
+    folder = Path(__file__).parent
+    files = [
+        str(path) for path in sorted(folder.glob("test_*.py")) if path.name not in (own, gpu, slow_steps)
+    ]
+    assert len(files) >= 4
+    files.append("tests/csrc/test_philox.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command += ["-k", "fp64 or mask or gelu or norm"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MEGABERT_CPU_ISA": name}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@needs_library
+def test_an_unknown_instruction_set_is_an_error() -> None:
+    code = "import torch; from megabert import ops; ops.bias_gelu(torch.ones(1, 4), torch.ones(4), 'native')"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"MEGABERT_CPU_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0 and "MEGABERT_CPU_ISA=mmx: choose generic" in result.stderr

@@ -1,0 +1,257 @@
+"""Masked-LM loss: value, count and gradients against fp64; ignored slots and padded entries add nothing; chunks do not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megabert import ops
+from megabert.ops import reference
+from tests.ops.oracle import DTYPES, check, needs_library, normal
+
+pytestmark = [needs_library, pytest.mark.usefixtures("two_threads")]
+
+
+def problem(count: int, width: int, vocab: int, entries: int) -> tuple[list[Tensor], Tensor]:
+    labels = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(1))
+    labels[::4] = -100
+    return [
+        normal(count, width, seed=2),
+        normal(entries, width, seed=3, scale=0.3),
+        normal(entries, seed=4),
+    ], labels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("count", "width", "vocab", "entries"),
+    [
+        (2, 8, 1, 1),
+        (3, 5, 3, 128),
+        (70, 64, 1000, 1024),
+        (1023, 32, 1023, 1152),
+        (33, 16, 128, 128),
+        (2500, 16, 120, 128),  # five chunks, the last a short one
+        (40_000, 16, 120, 128),  # as many chunks as there may be
+    ],
+)
+def test_against_fp64(count: int, width: int, vocab: int, entries: int, dtype: torch.dtype) -> None:
+    inputs, labels = problem(count, width, vocab, entries)
+    check(
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, vocab, "native")[0]],
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, vocab, "torch")[0]],
+        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, vocab)[0]],
+        inputs, [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_smoothing_and_z_loss_against_fp64(smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
+    inputs, labels = problem(70, 64, 1000, 1024)
+    check(
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "native", smoothing, z_loss)[0]],
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "torch", smoothing, z_loss)[0]],
+        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, 1000, smoothing, z_loss)[0]],
+        inputs, [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_from_logits_against_fp64(dtype: torch.dtype) -> None:
+    _, labels = problem(70, 1, 999, 999)
+    one, none = torch.eye(999, dtype=torch.float64), torch.zeros(999, dtype=torch.float64)
+    check(
+        lambda x: [ops.mlm_loss_of_logits(x, labels, "native", 0.1, 1e-3)[0]],
+        lambda x: [ops.mlm_loss_of_logits(x, labels, "torch", 0.1, 1e-3)[0]],
+        lambda x: [reference.mlm_loss(x, one, none, labels, 999, 0.1, 1e-3)[0]],
+        [normal(70, 999, seed=5, scale=3)], [torch.tensor(0.37)], dtype,
+    )  # fmt: skip
+
+
+def test_memory_is_one_chunk_whatever_the_number_of_predictions() -> None:
+    """What is allocated for 4,096 predictions more: their gradient and three numbers each, and nothing of V' a row."""
+
+    def allocated(count: int) -> int:
+        inputs, labels = problem(count, 16, 4000, 4096)
+        hidden, weight, bias = (t.bfloat16() for t in inputs)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 4000, 0.0, 0.0, True)
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    chunk = 512 * 4096 * 2
+    few, many = allocated(1024), allocated(5120)
+    assert chunk < few < 2 * chunk and many - few < 4096 * (16 * 2 + 12) + 65536, (few, many)
+
+
+def test_log_sum_exp_and_predictions() -> None:
+    inputs, labels = problem(40, 16, 100, 128)
+    hidden, weight, bias = (t.float() for t in inputs)
+    results = torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 100, 0.0, 0.0, False)
+    exact = (hidden @ weight[:100].T + bias[:100]).double().logsumexp(-1) * (labels >= 0)
+    torch.testing.assert_close(results[3].double(), exact, rtol=1e-6, atol=1e-5)
+    assert int(results[2]) == int((labels >= 0).sum()) == 30
+
+
+def test_correct_counts_the_first_of_equal_logits() -> None:
+    inputs, labels = problem(300, 16, 500, 512)
+    hidden, weight, bias = (t.float() for t in inputs)
+    labels[:100] = (hidden[:100] @ weight[:500].T + bias[:500]).argmax(-1)
+    found = int(ops.mlm_loss(hidden, weight, bias, labels, 500, "native")[1])
+    assert (
+        found
+        == int(reference.mlm_loss(*inputs, labels, 500)[1])
+        == int(ops.mlm_loss(hidden, weight, bias, labels, 500, "torch")[1])
+    )
+    tied = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(8)
+    assert int(ops.mlm_loss(*tied, torch.tensor([0, 5]), 8, "native")[1]) == 1
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+def test_padded_entries_are_invisible(smoothing: float, z_loss: float, backend: str) -> None:
+    inputs, labels = problem(20, 16, 100, 128)
+    hidden, weight, bias = (t.float() for t in inputs)
+    bias[100:] = 1e4  # would win everything
+    weight.requires_grad_(), bias.requires_grad_()
+    loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 100, backend, smoothing, z_loss)
+    small, _ = reference.mlm_loss(hidden, weight[:100], bias[:100], labels, 100, smoothing, z_loss)
+    torch.testing.assert_close(loss, small, rtol=1e-6, atol=1e-5)
+    loss.backward()
+    assert weight.grad is not None and bias.grad is not None
+    assert weight.grad[100:].abs().max() == 0 and bias.grad[100:].abs().max() == 0
+    assert ops.mlm_logits(hidden, weight, bias, 100).shape == (20, 100)
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all that goes into and comes out of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes.append([size for t in (*args, found) for size in t.shape])
+        return found
+
+
+@pytest.mark.parametrize("what", ["loss", "smoothed loss", "logits"])
+def test_the_torch_head_multiplies_the_whole_padded_matrix(what: str) -> None:
+    """Products of forward and backward with 1,024 entries, a multiple of 128, none with the 1,000 that are real."""
+    inputs, labels = problem(70, 64, 1000, 1024)
+    hidden, weight, bias = (t.bfloat16().requires_grad_() for t in inputs)
+    with Products() as products:
+        if what == "logits":
+            ops.mlm_logits(hidden, weight, bias, 1000).sum().backward()
+        else:
+            smoothing = 0.1 if what == "smoothed loss" else 0.0
+            ops.mlm_loss(hidden, weight, bias, labels, 1000, "torch", smoothing)[0].backward()
+    assert len(products.shapes) == 3
+    for shape in products.shapes:
+        assert 1024 in shape and 1000 not in shape, f"a product of sizes {shape}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 1e-3)])
+def test_the_torch_head_equals_one_without_padding(
+    smoothing: float, z_loss: float, dtype: torch.dtype
+) -> None:
+    """By the same rule: the error of the padded products is that of products of a slice."""
+    inputs, labels = problem(70, 64, 1000, 1024)
+
+    def sliced(h: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        logits = F.linear(h, w[:1000], b[:1000])
+        return [ops.mlm_loss_of_logits(logits, labels, "torch", smoothing, z_loss)[0]]
+
+    check(
+        lambda h, w, b: [ops.mlm_loss(h, w, b, labels, 1000, "torch", smoothing, z_loss)[0]],
+        sliced,
+        lambda h, w, b: [reference.mlm_loss(h, w, b, labels, 1000, smoothing, z_loss)[0]],
+        inputs, [torch.tensor(0.37)], dtype, multiple=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_no_predictions(count: int) -> None:
+    inputs, _ = problem(count, 8, 20, 128)
+    hidden, weight, bias = (t.float().requires_grad_() for t in inputs)
+    loss, correct = ops.mlm_loss(hidden, weight, bias, torch.full((count,), -100), 20, "native")
+    loss.backward()
+    assert loss == 0 and correct == 0
+    for t in (hidden, weight, bias):
+        assert t.grad is not None and (t.grad == 0).all()
+
+
+def test_ignored_rows_have_zero_gradient() -> None:
+    inputs, labels = problem(40, 16, 100, 128)
+    hidden, weight, bias = (t.bfloat16().requires_grad_() for t in inputs)
+    ops.mlm_loss(hidden, weight, bias, labels, 100, "native")[0].backward()
+    assert hidden.grad is not None
+    assert (hidden.grad[labels < 0] == 0).all() and (hidden.grad[labels >= 0] != 0).any(-1).all()
+
+
+def test_evaluation_computes_no_gradients() -> None:
+    inputs, labels = problem(10, 8, 20, 128)
+    hidden, weight, bias = (t.float().requires_grad_() for t in inputs)
+    with torch.no_grad():
+        loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
+    assert not loss.requires_grad
+    sizes = [
+        t.numel() for t in torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 20, 0.0, 0.0, False)[4:]
+    ]
+    assert sizes == [0, 0, 0]
+    with_gradients, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
+    assert with_gradients.item() == loss.item()
+
+
+def test_scale_of_the_loss_is_not_rounded() -> None:
+    """The factor 1/3001 has no short bf16 form; the gradient must be the fp32 multiple, rounded once."""
+    inputs, labels = problem(30, 16, 100, 128)
+    grads = []
+    for factor in (1.0, 1 / 3001):
+        hidden, weight, bias = (t.bfloat16().requires_grad_() for t in inputs)
+        (ops.mlm_loss(hidden, weight, bias, labels, 100, "native")[0] * factor).backward()
+        assert weight.grad is not None
+        grads.append(weight.grad.double())
+    ratio = ((grads[1] * grads[0]).sum() / grads[0].square().sum()).item() * 3001
+    assert abs(ratio - 1) < 2e-4
+
+
+def test_torch_knows_the_operation() -> None:
+    inputs, labels = problem(6, 8, 20, 32)
+    hidden, weight, bias = (t.float().requires_grad_() for t in inputs)
+    torch.library.opcheck(torch.ops.megabert.mlm_loss, (hidden, weight, bias, labels, 20, 0.1, 0.1, True))
+    plain = [t.detach() for t in (hidden, weight, bias)]
+    torch.library.opcheck(torch.ops.megabert.mlm_loss, (*plain, labels, 20, 0.0, 0.0, False))
+    logits = normal(6, 20, seed=1).float().requires_grad_()
+    torch.library.opcheck(torch.ops.megabert.mlm_loss_of_logits, (logits, labels, 0.1, 0.1, True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.tensor([0, 20])}, r"labels\[1\] is 20"),
+        ({"labels": torch.tensor([-1, 0])}, r"labels\[0\] is -1"),
+        ({"labels": torch.tensor([0.0, 1.0])}, "labels has dtype"),
+        ({"weight": torch.ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
+        ({"bias": torch.ones(31)}, "bias has size 31"),
+        ({"vocab_size": 33}, "vocab_size is 33"),
+        ({"hidden": torch.ones(2, 8, dtype=torch.float16)}, "hidden has dtype"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1"),
+        ({"z_loss": -0.1}, "z_loss is -0.1"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {
+        "hidden": torch.ones(2, 8), "weight": torch.ones(32, 8), "bias": torch.ones(32),
+        "labels": torch.tensor([0, 1]), "vocab_size": 20, "label_smoothing": 0.0, "z_loss": 0.0, "need_grad": True,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.megabert.mlm_loss(**(args | change))

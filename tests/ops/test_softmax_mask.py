@@ -1,0 +1,239 @@
+"""Scale, mask, softmax and dropout in one operation: every kind of mask against fp64, empty rows, dropout replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megabert import ops
+from megabert.ops import reference
+from tests.ops.oracle import DTYPES, check, needs_library, normal
+
+pytestmark = needs_library
+SEED, STREAM, SCALE = 0xFEED5, 3, 0.4
+SHAPE = (2, 3, 5, 37)  # batch, heads, queries, keys
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def bounds(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random key ranges [B, Q], some empty, one the whole row."""
+    batch, _, queries, keys = shape
+    start = torch.randint(0, keys, (batch, queries), generator=generator(1), dtype=torch.int32)
+    end = torch.randint(0, keys + 1, (batch, queries), generator=generator(2), dtype=torch.int32)
+    start[0, 0], end[0, 0] = 0, keys
+    start[-1, -1], end[-1, -1] = keys // 2, keys // 2
+    return start, end
+
+
+def inside(start: Tensor, end: Tensor, keys: int) -> Tensor:
+    key = torch.arange(keys)
+    return ((key >= start[..., None]) & (key < end[..., None]))[:, None]  # (B, 1, Q, K)
+
+
+def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[dict[str, Tensor], Tensor, Tensor]]:
+    """Name -> (the operation's arguments, keys that may be attended to, what is added to the scores)."""
+    batch, heads, queries, keys = shape
+    start, end = bounds(shape)
+    everything, nothing = torch.ones((), dtype=torch.bool), torch.zeros(())
+    lengths = torch.arange(batch, dtype=torch.int32) * (keys - 1) + 1
+    first = torch.zeros(batch, 1, dtype=torch.int32)
+    allowed = torch.rand(batch, 1, queries, keys, generator=generator(3)) < 0.6
+    allowed[0, :, -1] = False
+    added = normal(1, heads, 1, keys, seed=4).to(dtype)
+    strided = normal(batch, heads, keys, queries, seed=5).to(dtype).transpose(-1, -2)
+    one_for_all = normal(batch, heads, queries, 1, seed=6).float()
+    return {
+        "none": ({}, everything, nothing),
+        "bounds": ({"key_start": start, "key_end": end}, inside(start, end, keys), nothing),
+        "lengths": ({"lengths": lengths}, inside(first, lengths[:, None], keys), nothing),
+        "bool": ({"mask": allowed}, allowed, nothing),
+        "added": ({"mask": added}, everything, added),
+        "strided": ({"mask": strided}, everything, strided),
+        "broadcast over keys, bounds": (
+            {"mask": one_for_all, "key_end": end}, inside(torch.zeros_like(end), end, keys), one_for_all,
+        ),
+    }  # fmt: skip
+
+
+def factor(shape: tuple[int, ...], p: float) -> Tensor:
+    return reference.keep_mask(SEED, STREAM, shape[0] * shape[1] * shape[2], shape[3], p).view(shape)
+
+
+def plain(scores: Tensor, allowed: Tensor, added: Tensor, keep: Tensor) -> Tensor:
+    """What torch users write, with a given dropout mask."""
+    scores = (scores * SCALE + added.to(scores.dtype)).masked_fill(~allowed, -torch.inf)
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0) * keep.to(scores.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("kind", masks(SHAPE, torch.float32))
+def test_masks_against_fp64(kind: str, p: float, dtype: torch.dtype) -> None:
+    arguments, allowed, added = masks(SHAPE, dtype)[kind]
+    keep, seed = factor(SHAPE, p), torch.tensor([SEED])
+    check(
+        lambda x: [ops.fused_softmax_mask(x, **arguments, scale=SCALE, p=p, seed=seed, stream=STREAM)],
+        lambda x: [plain(x, allowed, added, keep)],
+        lambda x: [reference.softmax_mask(x, allowed, added, SCALE, keep)],
+        [normal(*SHAPE, seed=7, scale=4)], [normal(*SHAPE, seed=8)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 3, 3), (2, 1, 2, 1023), (1, 1, 2, 8192)], ids=str)
+def test_sizes_against_fp64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    start, end = bounds(shape)
+    allowed, keep, seed = inside(start, end, shape[3]), factor(shape, 0.2), torch.tensor([SEED])
+    nothing = torch.zeros(())
+
+    def ours(x: Tensor) -> list[Tensor]:
+        more: Any = {"key_start": start, "key_end": end, "scale": SCALE, "p": 0.2}
+        return [ops.fused_softmax_mask(x, **more, seed=seed, stream=STREAM)]
+
+    check(
+        ours,
+        lambda x: [plain(x, allowed, nothing, keep)],
+        lambda x: [reference.softmax_mask(x, allowed, nothing, SCALE, keep)],
+        [normal(*shape, seed=7, scale=4)], [normal(*shape, seed=8)], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_rows_without_a_key_are_zeros_with_zero_gradients(backend: str) -> None:
+    scores = torch.full((2, 2, 3, 9), 5.0).requires_grad_()
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    out = ops.fused_softmax_mask(scores, lengths=lengths, backend=backend)
+    assert (out[0] == 0).all() and (out[1, ..., 4:] == 0).all()
+    torch.testing.assert_close(out[1, ..., :4], torch.full((2, 3, 4), 0.25))
+    (out * torch.arange(9.0)).sum().backward()
+    assert scores.grad is not None and (scores.grad[0] == 0).all() and scores.grad[1, ..., :4].abs().min() > 0
+
+
+def test_forbidden_keys_have_exactly_no_weight() -> None:
+    """Also beside scores so low that an allowed key's weight is tiny."""
+    mask = torch.tensor([True, False, True, False])[None, None, None]
+    out = ops.fused_softmax_mask(torch.tensor([0.0, 50.0, -80.0, 1e4])[None, None, None], mask=mask)
+    assert out[..., 1].item() == 0 and out[..., 3].item() == 0
+    assert 1e-36 < out[..., 2].item() < 1e-34
+
+
+def test_nan_is_seen_and_stays_in_its_row() -> None:
+    scores = torch.zeros(1, 1, 3, 40)
+    scores[0, 0, 1, 7] = float("nan")
+    out = ops.fused_softmax_mask(scores)
+    assert out[0, 0, 1].isnan().all() and not out[0, 0, [0, 2]].isnan().any()
+    all_nan = ops.fused_softmax_mask(torch.full((1, 1, 1, 5), float("nan")))
+    assert all_nan.isnan().all()
+
+
+def test_dropout_is_the_attention_operations() -> None:
+    """The same seed and stream drop the same probabilities in both."""
+    width, heads, p = 24, 2, 0.3
+    start = torch.zeros(2, width, dtype=torch.int32)
+    end = torch.full_like(start, width)
+    qkv = normal(2, width, 3, heads, width, seed=1).float()
+    qkv[:, :, 2] = torch.eye(width)[:, None]  # values: unit vectors, so the context shows the probabilities
+    outs = {
+        backend: ops.attend(qkv.flatten(2), heads, [start, end], p, torch.tensor([SEED]), STREAM, backend)
+        for backend in ("native", "fused_softmax")
+    }
+    torch.testing.assert_close(outs["native"], outs["fused_softmax"], rtol=1e-5, atol=1e-6)
+    assert (outs["native"] == 0).float().mean() > 0.2
+
+
+def test_threads_and_strides_change_no_bit() -> None:
+    scores = normal(
+        2, 4, 256, 96, seed=1
+    ).bfloat16()  # more than 676 rows of this width: a thread gets a part
+    strided = torch.stack([scores, scores], -1)[..., 1]
+    before, results = torch.get_num_threads(), []
+    for threads, value in ((1, scores), (2, scores), (2, strided)):
+        torch.set_num_threads(threads)
+        leaf = value.detach().requires_grad_()
+        out = ops.fused_softmax_mask(leaf, scale=SCALE, p=0.1, seed=torch.tensor([SEED]))
+        out.float().square().sum().backward()
+        results.append((out, leaf.grad))
+    torch.set_num_threads(before)
+    for out, grad in results[1:]:
+        assert out.equal(results[0][0])
+        assert grad is not None and grad.equal(results[0][1])
+
+
+def test_no_tensor_of_the_masks_full_size_is_made() -> None:
+    """Peak of the torch allocations: output and probabilities, nothing else of that size."""
+    shape = (2, 8, 256, 256)
+    start = torch.zeros(2, 256, dtype=torch.int32)
+    scores = torch.randn(shape, dtype=torch.bfloat16, generator=generator(1))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ops.fused_softmax_mask(scores, key_start=start, key_end=start + 200, p=0.1, seed=torch.tensor([1]))
+    made = [e.self_cpu_memory_usage for e in profile.events() if e.self_cpu_memory_usage > 0]
+    assert sum(made) <= 2 * scores.numel() * 2 + 4096, made
+
+
+def test_torch_knows_the_operation() -> None:
+    scores = normal(1, 2, 4, 9, seed=1).float().requires_grad_()
+    start, seed = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([SEED])
+    library: Any = torch.ops.megabert
+    torch.library.opcheck(library.softmax_mask, (scores, start, start + 7, None, seed, 1, SCALE, 0.1))
+    torch.library.opcheck(
+        library.softmax_mask, (scores, None, None, torch.ones(1, 1, 1, 9), seed, 1, 1.0, 0.0)
+    )
+    out, probs = (t.detach() for t in library.softmax_mask(scores, None, None, None, seed, 1, SCALE, 0.1))
+    torch.library.opcheck(
+        library.softmax_mask_backward, (out, probs, seed, 1, SCALE, 0.1),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    compiled = torch.compile(
+        lambda x: ops.fused_softmax_mask(x, scale=SCALE), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(scores), ops.fused_softmax_mask(scores, scale=SCALE))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)], ids=str)
+def test_empty(shape: tuple[int, ...]) -> None:
+    scores = torch.zeros(shape, requires_grad=True)
+    out = ops.fused_softmax_mask(scores, p=0.1, seed=torch.tensor([1]))
+    out.sum().backward()
+    assert out.shape == shape and scores.grad is not None and scores.grad.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.ones(2, 2, 3, 4, dtype=torch.float64)}, "scores has dtype"),
+        ({"scores": torch.ones(2, 3, 4)}, "scores has 3 dimensions"),
+        ({"key_start": torch.zeros(2, 3)}, "key_start has dtype"),
+        ({"key_end": torch.full((2, 3), 5, dtype=torch.int32)}, r"key_end\[0, 0\] is 5, outside \[0, 4\]"),
+        ({"key_end": torch.full((2, 1), -1, dtype=torch.int32)}, r"key_end\[0, 0\] is -1, outside \[0, 4\]"),
+        ({"key_start": torch.zeros(3, 3, dtype=torch.int32)}, "key_start has size 3 in dimension 0"),
+        ({"mask": torch.ones(2, 2, 3, 4, dtype=torch.int32)}, "mask has dtype"),
+        ({"mask": torch.ones(2, 2, 3, 5)}, "mask has size 5 in dimension 3"),
+        ({"mask": torch.ones(3, 4)}, "mask has 2 dimensions"),
+        ({"p": 1.0}, r"p is 1, not in \[0, 1\)"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, "seed has 3 elements, not 1 or 2"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    args: dict[str, Any] = {
+        "scores": torch.ones(2, 2, 3, 4), "key_start": None, "key_end": None, "mask": None,
+        "seed": torch.tensor([1]), "stream": 0, "scale": 1.0, "p": 0.1,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.megabert.softmax_mask(**(args | change))
+
+
+def test_wrong_wishes_are_named() -> None:
+    scores, ends = torch.ones(1, 1, 2, 2), torch.ones(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="give one of them"):
+        ops.fused_softmax_mask(scores, key_end=ends, lengths=ends[:, 0])
+    with pytest.raises(ValueError, match="needs a seed"):
+        ops.fused_softmax_mask(scores, p=0.1)
+    with pytest.raises(ValueError, match="mask gets no gradient"):
+        ops.fused_softmax_mask(scores, mask=torch.ones(1, 1, 2, 2, requires_grad=True))

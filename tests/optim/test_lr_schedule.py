@@ -1,0 +1,74 @@
+"""Learning rates against values worked out by hand."""
+
+import pytest
+
+from megabert.config import ScheduleConfig
+from megabert.optim.lr_schedule import finished, learning_rate, share_used
+
+
+def schedule(name, **values):
+    return ScheduleConfig(name=name, total_steps=110, warmup_steps=10, **values)
+
+
+@pytest.mark.parametrize("name", ["linear", "polynomial", "cosine", "constant"])
+def test_warm_up_is_linear_and_never_zero(name):
+    got = [learning_rate(schedule(name), 2.0, step) for step in (0, 4, 9)]
+    assert got == pytest.approx([0.2, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "expected"),
+    [
+        ("linear", {}, {10: 2.0, 35: 1.5, 60: 1.0, 110: 0.0, 500: 0.0}),
+        ("linear", {"final_ratio": 0.1}, {10: 2.0, 60: 1.1, 110: 0.2}),
+        ("polynomial", {"power": 0.5}, {10: 2.0, 85: 1.0, 109: 0.2, 110: 0.0}),
+        ("cosine", {}, {10: 2.0, 60: 1.0, 110: 0.0, 35: 1.0 + 0.5**0.5}),
+        ("constant", {}, {10: 2.0, 60: 2.0, 110: 2.0}),
+        ("wsd", {"decay_share": 0.5}, {9: 2.0, 10: 2.0, 55: 2.0, 66: 1.6, 88: 0.8, 109: 2 / 55, 110: 0.0}),
+        ("wsd", {"decay_share": 0.5, "final_ratio": 0.1}, {55: 2.0, 88: 0.92, 110: 0.2}),
+    ],
+)
+def test_decay(name, extra, expected):
+    for step, value in expected.items():
+        assert learning_rate(schedule(name, **extra), 2.0, step) == pytest.approx(value, abs=1e-12), step
+
+
+def test_budget_goes_by_minutes_whatever_the_step():
+    budget = ScheduleConfig(name="budget", budget_minutes=100.0, budget_warmup=0.1, total_steps=1000)
+    for minutes, value in {5.0: 1.0, 10.0: 2.0, 55.0: 1.0, 100.0: 0.0, 120.0: 0.0}.items():
+        assert learning_rate(budget, 2.0, 3, minutes) == pytest.approx(value)
+    assert learning_rate(budget, 2.0, 0, 0.0) > 0
+    assert not finished(budget, 5, 99.9)
+    assert finished(budget, 5, 100.0)
+    assert finished(budget, 1000, 1.0)
+
+
+@pytest.mark.parametrize("unit", ["minutes", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0, 120: 0.0}),
+        ("cosine", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0}),
+        ("wsd", {5: 1.0, 10: 2.0, 70: 2.0, 85: 1.0, 100: 0.0}),
+    ],
+)
+def test_shapes_go_by_minutes_and_by_tokens_as_well(unit, name, expected):
+    """Of a budget of 100 minutes or 1,000 tokens, at so many hundredths of it; steps are long past."""
+    fields = {"budget_minutes": 100.0, "budget_tokens": 1000, "budget_warmup": 0.1, "decay_share": 0.3}
+    plan = ScheduleConfig(name=name, by=unit, total_steps=1_000_000, **fields)
+    for used, value in expected.items():
+        spent = {"minutes": used} if unit == "minutes" else {"tokens": round(10 * used)}
+        assert learning_rate(plan, 2.0, 999_999, **spent) == pytest.approx(value), used
+        assert share_used(plan, 999_999, **spent) == min(used / 100, 1.0)
+        assert finished(plan, 999_999, spent.get("minutes", 0.0), spent.get("tokens", 0)) == (used >= 100)
+    assert learning_rate(plan, 2.0, 0) > 0
+    assert finished(plan, 1_000_000, 0.0)
+
+
+def test_shares_of_a_run_by_steps():
+    assert [share_used(schedule("linear"), step, 9e9, 9) for step in (0, 11, 110, 500)] == [0, 0.1, 1, 1]
+
+
+def test_negative_step_is_refused():
+    with pytest.raises(ValueError, match="step=-1"):
+        learning_rate(schedule("linear"), 1.0, -1)

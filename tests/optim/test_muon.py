@@ -1,0 +1,341 @@
+"""Muon against an update rule written out plainly here, on whole parameters and under ZeRO (on two ranks: test_optimizers.py),
+and beside DeepSpeed's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabert.config import OptimizerConfig
+from megabert.engine.deepspeed_import import import_deepspeed
+from megabert.optim import optimizers
+from megabert.optim.muon import find_matrices, orthogonalize
+from tests.engine.test_deepspeed_engine import allow_fp16
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+
+SETTINGS = OptimizerConfig(name="muon", lr=0.003, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
+BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
+STEPS = 20
+LAYERS_MATRICES = (
+    "qkv.weight",
+    "attention_output.weight",
+    "feed_forward.weight",
+    "feed_forward_output.weight",
+)
+
+
+def newton_schulz(g: Tensor) -> Tensor:
+    """Five steps of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X = G / |G|, in the type of `g`."""
+    tall = g.shape[0] > g.shape[1]
+    x = g.T if tall else g
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * (gram @ x) + 2.0315 * (gram @ (gram @ x))
+    return x.T if tall else x
+
+
+class PlainMuon:
+    """A parameter at a time; which are matrices of the layers is read from their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named, self.modern = dict(model.named_parameters()), model.cfg.modern
+        self.m = {n: torch.zeros_like(p) for n, p in self.named.items()}
+        self.v = {n: torch.zeros_like(p) for n, p in self.named.items()}
+        self.t = 0
+
+    def orthogonal(self, name: str) -> bool:
+        return name.startswith("layers.") and name.endswith(LAYERS_MATRICES)
+
+    def update(self, name: str, g: Tensor) -> Tensor:
+        """Of one parameter: momentum, Nesterov's direction, orthogonal, as large as AdamW's."""
+        self.m[name].copy_(0.95 * self.m[name] + g)
+        parts = (g + 0.95 * self.m[name]).chunk(self.parts(name))
+        return torch.cat([0.2 * math.sqrt(max(part.shape)) * newton_schulz(part) for part in parts])
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.t += 1
+        self.clip()
+        for name, p in self.named.items():
+            g, m, v = p.grad, self.m[name], self.v[name]
+            assert g is not None
+            if p.ndim >= 2:
+                p.mul_(1 - lr * DECAY)
+            if self.orthogonal(name):
+                p.sub_(lr * self.update(name, g))
+            else:
+                m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
+                v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g**2)
+                p.sub_(lr * (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS))
+            p.grad = None
+
+    def parts(self, name: str) -> int:
+        """How many matrices a parameter is: queries, keys and values; what a gate multiplies, and the gate."""
+        if "qkv" in name:
+            return 3
+        return 2 if self.modern and name.endswith("feed_forward.weight") else 1
+
+    def clip(self, limit: float = 1.0) -> None:
+        self.norm = float(torch.cat([p.grad.double().view(-1) for p in self.named.values()]).norm())
+        for p in self.named.values():
+            p.grad.div_(max(1.0, self.norm / limit))
+
+
+class DeepSpeedsMuon(PlainMuon):
+    """What DeepSpeed 0.19 does at stage 2: every matrix but embeddings, Q, K and V as one, another scale, and the clip
+    after the orthogonalisation, so that it shrinks the updates."""
+
+    def orthogonal(self, name: str) -> bool:
+        return self.named[name].ndim >= 2 and "embed" not in name
+
+    def clip(self, limit: float = 1.0) -> None:
+        for name, p in self.named.items():
+            if self.orthogonal(name):
+                self.m[name].copy_(0.95 * self.m[name] + 0.05 * p.grad)
+                direction = 0.05 * p.grad + 0.95 * self.m[name]
+                p.grad = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(direction)
+        super().clip(limit)
+
+    def update(self, name: str, g: Tensor) -> Tensor:
+        return g
+
+
+def plain_run(rule: type[PlainMuon], **changes: Any) -> dict[str, Any]:
+    """20 updates of whole batches in fp32, without DeepSpeed."""
+    model = tiny.model(tiny.config(**changes))
+    optimizer = rule(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(tiny.backward(model, step))
+        optimizer.step(LR)
+        norms.append(optimizer.norm)
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train(world: Any, **changes: Any) -> dict[str, Any]:
+    cfg = tiny.config(optimizer__name="muon", **changes)
+    engine = tiny.engine(cfg, world)
+    results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(STEPS)]
+    return {
+        "losses": [float(r.losses[0]) for r in results],
+        "norms": [float(r.grad_norm) for r in results],
+        "weights": engine.consolidated_weights(),
+    }
+
+
+MODERN: dict[str, Any] = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False}
+OTHERS = {
+    "bf16": {},
+    "recorded": {"cuda_graphs": True},
+    "fp8": {"precision": "fp8", "model__layers": 3},
+    "fp16 at 0": {"precision": "fp16", "zero__stage": 0},
+    "fp16 at 2": {"precision": "fp16", "zero__stage": 2},
+}
+
+
+def one_rank(world: Any) -> dict[Any, Any]:
+    """Four micro-steps an update at each stage; and what other kinds of runs did and kept."""
+    allow_fp16()
+    found: dict[Any, Any] = {stage: train(world, zero__stage=stage) for stage in range(4)}
+    found |= {f"modern at {stage}": train(world, zero__stage=stage, **MODERN) for stage in (1, 3)}
+    for name, changes in OTHERS.items():
+        settings = {"precision": "bf16", "zero__stage": 1, "batch__micro_size": 4} | changes
+        cfg = tiny.config(optimizer__name="muon", **settings)
+        engine = tiny.engine(cfg, world)
+        losses = tiny.train(engine, range(3))
+        before = engine.snapshot()
+        vetoed = engine.train_update(tiny.update(3, cfg, world), LR, lambda loss: True).skipped
+        after = engine.snapshot()
+        same = []
+        for old, new in zip(before.weights + before.moments, after.weights + after.moments, strict=True):
+            same += [torch.equal(values, new.values[kind]) for kind, values in old.values.items()]
+        found[name] = {
+            "losses": losses + tiny.train(engine, range(4, 6)),
+            "skipped": vetoed and all(same),
+            "updates": (before.counters["optimizer_steps"], after.counters["optimizer_steps"]),
+            "moments": {piece.name: list(piece.values) for piece in before.moments},
+            "products": engine.optimizer._dtype,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[Any, Any]:
+    return run_ranks(1, one_rank, timeout=600)[0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return plain_run(PlainMuon)
+
+
+def check(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    print(tiny.distance(found["weights"], reference["weights"]))
+    assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    assert max(reference["norms"]) > 1.2  # clipping had something to do
+    assert set(found["weights"]) == set(reference["weights"])
+    assert tiny.distance(found["weights"], reference["weights"]) < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_of_four_micro_steps_equals_unsharded_muon(stage, one, reference):
+    check(one[stage], reference)
+
+
+@pytest.mark.dist
+def test_what_a_gate_multiplies_and_the_gate_are_matrices_of_their_own(one):
+    written = plain_run(PlainMuon, **MODERN)
+    for name in ("modern at 1", "modern at 3"):
+        check(one[name], written)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_in_fewer_bits_and_recorded_ones_learn_and_skip(name, one):
+    """A vetoed update changes nothing; a recorded run is the run that was not recorded, bit for bit."""
+    found = one[name]
+    assert found["skipped"] and found["updates"] == (3, 3) and found["products"] == torch.bfloat16
+    for parameter, kinds in found["moments"].items():
+        single = parameter.startswith("layers.") and parameter.endswith(LAYERS_MATRICES)
+        assert kinds == (["exp_avg"] if single else ["exp_avg", "exp_avg_sq"]), parameter
+    assert found["losses"][-1][0] < found["losses"][0][0] - 0.2
+    assert one["recorded"]["losses"] == one["bf16"]["losses"]
+
+
+def deepspeeds_own(world: Any) -> dict[str, Tensor]:
+    """Weights after the same updates by what DeepSpeed makes of `"type": "Muon"`."""
+    deepspeed = import_deepspeed(world)
+    model = tiny.model(tiny.config())
+    params = {"lr": LR, "momentum": 0.95, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
+    params["torch_adam"] = True  # its own Adam would be compiled first, for minutes
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=optimizers.parameter_groups(model, DECAY),
+        config={
+            "train_batch_size": tiny.ROWS,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "Muon", "params": params},
+        },
+        dist_init_required=False,
+    )
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(STEPS):
+            batch = tiny.batch(step, range(tiny.ROWS))
+            out = engine(**batch.inputs())
+            engine.backward(out.mlm_loss_sum / batch.predictions + out.nsp_loss_sum / batch.nsp_pairs)
+            engine.step()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_deepspeeds_own_muon_is_another_optimizer(world, reference):
+    """Not ours, and exactly the one that `DeepSpeedsMuon` writes out: what differs is what that says."""
+    theirs = deepspeeds_own(world)
+    written = plain_run(DeepSpeedsMuon)["weights"]
+    print(tiny.distance(theirs, written), tiny.distance(theirs, reference["weights"]))
+    assert tiny.distance(theirs, written) < 1e-3
+    assert tiny.distance(theirs, reference["weights"]) > 0.1
+
+
+# -- the rule ------------------------------------------------------------------------------------------------------
+
+
+def test_the_matrices_are_those_of_the_layers_with_queries_keys_and_values_apart():
+    model = tiny.model(tiny.config())
+    found = find_matrices(model)
+    names = [n for n, _ in model.named_parameters()]
+    assert {names[index] for index in found} == {f"layers.{n}.{m}" for n in (0, 1) for m in LAYERS_MATRICES}
+    for index, matrices in found.items():
+        shapes = [(m.rows, m.columns) for m in matrices]
+        wide = {"qkv": [(32, 32)] * 3, "feed_forward.": [(128, 32)], "feed_forward_output": [(32, 128)]}
+        assert shapes == next((s for part, s in wide.items() if part in names[index]), [(32, 32)])
+        assert [m.begin for m in matrices] == [n * 1024 for n in range(len(matrices))]
+    groups = optimizers.build(SETTINGS, model).param_groups
+    listed = [id(p) for group in groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+    assert [(g["orthogonal"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        (True, 0.01, 8), (False, 0.01, 6), (False, 0.0, 24)
+    ]  # fmt: skip
+
+
+def test_an_orthogonal_matrix_has_singular_values_near_one_whatever_the_size_of_its_gradient():
+    draw = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 48, 80, generator=draw)
+    for dtype, far in ((torch.float32, 0.35), (torch.bfloat16, 0.40)):
+        done = orthogonalize(stack.to(dtype)).float()
+        values = torch.linalg.svdvals(done)
+        assert float((values - 1).abs().max()) < far, dtype
+        u, _, v = torch.linalg.svd(stack, full_matrices=False)
+        assert float(((u.mT @ done @ v.mT).diagonal(dim1=-2, dim2=-1) > 0.6).float().mean()) == 1
+        torch.testing.assert_close(orthogonalize(stack.mT.to(dtype)).float(), done.mT, rtol=0, atol=2e-2)
+    exact = torch.stack([newton_schulz(matrix) for matrix in stack.double()])
+    assert float((orthogonalize(stack) - exact).abs().max()) < 1e-5
+    for size in (1e-15, 1e12):
+        torch.testing.assert_close(orthogonalize(size * stack), orthogonalize(stack), rtol=1e-3, atol=1e-5)
+    assert not orthogonalize(torch.zeros(2, 8, 4)).any()
+    assert float(orthogonalize(1e-30 * stack).abs().max()) < 1e-6  # nothing is left of its squares
+
+
+def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device():
+    """Against the plain rule on gradients clipped here, over bad gradients between, also before the first."""
+    model, plain = tiny.model(tiny.config()), tiny.model(tiny.config())
+    guarded, usual = optimizers.build(SETTINGS, model), PlainMuon(plain)
+    guarded.attach()
+    draw = torch.Generator().manual_seed(2)
+    for bad in (math.nan, None, math.inf, None, None):
+        before = [p.detach().clone() for p in model.parameters()]
+        moments = [t.clone() for p in model.parameters() for t in guarded.moments_of(p).values()]
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        if bad is None:
+            usual.step(LR)
+        else:
+            model.layers[1].qkv.weight.grad[40, 3] = bad
+        norm = guarded.guard([p.grad for p in model.parameters()], 1.0)
+        guarded.step()
+        assert (norm == math.inf) == (bad is not None)
+        if bad is None:
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+        else:
+            after = [t for p in model.parameters() for t in guarded.moments_of(p).values()]
+            for old, new in zip([*before, *moments], [*model.parameters(), *after], strict=True):
+                assert torch.equal(old, new)
+        assert guarded.updates_of(model.parameters()) == usual.t
+
+
+def test_a_resumed_optimizer_is_the_one_that_never_stopped():
+    models = [tiny.model(tiny.config()) for _ in range(2)]
+    straight, second = (optimizers.build(SETTINGS, model, dtype=torch.bfloat16) for model in models)
+    draw = torch.Generator().manual_seed(3)
+    for optimizer in (straight, second):
+        optimizer.attach()
+    for step in range(5):
+        if step == 3:
+            second.resume(list(models[1].parameters()), straight.updates_of(models[0].parameters()))
+            models[1].load_state_dict(models[0].state_dict())
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                for kind, flat in second.moments_of(q).items():
+                    flat.copy_(straight.moments_of(p)[kind])
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        straight.step()
+        if step >= 3:
+            second.step()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)
+        assert {k: v.dtype for k, v in straight.state[p].items()} == {
+            k: v.dtype for k, v in second.state[q].items()
+        }

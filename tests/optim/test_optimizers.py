@@ -1,0 +1,362 @@
+"""Optimizers against update rules written out plainly here, on whole parameters and on ZeRO's flat partitions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabert.checkpoint import Checkpoints, start_engine
+from megabert.config import CheckpointConfig
+from megabert.optim.optimizers import AdamW, Lamb, Segment, parameter_groups
+from tests.checkpoint.test_store import state
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+from tests.optim import test_muon as plain_muon
+
+BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
+
+
+class PlainLamb:
+    """LAMB a parameter at a time, as NVIDIA's recipe has it; norms in fp64.
+
+    `split`: queries, keys and values are parameters of their own, as they are in that recipe's model.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = DECAY, split: bool = False) -> None:
+        named = list(model.named_parameters())
+        self.parameters = [p for _, p in named]
+        self.parts = [3 if split and ".qkv." in name else 1 for name, _ in named]
+        self.decay = decay
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        self.t += 1
+        for p, m, v, parts in zip(self.parameters, self.m, self.v, self.parts, strict=True):
+            assert p.grad is not None
+            for one in zip(*(t.chunk(parts) for t in (p, p.grad, m, v)), strict=True):
+                self.step_one(lr, *one)
+            p.grad = None
+
+    def step_one(self, lr: float, p: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
+        m.copy_(BETAS[0] * m + (1 - BETAS[0]) * gradient)
+        v.copy_(BETAS[1] * v + (1 - BETAS[1]) * gradient**2)
+        u = (m / (1 - BETAS[0] ** self.t)) / ((v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
+        ratio = 1.0
+        if p.ndim >= 2:
+            u = u + self.decay * p
+            w_norm, u_norm = float(p.double().norm()), float(u.double().norm())
+            if w_norm > 0 and u_norm > 0:
+                ratio = w_norm / u_norm
+        p.sub_(lr * ratio * u)
+
+
+def clip(model: nn.Module, limit: float) -> float:
+    norm = float(torch.cat([p.grad.double().view(-1) for p in model.parameters()]).norm())
+    for p in model.parameters():
+        p.grad.div_(max(1.0, norm / limit))
+    return norm
+
+
+def plain_run(
+    cfg: Any, steps: int, split: bool = False, phase_2: int = -1
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, final weights and gradient norms of a plain loop over whole updates in fp32, without DeepSpeed.
+
+    From step `phase_2` on it is the second phase of NVIDIA's recipe, which loads the first one's optimizer with the step of
+    every parameter set to 0 (run_pretraining.py, prepare_model_and_optimizer).
+    """
+    model = tiny.model(cfg)
+    optimizer = PlainLamb(model, split=split)
+    losses, norms = [], []
+    for step in range(steps):
+        if step == phase_2:
+            optimizer.t = 0
+        losses.append(tiny.backward(model, step))
+        norms.append(clip(model, 1.0))
+        optimizer.step(LR)
+    return losses, {n: p.detach() for n, p in model.named_parameters()}, norms
+
+
+def lamb_under_zero(world: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage, extra in ((0, {}), (1, {}), (2, {}), (3, {}), (2, {"zero__offload": "cpu"})):
+        cfg = tiny.config(optimizer__name="lamb", zero__stage=stage, **extra)
+        engine = tiny.engine(cfg, world)
+        results = [engine.train_update(tiny.update(s, cfg, world), LR) for s in range(20)]
+        found[f"{stage}{'-offload' if extra else ''}"] = (
+            [float(r.losses[0]) for r in results],
+            engine.consolidated_weights(),
+            [float(r.grad_norm) for r in results],
+        )
+    for stage in (1, 3):
+        cfg = tiny.config(optimizer__name="lamb", optimizer__split_qkv=True, zero__stage=stage)
+        engine = tiny.engine(cfg, world)
+        losses = [loss for loss, _ in tiny.train(engine, range(6), LR)]
+        found[f"{stage} split"] = (losses, engine.consolidated_weights(), [])
+    cfg = tiny.config(optimizer__name="lamb", zero__stage=1)
+    engine = tiny.engine(cfg, world)
+    engine.optimizer.attach()  # what any other LAMB sees: flat tensors that it takes for parameters
+    losses = [loss for loss, _ in tiny.train(engine, range(20), LR)]
+    found["plain"] = (losses, engine.consolidated_weights(), [])
+    return found
+
+
+SETUPS = [*((stage, "none") for stage in range(4)), (2, "cpu")]
+
+
+def both_under_zero(world: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
+    lamb = lamb_under_zero(world)
+    train = plain_muon.train
+    return lamb, {s: train(world, zero__stage=s[0], zero__offload=s[1]) for s in SETUPS}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> tuple[dict[str, Any], dict[Any, Any]]:
+    return run_ranks(2, both_under_zero, timeout=240)[0]
+
+
+@pytest.fixture(scope="module")
+def lamb_runs(two_ranks: Any) -> dict[str, Any]:
+    return two_ranks[0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[float], dict[str, Tensor], list[float]]:
+    return plain_run(tiny.config(optimizer__name="lamb"), 20)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3", "2-offload"])
+def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
+    losses, weights, norms = lamb_runs[stage]
+    assert losses == pytest.approx(reference[0], rel=1e-5)
+    assert norms == pytest.approx(reference[2], rel=1e-4)
+    assert set(weights) == set(reference[1])
+    assert tiny.distance(weights, reference[1]) < 1e-5, tiny.distance(weights, reference[1])
+
+
+@pytest.mark.dist
+def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe(lamb_runs):
+    recipe, merged = (plain_run(tiny.config(), 6, split=split) for split in (True, False))
+    for stage in (1, 3):
+        losses, weights, _ = lamb_runs[f"{stage} split"]
+        assert losses == pytest.approx(recipe[0], rel=1e-5)
+        assert tiny.distance(weights, recipe[1]) < 1e-5 and tiny.distance(weights, merged[1]) > 1e-3
+
+
+def test_phase_2_takes_over_the_moments_as_in_the_recipe(world, tmp_path):
+    """From the run of phase 1, and again after a restart before its first update."""
+    settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}
+    cfg, keep = tiny.config(**settings), CheckpointConfig(asynchronous=False)
+    first = tiny.engine(cfg, world)
+    tiny.train(first, range(5), LR)
+    Checkpoints(tmp_path / "phase1", world, keep).save(first, state(5, cfg))
+    second = tiny.engine(cfg, world, seed=3)
+    assert start_engine(second, tmp_path / "phase1", world)["step"] == 5
+    run = Checkpoints(tmp_path / "phase2", world, keep)
+    run.save(second, state(0, cfg))
+    third = tiny.engine(cfg, world, seed=4)
+    run.load(third, run.latest())
+    found = []
+    for engine in (second, third):
+        losses = [loss for loss, _ in tiny.train(engine, range(5, 10), LR)]
+        found.append((losses, engine.consolidated_weights()))
+    assert start_engine(third, tmp_path / "phase1/checkpoints/step-00000005", world)["step"] == 5
+    with pytest.raises(ValueError, match=r"of optimizer.name=lamb and this run's is muon; set init_moments"):
+        start_engine(tiny.engine(tiny.config(optimizer__name="muon"), world), tmp_path / "phase1", world)
+    with pytest.raises(ValueError, match="holds no moments; set init_moments=false"):
+        fresh = Checkpoints(tmp_path / "fresh", world, keep)
+        fresh.save(tiny.engine(cfg, world), state(0, cfg))
+        start_engine(third, tmp_path / "fresh", world)
+    losses, weights, _ = plain_run(cfg, 10, split=True, phase_2=5)
+    unaware = plain_run(cfg, 10, split=True)[1]
+    for ours in found:
+        assert ours[0] == pytest.approx(losses[5:], rel=1e-5)
+        assert tiny.distance(ours[1], weights) < 1e-5 and tiny.distance(ours[1], unaware) > 1e-3
+
+
+@pytest.mark.dist
+def test_plain_lamb_under_zero_is_another_optimizer(lamb_runs, reference):
+    losses, weights, _ = lamb_runs["plain"]
+    # 10 and 1,000 times what the right one is allowed
+    assert max(abs(a - b) / b for a, b in zip(losses, reference[0], strict=True)) > 1e-4
+    assert tiny.distance(weights, reference[1]) > 1e-2, tiny.distance(weights, reference[1])
+
+
+@pytest.fixture(scope="module")
+def muon_reference() -> dict[str, Any]:
+    return plain_muon.plain_run(plain_muon.PlainMuon)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_muon_under_zero_equals_unsharded_muon(setup, two_ranks, muon_reference):
+    plain_muon.check(two_ranks[1][setup], muon_reference)
+
+
+def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
+    model = tiny.model(tiny.config())
+    groups = parameter_groups(model, DECAY)
+    listed = [id(p) for group in groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters()) and len(set(listed)) == len(listed)
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    names = {n: decays[id(p)] for n, p in model.named_parameters()}
+    assert {n for n, d in names.items() if d == 0} == {n for n in names if n.endswith("bias") or "norm" in n}
+    assert set(names.values()) == {0.0, DECAY}
+
+
+def test_adamw_is_decoupled_weight_decay_with_bias_correction():
+    torch.manual_seed(0)
+    layer = nn.Linear(7, 5)
+    start = {n: p.detach().clone() for n, p in layer.named_parameters()}
+    optimizer = AdamW(parameter_groups(layer, DECAY), lr=LR, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    gradients = [{n: torch.randn_like(p) for n, p in start.items()} for _ in range(5)]
+    for gradient in gradients:
+        for name, p in layer.named_parameters():
+            p.grad = gradient[name].clone()
+        optimizer.step()
+    for name, w in start.items():
+        decay = DECAY if w.ndim >= 2 else 0.0
+        m = v = torch.zeros_like(w)
+        for t, gradient in enumerate(gradients, 1):
+            m, v = 0.9 * m + 0.1 * gradient[name], 0.999 * v + 0.001 * gradient[name] ** 2
+            w = w - LR * decay * w
+            w = w - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + EPS)
+        torch.testing.assert_close(dict(layer.named_parameters())[name].detach(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_on_a_flat_tensor_with_padding_equals_lamb_on_parameters():
+    """Three matrices laid out in one flat tensor with gaps, garbage in the gaps: same weights, to 1e-6."""
+    torch.manual_seed(1)
+    shapes, starts, size = [(5, 3), (1, 1), (4, 6)], [2, 17, 20], 49
+    tensors = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    flat = torch.full((size,), 1e6)
+    segments = []
+    for i, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
+        flat[start : start + tensor.numel()] = tensor.detach().view(-1)
+        segments.append(Segment(i, start, start + tensor.numel(), 0))
+    flat = flat.requires_grad_()
+    whole = Lamb([{"params": tensors, "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
+    whole.attach()
+    parts = Lamb([{"params": [*tensors], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
+    parts.param_groups[0]["params"] = [flat]
+    parts.attach({flat: tuple(segments)})
+    for _ in range(4):
+        flat.grad = torch.zeros(size)
+        for tensor, start in zip(tensors, starts, strict=True):
+            tensor.grad = torch.randn_like(tensor)
+            flat.grad[start : start + tensor.numel()] = tensor.grad.view(-1)
+        whole.step()
+        parts.step()
+    for tensor, start in zip(tensors, starts, strict=True):
+        torch.testing.assert_close(
+            flat.detach()[start : start + tensor.numel()].view(tensor.shape),
+            tensor.detach(),
+            rtol=1e-6,
+            atol=1e-7,
+        )
+
+
+def test_lamb_takes_ratio_one_for_a_zero_weight_and_leaves_zero_updates_alone():
+    zero, still = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = Lamb([{"params": [zero, still], "weight_decay": DECAY}], lr=0.5, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    zero.grad, still.grad = torch.ones(3, 2), torch.zeros(2, 2)
+    optimizer.step()
+    # first step: m^ / sqrt(v^) = 1 for a gradient of 1, so u = 1 / (1 + eps), and the ratio is 1 as |w| = 0
+    torch.testing.assert_close(zero.detach(), torch.full((3, 2), -0.5 / (1 + EPS)))
+    # u = decay * w points along w: ratio 1/decay, so the step is lr * w
+    torch.testing.assert_close(still.detach(), torch.full((2, 2), 0.5))
+
+
+@pytest.mark.parametrize("kind", (AdamW, Lamb))
+def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device(kind):
+    """Against the same optimizer on gradients clipped here, over steps with bad gradients between, also before the first."""
+    torch.manual_seed(2)
+    layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    guarded, usual = (
+        kind(parameter_groups(model, DECAY), lr=LR, betas=BETAS, eps=EPS) for model in (layer, plain)
+    )
+    guarded.attach()
+    usual.attach()
+    for bad in (math.nan, None, math.inf, -math.inf, None, None):
+        before = [p.detach().clone() for p in layer.parameters()]
+        moments = [t.clone() for p in layer.parameters() for t in guarded.moments_of(p).values()]
+        for p in layer.parameters():
+            p.grad = torch.randn_like(p)
+        if bad is None:
+            for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+                q.grad = p.grad.clone()
+            expected = clip(plain, 0.5)
+            usual.step()
+        else:
+            layer.bias.grad[2] = bad
+        norm = guarded.guard([p.grad for p in layer.parameters()], 0.5)
+        guarded.step()
+        assert float(guarded.found_inf) == (bad is not None)
+        if bad is None:
+            assert float(norm) == pytest.approx(expected, rel=1e-6)
+            for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        else:
+            assert norm == math.inf
+            after = [t for p in layer.parameters() for t in guarded.moments_of(p).values()]
+            for old, new in zip([*before, *moments], [*layer.parameters(), *after], strict=True):
+                assert torch.equal(old, new)
+        assert guarded.updates_of(layer.parameters()) == usual.updates_of(plain.parameters())
+
+
+def test_a_limit_of_0_clips_nothing():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([{"params": [weight], "weight_decay": 0.0}], lr=LR, betas=BETAS, eps=EPS)
+    optimizer.attach()
+    weight.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert float(optimizer.guard([weight.grad], 0.0)) == 5 and optimizer.grad_scale is None
+    optimizer.step()
+    assert weight.grad.tolist() == [3, 0, 4]
+
+
+@pytest.mark.parametrize("kind", (AdamW, Lamb))
+def test_a_resumed_optimizer_is_the_one_that_never_stopped(kind):
+    """Moments copied through `resume` and `moments_of`: the same bits after, and counters of the type and place that the
+    update rule itself makes."""
+    torch.manual_seed(3)
+    gradients = [torch.randn(5, 3) for _ in range(5)]
+    weights = [nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
+    straight, second = (
+        kind([{"params": [w], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS) for w in weights
+    )
+    for optimizer in (straight, second):
+        optimizer.attach()
+        assert optimizer.moments_of(optimizer.param_groups[0]["params"][0]) == {}
+        assert optimizer.updates_of(optimizer.param_groups[0]["params"]) == 0
+    for gradient in gradients[:3]:
+        weights[0].grad = gradient.clone()
+        straight.step()
+    second.resume([weights[1]], straight.updates_of([weights[0]]))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for name, flat in second.moments_of(weights[1]).items():
+        assert flat.shape == (15,) and not flat.any()
+        flat.copy_(straight.moments_of(weights[0])[name])
+    made, resumed = straight.state[weights[0]], second.state[weights[1]]
+    assert {k: (v.dtype, v.device, v.shape) for k, v in made.items()} == {
+        k: (v.dtype, v.device, v.shape) for k, v in resumed.items()
+    }
+    assert second.updates_of([weights[1]]) == 3
+    for gradient in gradients[3:]:
+        for optimizer, w in ((straight, weights[0]), (second, weights[1])):
+            w.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(weights[0], weights[1])
+    second.resume([weights[1]], 0)
+    assert second.updates_of([weights[1]]) == 0 and second.moments_of(weights[1]) == {}

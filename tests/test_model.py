@@ -1,0 +1,388 @@
+"""The model against Hugging Face's BERT, packing against alone, backends against each other, and what must cost nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import BertConfig
+from transformers import BertForPreTraining as HuggingFace
+
+from megabert import ops
+from megabert.config import ModelConfig, OpsConfig
+from megabert.hf.hf_names import from_huggingface, to_huggingface, to_huggingface_config
+from megabert.model import BertForPreTraining, Output, parameter_count
+
+VOCAB = 1000  # padded to 1,024
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 3, "hidden": 64, "heads": 4, "max_positions": 64}
+PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
+NATIVE = OpsConfig(attention="native", mlm_loss="native", layer="native")
+FUSED_SOFTMAX = OpsConfig(attention="fused_softmax", mlm_loss="torch", layer="native")
+needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+KINDS = pytest.mark.parametrize(
+    "fields",
+    [{"norm": "post"}, {"norm": "pre"}, {"kind": "modern", "norm": "pre", "nsp": False}],
+    ids=["post", "pre", "modern"],
+)
+native = pytest.param(NATIVE, id="native", marks=needs_library)
+fused_softmax = pytest.param(FUSED_SOFTMAX, id="fused_softmax", marks=needs_library)
+backends = pytest.mark.parametrize("choice", [pytest.param(PLAIN, id="torch"), native, fused_softmax])
+
+
+def model(choice: OpsConfig = PLAIN, seed: int = 0, **changes: Any) -> BertForPreTraining:
+    torch.manual_seed(seed)
+    built = BertForPreTraining(ModelConfig(**(SMALL | changes)), choice, dtype=torch.float32)
+    with torch.no_grad():  # biases and norms start at 0 and 1, which would hide a wrong use of them
+        for name, p in built.named_parameters():
+            if p.dim() == 1 and name != "embeddings.word.bias":
+                p.add_(torch.randn_like(p) * 0.2)
+    return built
+
+
+def batch(rows: list[list[int]], width: int, seed: int = 1, slots: int = 6) -> dict[str, Tensor]:
+    """Rows that hold sequences of these lengths; two thirds of the prediction slots of each row are used."""
+    g = torch.Generator().manual_seed(seed)
+    count, most = len(rows), max(map(len, rows))
+    out = {
+        name: torch.zeros(count, width, dtype=torch.int32)
+        for name in ("input_ids", "segment_ids", "position_ids", "key_start", "key_end")
+    }
+    out["lengths"] = torch.zeros(count, most, dtype=torch.int32)
+    first = torch.arange(count, dtype=torch.int32)[:, None] * width
+    out["cls_positions"] = first.repeat(1, most)
+    out["nsp_labels"] = torch.full((count, most), -100)
+    out["mlm_positions"] = first.repeat(1, slots)
+    out["mlm_labels"] = torch.full((count, slots), -100)
+    for b, row in enumerate(rows):
+        at = 0
+        for s, length in enumerate(row):
+            here = slice(at, at + length)
+            out["input_ids"][b, here] = torch.randint(5, VOCAB, (length,), generator=g, dtype=torch.int32)
+            out["segment_ids"][b, at + length // 2 : at + length] = 1
+            out["position_ids"][b, here] = torch.arange(length)
+            out["key_start"][b, here], out["key_end"][b, here] = at, at + length
+            out["lengths"][b, s], out["cls_positions"][b, s] = length, b * width + at
+            out["nsp_labels"][b, s] = torch.randint(0, 2, (1,), generator=g)
+            at += length
+        used = min(slots * 2 // 3, at)
+        chosen = torch.randperm(at, generator=g)[:used].sort().values
+        out["mlm_positions"][b, :used] = b * width + chosen
+        out["mlm_labels"][b, :used] = torch.randint(5, VOCAB, (used,), generator=g)
+    return out
+
+
+def encoder_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
+    return {name: inputs[name] for name in names}
+
+
+@backends
+@pytest.mark.parametrize("lengths", [[[32], [32]], [[32], [17], [1]]], ids=["full", "padded"])
+def test_equals_hugging_face(lengths: list[list[int]], choice: OpsConfig) -> None:
+    """MLM and NSP logits and the losses, for the same weights, one sequence a row, to 1e-4 in fp32."""
+    torch.manual_seed(3)
+    peer = HuggingFace(
+        BertConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+                   max_position_embeddings=64, initializer_range=0.2)
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for p in peer.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.2)
+    ours = model(choice).eval()
+    ours.load_state_dict(from_huggingface(peer.state_dict(), ours.cfg))
+    inputs = batch(lengths, 32)
+    real = inputs["key_end"] > 0
+    labels = torch.full((len(lengths) * 32,), -100)
+    used = inputs["mlm_labels"] >= 0
+    labels[inputs["mlm_positions"][used].long()] = inputs["mlm_labels"][used]
+    theirs = peer(
+        input_ids=inputs["input_ids"].long(), token_type_ids=inputs["segment_ids"].long(), attention_mask=real.long(),
+        labels=labels.view(-1, 32), next_sentence_label=inputs["nsp_labels"][:, 0],
+    )  # fmt: skip
+    hidden = ours.encode(**encoder_inputs(inputs))
+    assert (ours.mlm_logits(hidden[real]) - theirs.prediction_logits[real]).abs().max() < 1e-4
+    assert (ours.nsp_logits(hidden[:, 0]) - theirs.seq_relationship_logits).abs().max() < 1e-4
+    assert theirs.prediction_logits.std() > 1  # weights large enough to tell
+    out = ours(**inputs)
+    mean = out.mlm_loss_sum / used.sum() + out.nsp_loss_sum / len(lengths)
+    assert abs(mean.item() - theirs.loss.item()) < 1e-4
+
+
+@backends
+@KINDS
+def test_a_packed_sequence_has_the_output_it_has_alone(fields: dict[str, Any], choice: OpsConfig) -> None:
+    built = model(choice, **fields).eval()
+    inputs = batch([[9, 20, 1], [32], [16, 15]], 32)
+    packed = built.encode(**encoder_inputs(inputs))
+    for b, row in enumerate([[9, 20, 1], [32], [16, 15]]):
+        at = 0
+        for length in row:
+            alone = batch([[length]], length)
+            for name in ("input_ids", "segment_ids"):
+                alone[name] = inputs[name][b : b + 1, at : at + length]
+            hidden = built.encode(**encoder_inputs(alone))
+            assert (hidden[0] - packed[b, at : at + length]).abs().max() < 1e-5
+            at += length
+    assert torch.isfinite(packed).all()
+
+
+@backends
+def test_predicted_positions_alone_give_the_same_as_all(choice: OpsConfig) -> None:
+    """The last layer computes only the positions that are read."""
+    built = model(choice).eval()
+    inputs = batch([[9, 20, 1], [32]], 32)
+    keep = torch.cat([inputs["mlm_positions"].flatten(), inputs["cls_positions"].flatten()])
+    everything = built.encode(**encoder_inputs(inputs)).flatten(0, 1)[keep.long()]
+    torch.testing.assert_close(
+        built.encode(**encoder_inputs(inputs), keep=keep), everything, rtol=0, atol=1e-5
+    )
+
+
+def gradients(
+    built: BertForPreTraining, inputs: dict[str, Tensor], seed: int = 5
+) -> tuple[Output, dict[str, Tensor]]:
+    built.zero_grad()
+    torch.manual_seed(seed)
+    out = built(**inputs)
+    (out.mlm_loss_sum / 8 + out.nsp_loss_sum / 3).backward()
+    found = {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+    assert found.keys() == dict(built.named_parameters()).keys()
+    return out, found
+
+
+@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+@KINDS
+def test_backends_give_the_same_losses_and_gradients(fields: dict[str, Any]) -> None:
+    changes: dict[str, Any] = fields | {"dropout": 0.0, "attention_dropout": 0.0}
+    inputs = batch([[9, 20, 1], [32], [16]], 32)
+    results = [gradients(model(choice, **changes), inputs) for choice in (PLAIN, NATIVE)]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    for name, grad in results[0][1].items():
+        scale = grad.abs().max().clamp(min=1e-3)
+        assert (results[1][1][name] - grad).abs().max() < 1e-4 * scale, name
+
+
+@needs_library
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_gives_the_gradient_of_the_biases_in_front_of_it(recompute: bool) -> None:
+    """It is that of a sum over qkv's gradient, and nothing else changes a bit."""
+    inputs, found = batch([[9, 20, 1], [32], [16]], 32), []
+    for alone in (False, True):
+        built = model(NATIVE, activation_checkpointing=recompute).train()
+        for layer in built.layers:
+            layer.qkv.native &= alone
+        found.append(gradients(built, inputs)[1])
+    summed, given = found
+    for name, grad in given.items():
+        if name.endswith(".qkv.bias"):
+            largest = summed[name].abs().max()
+            assert (grad - summed[name]).abs().max() < 1e-5 * largest and largest > 1e-4, name
+        else:
+            assert grad.equal(summed[name]), name
+
+
+@backends
+@KINDS
+def test_recomputation_replays_dropout(fields: dict[str, Any], choice: OpsConfig) -> None:
+    """Activation checkpointing changes neither loss nor gradients, bit for bit, with dropout on."""
+    inputs = batch([[9, 20, 1], [32]], 32)
+    plain, grads = gradients(model(choice, **fields).train(), inputs)
+    again, regrads = gradients(model(choice, **fields, activation_checkpointing=True).train(), inputs)
+    assert all(a.equal(b) for a, b in zip(plain, again, strict=True))
+    assert all(grads[name].equal(regrads[name]) for name in grads)
+    other, _ = gradients(model(choice, **fields).train(), inputs, seed=6)
+    assert other.mlm_loss_sum != plain.mlm_loss_sum  # dropout is on and follows the seed
+
+
+@backends
+def test_evaluation_has_no_dropout(choice: OpsConfig) -> None:
+    built, inputs = model(choice).eval(), batch([[30]], 32)
+    torch.manual_seed(1)
+    first = built(**inputs)
+    torch.manual_seed(2)
+    assert built(**inputs).mlm_loss_sum.equal(first.mlm_loss_sum)
+
+
+@pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+def test_a_seed_decides_every_native_mask() -> None:
+    built, inputs = model(NATIVE).train(), batch([[30], [12, 20]], 32)
+    losses = []
+    for seed, noise in ((7, 1), (7, 2), (8, 1)):
+        torch.manual_seed(noise)
+        losses.append(built(**inputs, seed=torch.tensor([seed])).mlm_loss_sum)
+    assert losses[0].equal(losses[1]) and not losses[0].equal(losses[2])
+
+
+@backends
+def test_unused_slots_and_pads_are_silent(choice: OpsConfig) -> None:
+    """What stands in pads, unused slots and unlabelled pairs changes no loss and no gradient."""
+    built = model(choice, dropout=0.0, attention_dropout=0.0)
+    inputs = batch([[9, 11], [12]], 32)
+    out, grads = gradients(built, inputs)
+    changed = {name: t.clone() for name, t in inputs.items()}
+    pads, unused, empty = inputs["key_end"] == 0, inputs["mlm_labels"] < 0, inputs["lengths"] == 0
+    changed["input_ids"][pads] = 77
+    changed["mlm_positions"][unused] = 3
+    changed["cls_positions"][empty] = 5
+    again, regrads = gradients(built, changed)
+    assert all(a.equal(b) for a, b in zip(out, again, strict=True))
+    for name, grad in grads.items():
+        torch.testing.assert_close(regrads[name], grad, rtol=0, atol=2e-6)
+    ignored = {name: t.clone() for name, t in inputs.items()}
+    ignored["nsp_labels"][0] = -100
+    part = built(**ignored)
+    single = {name: t[1:].clone() for name, t in inputs.items()}
+    for name in ("mlm_positions", "cls_positions"):
+        single[name] -= 32
+    assert abs(part.nsp_loss_sum - built(**single).nsp_loss_sum) < 1e-5
+    nothing = {name: torch.full_like(t, -100) if "labels" in name else t for name, t in inputs.items()}
+    zero, silent = gradients(built, nothing)
+    assert [v.item() for v in zero] == [0, 0, 0, 0]
+    assert all(grad.abs().max() == 0 for grad in silent.values())
+
+
+@backends
+def test_counts_of_correct_predictions(choice: OpsConfig) -> None:
+    built, inputs = model(choice).eval(), batch([[30], [12, 20]], 32)
+    hidden = built.encode(**encoder_inputs(inputs)).flatten(0, 1)
+    inputs["mlm_labels"][0, :3] = built.mlm_logits(hidden[inputs["mlm_positions"][0, :3].long()]).argmax(-1)
+    predicted = built.nsp_logits(hidden[inputs["cls_positions"].flatten().long()]).argmax(-1).view(2, 2)
+    inputs["nsp_labels"] = torch.where(inputs["lengths"] > 0, predicted, -100)
+    out = built(**inputs)
+    assert int(out.nsp_correct) == 3
+    assert 3 <= int(out.mlm_correct) <= 4
+
+
+def test_model_without_nsp() -> None:
+    built, inputs = model(nsp=False), batch([[30]], 32)
+    assert not any("nsp" in name or "pooler" in name for name, _ in built.named_parameters())
+    out, _ = gradients(built, inputs)
+    assert out.nsp_loss_sum == 0 and out.nsp_correct == 0 and out.mlm_loss_sum > 0
+    counts = SimpleNamespace(predictions=4, nsp_pairs=1)  # the data may have pairs all the same
+    assert built.counts(counts) == (4, 0) and model().counts(counts) == (4, 1)
+
+
+def test_vocabulary_padding() -> None:
+    built = model()
+    assert built.embeddings.word.weight.shape == (1024, 64)
+    assert built.embeddings.word.weight[VOCAB:].abs().max() == 0
+    _, grads = gradients(built, batch([[30]], 32))
+    assert grads["embeddings.word.weight"][VOCAB:].abs().max() == 0
+    assert built.mlm_logits(torch.zeros(2, 64)).shape == (2, VOCAB)
+
+
+def test_parameter_counts() -> None:
+    """LARGE with 30,528 entries has 336.2 M parameters; BASE with the published 30,522 has Hugging Face's number."""
+    large = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
+    assert round(parameter_count(large) / 1e6, 1) == 336.2
+    with torch.device("meta"):
+        peer = HuggingFace(BertConfig())
+    assert parameter_count(ModelConfig(vocab_size=30_522)) == sum(p.numel() for p in peer.parameters())
+    pre = ModelConfig(vocab_size=30_522, norm="pre")
+    assert parameter_count(pre) == parameter_count(ModelConfig(vocab_size=30_522))
+
+
+def test_initialisation() -> None:
+    torch.manual_seed(0)
+    built = BertForPreTraining(ModelConfig(**SMALL), PLAIN)
+    weight = built.layers[0].feed_forward.weight
+    assert (
+        weight.abs().max() <= 0.04 and abs(weight.std().item() - 0.02 * 0.88) < 5e-4
+    )  # cut at two deviations
+    for name, p in built.named_parameters():
+        if p.dim() == 1:
+            assert (p == (1 if name.endswith("norm_weight") else 0)).all(), name
+
+
+@backends
+@KINDS
+def test_bf16_weights_train(fields: dict[str, Any], choice: OpsConfig) -> None:
+    """The whole module in bf16: finite, and the losses near those of the same weights in fp32."""
+    built, inputs = model(choice, **fields, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+    exact, _ = gradients(built, inputs)
+    half, grads = gradients(built.bfloat16(), inputs)
+    assert half.mlm_loss_sum.dtype == torch.float32
+    torch.testing.assert_close(half.mlm_loss_sum, exact.mlm_loss_sum, rtol=1e-2, atol=0)
+    assert all(torch.isfinite(g).all() for g in grads.values())
+
+
+@pytest.mark.parametrize(
+    "choice", [native, pytest.param(FUSED_SOFTMAX, marks=[needs_library, pytest.mark.slow])]
+)
+def test_twenty_bf16_steps_are_torchs_and_repeat_bit_for_bit(choice: OpsConfig) -> None:
+    def losses(choice: OpsConfig) -> list[float]:
+        built = model(choice, dropout=0.0, attention_dropout=0.0).bfloat16()
+        optimizer = torch.optim.AdamW(built.parameters(), lr=2e-3)
+        found = []
+        for step in range(20):
+            out = built(**batch([[30], [12, 20], [7, 7, 7]], 32, seed=step % 4))
+            loss = out.mlm_loss_sum / 12 + out.nsp_loss_sum / 6
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    ours, plain = losses(choice), losses(PLAIN)
+    assert ours == losses(choice)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=3e-2, atol=3e-2)
+    assert plain[-1] < 0.8 * plain[0]
+
+
+@backends
+@KINDS
+def test_compiles(fields: dict[str, Any], choice: OpsConfig) -> None:
+    built, inputs = model(choice, **fields, dropout=0.0, attention_dropout=0.0), batch([[30], [12, 20]], 32)
+    torch.compiler.reset()  # one function may be compiled eight times
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs), built(**inputs), rtol=1e-5, atol=1e-4)
+
+
+@backends
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@torch.no_grad()
+def test_hidden_states_are_transformers_own(norm: Any, choice: OpsConfig) -> None:
+    """Embeddings and every layer's, to 1e-5, padded and packed; the last one is what `encode` gives."""
+    ours = model(choice, norm=norm).eval()
+    tree = to_huggingface_config(ours.cfg)
+    kind = getattr(transformers, tree["architectures"][0])
+    peer = kind(kind.config_class.from_dict(tree)).eval()
+    peer.load_state_dict(to_huggingface(ours.state_dict(), ours.cfg), strict=False)
+    inputs = encoder_inputs(batch([[32], [17], [9, 20]], 32))
+    states = ours.hidden_states(**inputs)
+    assert len(states) == ours.cfg.layers + 1 and states[-1].equal(ours.encode(**inputs))
+    for row, start, length in [(0, 0, 32), (1, 0, 17), (2, 0, 9), (2, 9, 20)]:
+        part = (slice(row, row + 1), slice(start, start + length))
+        want = peer(
+            inputs["input_ids"][part].long(),
+            token_type_ids=inputs["segment_ids"][part].long(),
+            output_hidden_states=True,
+        ).hidden_states
+        for got, state in zip(states, want, strict=True):
+            assert (got[part] - state).abs().max() <= 1e-5
+    ran = []
+    for index, layer in enumerate(ours.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    for count in range(1, len(states) + 1):
+        ran.clear()
+        first = ours.hidden_states(**inputs, count=count)
+        assert ran == list(range(count - 1)) and len(first) == count
+        assert all(got.equal(state) for got, state in zip(first, states[:count], strict=True))
+
+
+def test_a_model_without_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.vocab_size=0: set it to the tokenizer's number of entries"):
+        BertForPreTraining(ModelConfig(**(SMALL | {"vocab_size": 0})))
+
+
+def test_backend_choices_are_recorded() -> None:
+    built = model(PLAIN)
+    assert [c.name for c in built.backends] == ["sdpa", "torch", "torch", "torch"]
+    assert all(c.reason == "asked for" for c in built.backends[:3])
+    assert built.backends.feed_forward.reason == "Triton's product needs a CUDA device"

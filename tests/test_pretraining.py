@@ -1,0 +1,149 @@
+"""A run's data: read by one rank of a node for all of them, and held-out rows that stay open between evaluations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megabert.common.errors import USER_ERROR, exit_code
+from megabert.data import mixture
+from megabert.data.shards import Dataset, Manifest, dataset
+from megabert.model import BertForPreTraining
+from megabert.pretraining import Pretraining, open_data, open_run
+from megabert.training.exchange import Refused, agreed
+from tests.helpers import tiny
+from tests.helpers.rows import make_dataset, vocabulary
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Rank:
+    """A rank among 16 on nodes of 8, as `World` has it; `told` is what rank 0 broadcasts."""
+
+    rank: int
+    told: Any = None
+    size: int = 16
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % 8
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def max_ints(self, own: Any) -> list[int]:
+        return list(own)
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own if rank == self.rank else ["", 0] for rank in range(self.size)]
+
+    def broadcast(self, value: Any) -> Any:
+        if self.is_main:
+            self.told = json.loads(json.dumps(value))
+        return self.told
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """The manifests that are read, and the files that are looked at or opened."""
+    found: list[str] = []
+
+    def noted(real: Any, name_of: Callable[[Any], str]) -> Callable[..., Any]:
+        def function(path: Any, *rest: Any) -> Any:
+            found.append(name_of(path))
+            return real(path, *rest)
+
+        return function
+
+    monkeypatch.setattr(Manifest, "load", staticmethod(noted(Manifest.load, str)))
+    for name in ("size_of", "_map"):
+        monkeypatch.setattr(dataset, name, noted(getattr(dataset, name), lambda path: path.name))
+    return found
+
+
+def config(folder: Any, **more: Any) -> Any:
+    return tiny.config(data__path=str(folder), peak_tflops=1.0, **more)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) -> None:
+    make_dataset(tmp_path / "a", 200, order=2)
+    make_dataset(tmp_path / "a" / "added-001", 20)
+    make_dataset(tmp_path / "b", 44)
+    cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
+    main, first, other = Rank(0), Rank(8), Rank(9)
+    want = open_data(cfg, main)  # type: ignore[arg-type]
+    assert len([name for name in reads if not name.startswith("shard-")]) == (3 if mixed else 2)
+    first.told = other.told = main.told
+    looked_at = [*reads]
+    reads.clear()
+    found = [open_data(cfg, first)]  # type: ignore[arg-type]
+    assert reads == looked_at, "another node has a look of its own"
+    reads.clear()
+    found.append(open_data(cfg, other))  # type: ignore[arg-type]
+    assert not reads, "the others of a node read and ask for nothing"
+    positions = np.arange(700)
+    for its in found:
+        ids = its.order(3, positions)[0]
+        assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
+        assert mixture.described(its) == mixture.described(want)
+    make_dataset(tmp_path / "a", 200, seed=7, order=2)
+    with pytest.raises(Refused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
+        open_data(cfg, first)  # type: ignore[arg-type]
+    (tmp_path / "a" / "shard-000001.tar").unlink()
+    with pytest.raises(Refused, match=r"rank 8: .*shard-000001\.tar: is missing"):
+        open_data(cfg, first)  # type: ignore[arg-type]
+
+
+def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
+    """Rank 8 cannot; rank 1 hears of it."""
+    main, alone, other = Rank(0), Rank(8), Rank(1)
+    make_dataset(tmp_path, 20)
+    cfg = config(tmp_path)
+    open_data(cfg, main)  # type: ignore[arg-type]
+    alone.told = main.told
+    with pytest.raises(Refused, match=r"rank 8: .*tokenizer\.model") as found:
+        open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
+    assert exit_code(found.value) == USER_ERROR
+    assert agreed(other, lambda: "read") == "read"  # type: ignore[arg-type]
+    other.max_ints = lambda own: [USER_ERROR]  # type: ignore[method-assign]
+    other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="rank 8: its disk is gone"):
+        agreed(other, lambda: "read")  # type: ignore[arg-type]
+
+
+def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> None:
+    inner = make_dataset(tmp_path / "held_out", 100)
+    sha = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
+    make_dataset(tmp_path, 16, held_out={"path": "held_out", "rows": 100, "manifest_sha256": sha})
+    cfg = config(tmp_path, eval__rows=90)
+    rows: list[int] = []
+
+    def eval_sums(batches: Any) -> torch.Tensor:
+        rows.extend(row for batch in batches for row in batch.row_ids.tolist() if row >= 0)
+        return torch.ones(6, dtype=torch.float64)
+
+    tokenizer: Any = vocabulary()
+    tokenizer.pieces = [str(number) for number in range(len(tokenizer.special))]
+    sizes = {"vocab_size": len(tokenizer.pieces), "max_positions": 128}
+    module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
+    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module)
+    world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
+    workload = Pretraining(cfg, world, engine, Dataset(tmp_path), tokenizer)
+    reads.clear()
+    first = workload.evaluate(0, lambda: None)
+    assert str(inner) in reads and rows == list(range(90))
+    reads.clear()
+    assert workload.evaluate(100, lambda: None) == first and rows == 2 * list(range(90))
+    assert workload.shown.samples
+    assert not reads

@@ -1,0 +1,125 @@
+"""Scores by the published formula; noise and a falling curve are no spikes, a jump is."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megabert.config import SpikesConfig
+from megabert.spikes import Decision, Judgement, SpikePolicy, Spikes
+
+
+def test_the_score_is_the_modified_z_score():
+    spikes = Spikes(8, 3.5, [1.0, 2.0, 3.0, 4.0, 100.0])
+    # median 3, absolute deviations 2 1 0 1 97: MAD 1
+    assert spikes.score(7.0) == pytest.approx(0.6745 * 4)
+    assert spikes.score(1.0) == pytest.approx(-0.6745 * 2)
+    assert not spikes.is_spike(8.0) and spikes.is_spike(8.5)  # 3.37 and 3.71
+
+
+def test_nothing_is_judged_before_a_quarter_of_the_window_or_when_not_finite():
+    spikes = Spikes(16, 3.0)
+    for known in range(4):
+        assert spikes.score(1e9) == 0.0, known
+        spikes.add(5.0 + known / 10)
+    assert spikes.score(1e9) > 1e3
+    spikes.add(math.nan)
+    spikes.add(math.inf)
+    assert len(spikes.state()) == 4 and spikes.score(math.nan) == 0.0
+
+
+def test_equal_losses_make_no_spike_of_nothing():
+    spikes = Spikes(16, 10.0, [2.0] * 16)
+    assert spikes.score(2.002) == pytest.approx(0.6745)
+    assert not spikes.is_spike(2.02) and spikes.is_spike(2.04)
+
+
+def test_a_noisy_falling_curve_has_no_spikes_and_a_jump_is_one():
+    draw = np.random.default_rng(3)
+    curve = 2.0 + 8.0 * np.exp(-np.arange(4000) / 800) + draw.normal(0, 0.05, 4000)
+    spikes, found = Spikes(128, 10.0), []
+    for step, loss in enumerate(curve):
+        value = float(loss) + (3.0 if step in (900, 2500, 2501) else 0.0)
+        if spikes.is_spike(value):
+            found.append(step)
+        spikes.add(value)
+    assert found == [900, 2500, 2501]
+
+
+def test_state_is_all_it_takes_to_go_on():
+    draw = np.random.default_rng(4).normal(3, 0.1, 60)
+    whole, first = Spikes(16, 5.0), Spikes(16, 5.0)
+    for loss in draw[:30]:
+        whole.add(float(loss))
+        first.add(float(loss))
+    second = Spikes(16, 5.0, first.state())
+    for loss in draw[30:]:
+        assert second.score(float(loss)) == whole.score(float(loss))
+        whole.add(float(loss))
+        second.add(float(loss))
+
+
+def policy(name: str = "warn", max_bad_steps: int = 3, **settings: object) -> SpikePolicy:
+    made = SpikePolicy(SpikesConfig(policy=name, window=8, threshold=5.0, **settings), max_bad_steps)
+    made.resume([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0], bad=0)
+    return made
+
+
+def judged(of: SpikePolicy, loss: float, skipped=False, overflow=False, vetoed=False) -> Judgement:
+    return of.judge(loss, skipped=skipped, overflow=overflow, vetoed=vetoed)
+
+
+@pytest.mark.parametrize(
+    "name, skipped, decision, kinds",
+    [
+        ("warn", False, Decision.OK, ["spike"]),
+        ("skip", True, Decision.SKIP, ["spike"]),
+        ("rollback", False, Decision.ROLLBACK, ["spike"]),
+        ("off", False, Decision.OK, []),
+    ],
+)
+def test_a_spike_leads_to_what_the_policy_says(name, skipped, decision, kinds):
+    of = policy(name)
+    found = judged(of, 9.0, skipped=skipped, vetoed=skipped)
+    assert found.decision is decision and [trouble.kind for trouble in found.troubles] == kinds
+    assert [trouble.action for trouble in found.troubles] == [name] * len(kinds)
+    assert (of.veto is not None) == (name == "skip")
+    if of.veto is not None:
+        assert of.veto(50.0) and not of.veto(2.0)
+
+
+def test_updates_that_are_not_applied_end_the_run_when_they_follow_each_other():
+    of = policy()
+    assert judged(of, math.nan, skipped=True).decision is Decision.SKIP and of.bad == 1
+    assert judged(of, 2.0).decision is Decision.OK and of.bad == 0
+    decisions = [judged(of, math.nan, skipped=True).decision for _ in range(3)]
+    assert decisions == [Decision.SKIP, Decision.SKIP, Decision.ABORT]
+    of.resume([], bad=2)
+    last = judged(of, math.inf, skipped=True)
+    assert last.decision is Decision.ABORT and "3 updates in a row were not applied" in last.reason
+    assert [trouble.kind for trouble in last.troubles] == ["non-finite"]
+
+
+def test_an_overflow_of_fp16_is_no_bad_update():
+    of = policy()
+    for _ in range(5):
+        assert judged(of, 2.0, skipped=True, overflow=True) == Judgement(Decision.SKIP)
+    assert of.bad == 0
+
+
+def test_rollbacks_are_bounded():
+    of = policy("rollback", max_rollbacks=1)
+    assert judged(of, 9.0).decision is Decision.ROLLBACK
+    of.resume([2.0, 2.1, 1.9, 2.0], bad=0)  # as after the rollback: what is counted is the process' own
+    last = judged(of, 9.0)
+    assert last.decision is Decision.ABORT and "a spike after 1 rollbacks" in last.reason
+
+
+def test_without_a_policy_the_loss_is_never_read():
+    class Unread:
+        def __float__(self) -> float:
+            raise AssertionError("reading it waits for the device")
+
+    assert policy("off").judge(Unread(), skipped=False, overflow=False, vetoed=False).decision is Decision.OK

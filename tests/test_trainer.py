@@ -1,0 +1,200 @@
+"""The loop in one process on a tiny model: what the ranks agree on, and what is the same after a restart."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megabert.checkpoint import Checkpoints, newest_step
+from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
+from megabert.config import Config
+from megabert.distributed.process_group import World
+from megabert.distributed.watchdog import Watchdog
+from megabert.trainer import Trainer
+from megabert.training.exchange import refuse
+from megabert.training.rate_record import FILE, RECORD
+from tests.helpers import tiny
+from tests.helpers.loop import Killed, StopAt, Workload
+from tests.helpers.ranks import run_ranks
+
+
+@dataclass
+class Ranks:
+    """What `World.gather` would give."""
+
+    reports: list[Any]
+    size: int = 3
+
+    def max_ints(self, own: Any) -> list[int]:
+        return [max(code for _, code in self.reports)]
+
+    def gather(self, own: Any) -> list[Any]:
+        return self.reports
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "text"),
+    [
+        ([["", 0], ["a row is damaged", USER_ERROR], ["", 0]], USER_ERROR, "rank 1: a row is damaged"),
+        ([["", 0], ["", 0], ["Input/output error", FAILED]], FAILED, "rank 2: Input/output error"),
+        ([["no such file", USER_ERROR], ["", 0], ["Stale file handle", FAILED]], FAILED, "rank 2: Stale"),
+    ],
+)
+def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports, code, text) -> None:
+    with pytest.raises(ValueError, match=text) as found:
+        refuse(Ranks(reports), "", 0)  # type: ignore[arg-type]
+    assert exit_code(found.value) == code
+    refuse(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
+
+
+def trainer(
+    cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None
+) -> Trainer:
+    """The trainer of a run folder as a command would open it, to be saved at step 3; behind `updates` the process ends."""
+    folder.mkdir(exist_ok=True)
+    engine = tiny.engine(cfg, world)
+    writes = replay is None
+    checkpoints = Checkpoints(folder, world, cfg.checkpoint if writes else None)
+    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    return Trainer(
+        config=cfg,
+        world=world,
+        engine=engine,
+        workload=Workload(cfg, world, engine, updates, saved_at=3),
+        checkpoints=checkpoints,
+        stop=StopAt(),  # type: ignore[arg-type]
+        watchdog=Watchdog(world, folder, 0),
+        run_dir=folder,
+        provenance={"config": cfg.model_dump()},
+        saved=None if newest is None else checkpoints.load(engine, newest),
+        stop_after=7,
+        writes=writes,
+    )
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
+
+
+def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_it_had(
+    world, tmp_path
+) -> None:
+    cfg = tiny.config(
+        zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,
+        checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,
+    )  # fmt: skip
+    with pytest.raises(Killed):
+        trainer(cfg, world, tmp_path, updates=6).train()
+    logged = lines(tmp_path)
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6]
+    assert len({line["train/lr"] for line in logged.values()}) == 6
+    record = tmp_path / FILE
+    record.write_bytes(record.read_bytes()[:-3])  # the last one, of update 6, was torn
+    resumed = trainer(cfg, world, tmp_path)
+    assert resumed.state.step == 3 and resumed.train()
+    again = lines(tmp_path)
+    assert sorted(again) == [1, 2, 3, 4, 5, 6, 7]
+    same = ("train/lr", "train/loss", "train/grad_norm")
+    for step in (4, 5):
+        assert [again[step][name] for name in same] == [logged[step][name] for name in same]
+    assert again[5]["time/train_seconds"] > logged[4]["time/train_seconds"]  # the clock went on from there
+    assert len(record.read_bytes()) == 7 * RECORD.size
+    for step in (2, 5, 7):
+        replayed = json.loads(trainer(cfg, world, tmp_path, replay=step).replay(step))
+        assert [replayed[name] for name in same] == [again[step][name] for name in same]
+    assert len(record.read_bytes()) == 7 * RECORD.size
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("failures", "stopped"), [(1, False), (2, False), (2, True)])
+def test_a_run_ends_well_only_with_its_last_updates_saved(
+    failures: int, stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
+) -> None:
+    cfg = tiny.config(
+        zero__stage=0, schedule__warmup_steps=0, log__tensorboard=False, batch__micro_size=8,
+        checkpoint__asynchronous=asynchronous, checkpoint__on_error="continue",
+    )  # fmt: skip
+    failed = []
+
+    def write(self: Checkpoints, folder: Path, snapshot: Any) -> None:
+        if folder.name != ".saving-00000003" and len(failed) < failures:
+            failed.append(folder.name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(self, folder, snapshot)
+
+    whole = Checkpoints._write
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    ours = trainer(cfg, world, tmp_path)
+    ours.stop = StopAt(6) if stopped else StopAt()  # type: ignore[assignment]
+    if failures == 1:
+        assert ours.train() and newest_step(tmp_path) == 7
+        return
+    with pytest.raises(Failed, match="could not be saved") as found:
+        ours.train()
+    assert exit_code(found.value) == FAILED and len(set(failed)) == 1
+    assert newest_step(tmp_path) == ours.saves.step == 3
+
+
+STEPS, LINES = 12, 4  # updates, updates between log lines
+
+
+def collectives(world: World, folder: str) -> list[list[tuple[str, bool]]]:
+    """What the hosts of a run that only trains tell each other, for each update: the call, and whether it is waited for."""
+    updates: list[list[tuple[str, bool]]] = [[]]
+
+    def hooked(name: str, call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            if caller.endswith("process_group.py"):
+                updates[-1].append((name, not kwargs.get("async_op")))
+            return call(*args, **kwargs)
+
+        return counted
+
+    cfg = tiny.config(
+        precision="bf16", zero__stage=1, log__interval=LINES, log__tensorboard=False, schedule__warmup_steps=0,
+        checkpoint__asynchronous=False,
+    )  # fmt: skip
+    ours = trainer(cfg, world, Path(folder), updates=STEPS)
+    ours.workload.checkpoint_due = lambda step: False  # type: ignore[method-assign]
+    ours.stop_after = None
+    train_update = ours.train_update
+
+    def next_update() -> Any:
+        updates.append([])
+        return train_update()
+
+    ours.train_update = next_update  # type: ignore[method-assign]
+    names = (
+        "all_reduce",
+        "reduce",
+        "all_gather",
+        "gather",
+        "broadcast",
+        "barrier",
+        "all_gather_object",
+        "send",
+        "recv",
+    )
+    for name in names:
+        setattr(dist, name, hooked(name, getattr(dist, name)))
+    with pytest.raises(Killed):
+        ours.train()
+    return updates[1:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_hosts_tell_each_other_one_thing_an_update_and_wait_only_for_log_lines(tmp_path) -> None:
+    for found in run_ranks(2, collectives, str(tmp_path)):
+        assert len(found) == STEPS
+        for step, calls in enumerate(found, 1):
+            assert calls == [("all_reduce", step % LINES == 0)], (step, calls)
