@@ -45,9 +45,7 @@ def native_sources() -> tuple[list[str], list[str]]:
     if wanted not in ("", "0", "1"):
         sys.exit(f"error: MEGABERT_CUDA={wanted}: set it to 0 or 1, or leave it out")
     if wanted == "1" and find_nvcc() is None:
-        sys.exit(
-            "error: MEGABERT_CUDA=1 and no nvcc: install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME"
-        )
+        sys.exit("error: MEGABERT_CUDA=1 and no nvcc: install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME")
     files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*"))]
     cpp = [name for name in files if name.endswith(".cpp")]
     cuda = [name for name in files if name.endswith(".cu")]
@@ -93,9 +91,7 @@ class BuildNative(build_ext):
             import torch
             from torch.utils import cpp_extension
         except ImportError:
-            sys.exit(
-                "error: building the native library needs torch: pip install torch, then --no-build-isolation"
-            )
+            sys.exit("error: building the native library needs torch: pip install torch, then --no-build-isolation")
         digest = native_digest()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,9 +155,7 @@ class BuildNative(build_ext):
 def up_to_date(made: Path, command: list[str]) -> bool:
     """Whether an object is newer than all it was made from and was made by the same command."""
     record, listing = Path(f"{made}.cmd"), Path(f"{made}.d")
-    if not (made.is_file() and record.is_file() and listing.is_file()) or record.read_text() != shlex.join(
-        command
-    ):
+    if not (made.is_file() and record.is_file() and listing.is_file()) or record.read_text() != shlex.join(command):
         return False
     inputs = shlex.split(listing.read_text().replace("\\\n", " ").partition(": ")[2])
     paths = [ROOT / name for name in inputs]

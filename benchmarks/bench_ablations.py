@@ -61,12 +61,7 @@ def train(args: argparse.Namespace, variant: str) -> Result:
     call(command, args.threads, run.with_name(f"{run.name}.log"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [
-        {
-            "seconds": line["time/train_seconds"],
-            "step": line["step"],
-            LOSS: line[LOSS],
-            ACCURACY: line[ACCURACY],
-        }
+        {"seconds": line["time/train_seconds"], "step": line["step"], LOSS: line[LOSS], ACCURACY: line[ACCURACY]}
         for line in lines
         if LOSS in line
     ]
@@ -116,9 +111,7 @@ def table(report: Result) -> str:
         cells = [variant, f"{final['step']:,}", f"{final['seconds'] / 60:.1f}"]
         cells += [f"{found['tokens_per_second']:,.0f}" if found["tokens_per_second"] else UNKNOWN]
         cells += [f"{final[LOSS]:.4f}", f"{final[ACCURACY]:.4f}"]
-        cells += (
-            [f"{one[LOSS]:.4f}", f"{one[ACCURACY]:.4f}"] if one else ["none: never sees a [MASK]", "none"]
-        )
+        cells += [f"{one[LOSS]:.4f}", f"{one[ACCURACY]:.4f}"] if one else ["none: never sees a [MASK]", "none"]
         for task in tasks:
             score = found["tasks"].get(task)
             cells.append(f"{score['metric']} {score['mean']:.4f} ± {score['std']:.4f}" if score else UNKNOWN)
@@ -148,9 +141,7 @@ def plot(report: Result, path: Path) -> None:
             places = [i + 0.8 * (index + 0.5) / len(report["variants"]) - 0.4 for i, _ in scored]
             means, spread = ([score[key] for _, score in scored] for key in ("mean", "std"))
             panels[2].bar(places, means, 0.7 / len(report["variants"]), yerr=spread, label=variant)
-    for panel, title in zip(
-        panels, ("held-out loss, own objective", "held-out accuracy, own objective"), strict=False
-    ):
+    for panel, title in zip(panels, ("held-out loss, own objective", "held-out accuracy, own objective"), strict=False):
         panel.set(xlabel="minutes of training", title=title)
     if tasks:
         panels[2].set(title="dev score after fine-tuning", xticks=range(len(tasks)), xticklabels=tasks)
@@ -169,9 +160,7 @@ def plot(report: Result, path: Path) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", required=True, help="dataset folder with pairs and a held-out split")
     add("--set", choices=SETS, required=True, help="; ".join(f"{k}: {', '.join(v)}" for k, v in SETS.items()))
@@ -226,9 +215,7 @@ def run_set(args: argparse.Namespace) -> None:
     by_label: dict[str, str] = {}
     for spec in [*known, *args.tasks]:
         if by_label.setdefault(task_label(spec), spec) != spec:
-            raise ValueError(
-                f"--tasks {spec!r}: {by_label[task_label(spec)]!r} has its name; use another --json"
-            )
+            raise ValueError(f"--tasks {spec!r}: {by_label[task_label(spec)]!r} has its name; use another --json")
     report = {"settings": settings | {"tasks": [*known, *(t for t in args.tasks if t not in known)]}}
     report |= {"note": NOTE, "variants": variants}
 

@@ -44,9 +44,7 @@ def run_side(tree: Path, side: str, asked: dict[str, Any], ranks: int) -> list[d
         env |= {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, str(RANKS), argument]
         processes.append(
-            subprocess.Popen(
-                command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     outputs = [process.communicate() for process in processes]
     for process, (out, error) in zip(processes, outputs, strict=True):
@@ -102,9 +100,7 @@ def load_dcp(folder: Path) -> object:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", metavar="REVISION|DIR", help="compared with this tree (default: none)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--stage", type=int, choices=range(4), default=1, help="ZeRO stage")
@@ -119,9 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     heads = args.hidden // 64
     model = {"layers": args.layers, "hidden": args.hidden, "heads": heads, "vocab_size": 30_528}
     asked = {"stage": args.stage, "optimizer": args.optimizer, "saves": args.saves, "model": model}
-    found: dict[str, list[dict[str, float]]] = {
-        side: [] for side in (OURS, DCP, BASE) if side != BASE or args.base
-    }
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in (OURS, DCP, BASE) if side != BASE or args.base}
     try:
         with tempfile.TemporaryDirectory(prefix="bench_checkpoint_") as scratch:
             with tree_of(args.base or str(hardware.ROOT)) as base:
@@ -133,10 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                         tree = base if side == BASE else hardware.ROOT
                         saves = run_side(tree, side, asked | {"folder": str(folder)}, args.ranks)
                         found[side] += saves[1:]
-                        print(
-                            f"round {number + 1}, {side}: {[round(s['blocked'], 4) for s in saves]}",
-                            flush=True,
-                        )
+                        print(f"round {number + 1}, {side}: {[round(s['blocked'], 4) for s in saves]}", flush=True)
             results = {
                 side: {key: round(statistics.median(save[key] for save in saves), 4) for key in saves[0]}
                 for side, saves in found.items()

@@ -40,10 +40,7 @@ from megabert.data.tokenizer import Tokenizer
 VOCAB, SLOTS, BLOCK_ROWS = 30_000, 8, 256
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 MICRO, ROUNDS, SECONDS = 32, 7, 0.25
-COLLATOR, READER = (
-    "HF DataCollatorForLanguageModeling, collating only",
-    "webdataset, one row a sample, reading only",
-)
+COLLATOR, READER = ("HF DataCollatorForLanguageModeling, collating only", "webdataset, one row a sample, reading only")
 
 
 def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabulary]:
@@ -54,9 +51,7 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabular
     bounds = np.zeros((rows, SLOTS, 2), np.uint16)
     isnext = np.full((rows, SLOTS), -1, np.int8)
     two = rng.random(rows) < 0.4
-    first = np.where(
-        two, rng.integers(seq_len // 4, seq_len * 3 // 4, rows), seq_len - rng.integers(0, 2, rows)
-    )
+    first = np.where(two, rng.integers(seq_len // 4, seq_len * 3 // 4, rows), seq_len - rng.integers(0, 2, rows))
     second = np.where(two, seq_len - first, 0)
     ids[np.arange(seq_len) >= (first + second)[:, None]] = SPECIAL["pad"]
     for slot, length, start, here in ((0, first, 0 * first, row), (1, second, first, np.flatnonzero(two))):
@@ -70,9 +65,7 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabular
     for i in range(0, rows, per_shard):
         part = slice(i, i + per_shard)
         path = folder / f"shard-{i // per_shard:06d}.tar"
-        shards.append(
-            write_shard(path, i // BLOCK_ROWS, ids[part], bounds[part], isnext[part], block_rows=BLOCK_ROWS)
-        )
+        shards.append(write_shard(path, i // BLOCK_ROWS, ids[part], bounds[part], isnext[part], block_rows=BLOCK_ROWS))
     tokenizer = {"kind": "sentencepiece", "file": "none.model", "sha256": "0" * 64, "vocab_size": VOCAB}
     manifest: dict[str, Any] = {
         "schema": 1,
@@ -174,18 +167,14 @@ def rows_per_second(step: Callable[[], int]) -> float:
     return rows / passed
 
 
-def measure(
-    dataset: Dataset, vocabulary: Vocabulary, rows: int, sizes: list[int], scratch: Path
-) -> dict[str, Any]:
+def measure(dataset: Dataset, vocabulary: Vocabulary, rows: int, sizes: list[int], scratch: Path) -> dict[str, Any]:
     """Every side at every size of a batch, in turn; comparisons are between equal sizes."""
     cases: dict[str, Callable[[], int]] = {}
     equal: list[tuple[str, str]] = []  # (ours, peer)
     for size in sizes:
         cases[peer := f"{COLLATOR}, batches of {size} rows"] = hugging_face(dataset, rows, size)
         for strategy in ("token", "word", "span"):
-            cases[mine := f"ours, {strategy}, updates of {size} rows"] = ours(
-                dataset, vocabulary, strategy, size
-            )
+            cases[mine := f"ours, {strategy}, updates of {size} rows"] = ours(dataset, vocabulary, strategy, size)
             equal.append((mine, peer))
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
@@ -210,9 +199,7 @@ def measure(
 def headline(comparisons: list[dict[str, Any]]) -> float:
     """The least ratio of single-token masking, which is what the collator does, over the collator."""
     return min(
-        c["ratio"]
-        for c in comparisons
-        if c["ours"].startswith("ours, token") and c["peer"].startswith(COLLATOR)
+        c["ratio"] for c in comparisons if c["ours"].startswith("ours, token") and c["peer"].startswith(COLLATOR)
     )
 
 
@@ -228,16 +215,10 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     hardware.add_json(parser)
-    parser.add_argument(
-        "--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens"
-    )
+    parser.add_argument("--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens")
     parser.add_argument("--data", metavar="DIR", help="measure this dataset in place of synthetic ones")
     parser.add_argument(
-        "--global-batch",
-        type=int,
-        nargs="+",
-        default=[32, 2048],
-        help="rows of an update of ours and of a batch",
+        "--global-batch", type=int, nargs="+", default=[32, 2048], help="rows of an update of ours and of a batch"
     )
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)

@@ -54,9 +54,7 @@ def without_teacher(args: argparse.Namespace, student: Any, folder: Path) -> Pat
     """A run folder of the student's own training with the teacher's losses off: same start, data and updates."""
     from megabert.distillation import student_overrides
 
-    settings = student_overrides(
-        student.config, str(Path(args.teacher).resolve()), student.config.model.layers
-    )
+    settings = student_overrides(student.config, str(Path(args.teacher).resolve()), student.config.model.layers)
     command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--data", args.data, "--run"]
     command += [str(folder), *settings, "distill.mlm=1", "distill.soft=0", "distill.cosine=0"]
     call(command, args.threads, folder.with_name(f"{folder.name}.log"))
@@ -169,12 +167,7 @@ def table(result: Result) -> str:
     measured = next((row for row in result["scores"].values() if row), None)
     rows += [
         ["", "", "", ""],
-        [
-            f"{measured['task']} {measured['metric']}, dev" if measured else "task score",
-            "",
-            "",
-            "over the teacher's",
-        ],
+        [f"{measured['task']} {measured['metric']}, dev" if measured else "task score", "", "", "over the teacher's"],
     ]
     of_teacher = result["scores"]["teacher"]
     for name, row in result["scores"].items():
@@ -187,21 +180,14 @@ def table(result: Result) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--teacher", required=True, help="run folder")
     add("--student", required=True, help="run folder")
     add("--data", required=True, help="dataset with a held-out split")
     add("--teacher-scores", default="", metavar="SUMMARY", help="of the fine-tuned teacher")
     add("--student-scores", default="", metavar="SUMMARY", help="of the fine-tuned student")
-    add(
-        "--task",
-        default="",
-        metavar="SPEC",
-        help="'TASK TRAIN DEV [options of megabert.finetune]', in quotes",
-    )
+    add("--task", default="", metavar="SPEC", help="'TASK TRAIN DEV [options of megabert.finetune]', in quotes")
     add("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of --task: {'; '.join(ROWS)}")
     add("--work", type=Path, default=hardware.ROOT / "runs/distill", help="folder of the rows' runs")
     add("--precision", choices=("bf16", "fp32"), default="bf16")

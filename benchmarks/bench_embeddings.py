@@ -74,49 +74,25 @@ def bm25(path: Path) -> dict[str, Any]:
     started = time.perf_counter()
     index = bm25s.BM25()
     index.index(
-        bm25s.tokenize([given.texts[i] for i in corpus], stopwords="en", show_progress=False),
-        show_progress=False,
+        bm25s.tokenize([given.texts[i] for i in corpus], stopwords="en", show_progress=False), show_progress=False
     )
-    asked = bm25s.tokenize(
-        [given.texts[i] for i in queries], stopwords="en", show_progress=False, return_ids=False
-    )
+    asked = bm25s.tokenize([given.texts[i] for i in queries], stopwords="en", show_progress=False, return_ids=False)
     places, scores = index.retrieve(asked, k=min(metrics.DEPTH, len(corpus)), show_progress=False)
     seconds = time.perf_counter() - started
     figures = metrics.retrieval(np.asarray(places), np.asarray(scores), wanted)
     sizes = {"questions": len(queries), "paragraphs": len(corpus)}
-    return {
-        "settings": "bm25s, defaults, English stop words",
-        **sizes,
-        "runs": [figures],
-        "seconds": round(seconds, 3),
-    }
+    return {"settings": "bm25s, defaults, English stop words", **sizes, "runs": [figures], "seconds": round(seconds, 3)}
 
 
 def plain(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """What the mean of the tokens' vectors of the pre-trained model finds. Raises CalledProcessError when it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "megabert",
-        "embed",
-        "evaluate",
-        "--model",
-        str(args.model),
-        "--pool",
-        "mean",
-    ]
+    command = [sys.executable, "-m", "megabert", "embed", "evaluate", "--model", str(args.model), "--pool", "mean"]
     command += ["--test", str(path), "--max-length", str(args.max_length)]
     started = time.perf_counter()
-    done = subprocess.run(
-        command, env=hardware.clone_environment(), check=True, stdout=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(command, env=hardware.clone_environment(), check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     figures = {name: value for name, value in found.items() if "@" in name}
-    return {
-        "command": hardware.shown(command),
-        "runs": [figures],
-        "seconds": round(time.perf_counter() - started, 3),
-    }
+    return {"command": hardware.shown(command), "runs": [figures], "seconds": round(time.perf_counter() - started, 3)}
 
 
 def contrastive(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, Any]:
@@ -124,16 +100,7 @@ def contrastive(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, A
     output = args.work / "contrastive"
     settings = f"--lr {args.lr} --batch {args.batch} --epochs {args.epochs} --max-length {args.max_length} "
     settings += f"--seeds {args.seeds} --micro-batch {args.micro_batch} --evaluations 4"
-    command = [
-        sys.executable,
-        "-m",
-        "megabert",
-        "embed",
-        "train",
-        "--model",
-        str(args.model),
-        *shlex.split(settings),
-    ]
+    command = [sys.executable, "-m", "megabert", "embed", "train", "--model", str(args.model), *shlex.split(settings)]
     command += [word for name, path in files.items() for word in (f"--{name}", str(path))]
     command += ["--output", str(output)]
     subprocess.run(command, env=hardware.clone_environment(), check=True)
@@ -153,10 +120,7 @@ def with_means(row: dict[str, Any]) -> dict[str, Any]:
     scores = {}
     for name in row["runs"][0]:
         seen = [run[name] for run in row["runs"]]
-        scores[name] = {
-            "mean": statistics.fmean(seen),
-            "std": statistics.stdev(seen) if len(seen) > 1 else 0.0,
-        }
+        scores[name] = {"mean": statistics.fmean(seen), "std": statistics.stdev(seen) if len(seen) > 1 else 0.0}
     return row | {"scores": scores}
 
 
@@ -180,9 +144,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="run folder, checkpoint or Hugging Face folder")
     add("--squad", type=Path, required=True, metavar="FILE", help="SQuAD 1.1's training file, also .gz")

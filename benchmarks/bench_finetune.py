@@ -92,16 +92,12 @@ def named(text: str) -> tuple[str, Path]:
     """NAME=RUN. Raises ArgumentTypeError for anything else."""
     name, _, path = text.partition("=")
     if not name or not path or name in (RANDOM, FIXED):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write NAME=RUN, a name of your own and the model's folder"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=RUN, a name of your own and the model's folder")
     return name, Path(path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN",
         help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
@@ -109,11 +105,7 @@ def main() -> None:
         help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1")  # fmt: skip
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
-    add(
-        "--no-random",
-        action="store_true",
-        help="without the row of random weights, which takes as long as a model's",
-    )
+    add("--no-random", action="store_true", help="without the row of random weights, which takes as long as a model's")
     add("--fixed", action="store_true", help="a row by fixed features where the task has one")
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")

@@ -42,11 +42,7 @@ from megabert.optim.muon import find_matrices
 
 def mlm_loss(make: Maker, small: bool) -> list[Case]:
     count, width, entries = (64, 32, 512) if small else (2048, 1024, 30528)
-    hidden, weight, bias = (
-        make.normal(count, width),
-        make.normal(entries, width, scale=0.02),
-        make.normal(entries),
-    )
+    hidden, weight, bias = (make.normal(count, width), make.normal(entries, width, scale=0.02), make.normal(entries))
     labels = torch.randint(0, entries, (count,), generator=make.generator).to(make.device)
     logits = make.normal(count, entries)
 
@@ -113,23 +109,14 @@ def softmax_mask(make: Maker, small: bool) -> list[Case]:
     }
     shape = f"[{batch}, {heads}, {width}, {width}], dropout {p}"
     cases = [
-        Case(
-            "softmax_mask",
-            shape,
-            sides,
-            [("ours", "torch"), ("ours, whole rows", "torch")],
-            moved,
-            ("ours", "torch"),
-        )
+        Case("softmax_mask", shape, sides, [("ours", "torch"), ("ours, whole rows", "torch")], moved, ("ours", "torch"))
     ]
     native = ["native"] if ops.has_kernel("attention", make.device.type) else []
     for chance in (0.1, 0.0):
         sides = {name: attend(name, [start, end], chance) for name in ("fused_softmax", *native)}
         peers = [(name, "sdpa") for name in sides]
         sides["sdpa"] = attend("sdpa", [mask], chance)
-        cases.append(
-            Case("attention", f"[{batch}, {heads}, {width}, {size}], dropout {chance}", sides, peers)
-        )
+        cases.append(Case("attention", f"[{batch}, {heads}, {width}, {size}], dropout {chance}", sides, peers))
     return cases
 
 
@@ -209,9 +196,7 @@ def extra_memory(call: Call, device: torch.device) -> int:
     return max(0, memory.peak() - before)
 
 
-def measure(
-    case: Case, device: torch.device, rounds: int, bandwidth: float, seconds: float
-) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
     times = kernel_times(case.sides, device, rounds, seconds)
     medians = {name: quantiles(values)["p50"] for name, values in times.items()}
     return {
@@ -219,17 +204,10 @@ def measure(
         "size": case.size,
         "what": case.what,
         "seconds": {name: quantiles(values) for name, values in times.items()},
-        "extra_memory_mib": {
-            name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory
-        },
+        "extra_memory_mib": {name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory},
         "bandwidth_share": {name: size / medians[name] / bandwidth for name, size in case.bytes.items()},
         "comparisons": [
-            {
-                "what": f"{case.name} {case.size}",
-                "ours": ours,
-                "peer": peer,
-                "ratio": medians[peer] / medians[ours],
-            }
+            {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer, "ratio": medians[peer] / medians[ours]}
             for ours, peer in case.comparisons
         ],
     }
@@ -238,11 +216,7 @@ def measure(
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['op']} {result['size']}, {result['what']}")
     for name, s in result["seconds"].items():
-        more = (
-            [f"{result['extra_memory_mib'][name]:,.0f} MiB more"]
-            if name in result["extra_memory_mib"]
-            else []
-        )
+        more = [f"{result['extra_memory_mib'][name]:,.0f} MiB more"] if name in result["extra_memory_mib"] else []
         if name in result["bandwidth_share"]:
             more.append(f"{result['bandwidth_share'][name]:.0%} of the copy bandwidth")
         print(f"  {name:<22} {s['p50'] * 1e3:>10.3f} ms   {'   '.join(more)}")
@@ -252,12 +226,8 @@ def show(result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that everything runs, and no figure")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
     hardware.add_json(parser)

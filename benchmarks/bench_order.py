@@ -57,10 +57,7 @@ def opens(order: Order, ranks: int, batch: int, updates: int, workers: int, micr
 
 def vectors(dataset: Dataset, rows: int) -> np.ndarray:
     """Folded token counts of the first `rows` rows, less their mean and of length 1: float32 [rows, FOLDED]."""
-    vocab, first = (
-        np.arange(dataset.manifest.vocab_size, dtype=np.uint64),
-        max(dataset.manifest.special_ids.values()),
-    )
+    vocab, first = (np.arange(dataset.manifest.vocab_size, dtype=np.uint64), max(dataset.manifest.special_ids.values()))
     hashed = mix64(vocab)
     place, sign = (hashed % np.uint64(FOLDED)).astype(np.int64), np.where(hashed >> np.uint64(63), 1.0, -1.0)
     sign[: first + 1] = 0.0  # special tokens say nothing of a text
@@ -126,17 +123,11 @@ def main() -> int:
     sizes = np.full(shards, SHARD_ROWS)
     sizes[-1] -= shards * SHARD_ROWS - args.rows
     report: dict[str, Any] = {"benchmark": "order", "shards": shards, "opens": {}}
-    print(
-        f"{shards:,} shards, {args.ranks} ranks, {args.global_batch:,} rows an update, {args.updates} updates:"
-    )
+    print(f"{shards:,} shards, {args.ranks} ranks, {args.global_batch:,} rows an update, {args.updates} updates:")
     for name, order in both(args.rows, sizes, BLOCK_ROWS).items():
         found = opens(order, args.ranks, args.global_batch, args.updates, args.workers, args.micro_batch)
         report["opens"][name] = found
-        print(
-            f"  {name:<32} "
-            + ", ".join(f"{what} {value:.2f}" for what, value in found.items())
-            + " opens a rank"
-        )
+        print(f"  {name:<32} " + ", ".join(f"{what} {value:.2f}" for what, value in found.items()) + " opens a rank")
     before, now = (report["opens"][name]["mean"] for name in NAMES)
     report["ratio"] = before / now
     if args.data:

@@ -105,8 +105,7 @@ def cross_validation() -> Result:
     left_out = {}
     for left in dict.fromkeys(generation.values()):
         chosen = min(
-            NETWORK_SHARES,
-            key=lambda share: rms(e for name, e in by_share[share].items() if generation[name] != left),
+            NETWORK_SHARES, key=lambda share: rms(e for name, e in by_share[share].items() if generation[name] != left)
         )
         own = [error for name, error in by_share[chosen].items() if generation[name] == left]
         left_out[left] = {"network": chosen, **summary(own)}
@@ -124,9 +123,7 @@ def sensitivity() -> Result:
     found = {}
     for name, value in vars(Constants()).items():
         for factor in (0.75, 1.25):
-            constants = replace(
-                Constants(), **{name: min(1.0, factor * value) if value < 1 else factor * value}
-            )
+            constants = replace(Constants(), **{name: min(1.0, factor * value) if value < 1 else factor * value})
             found[f"{name} x {factor}"] = summary(errors(fit(constants), constants).values())
     return found
 
@@ -136,17 +133,13 @@ def groups(found: Mapping[str, float]) -> Result:
     sources = {"MLPerf": [run for run in RUNS if run.evaluated]}
     for name in ("DeepLearningExamples", "DeepSpeed", "LAMB paper"):
         sources[name] = [run for run in RUNS if name in run.name]
-    return {
-        name: summary(found[run.name] for run in runs if not run.fitted) for name, runs in sources.items()
-    }
+    return {name: summary(found[run.name] for run in runs if not run.fitted) for name, runs in sources.items()}
 
 
 def row(run: Run, devices: Mapping[str, Device], constants: Constants) -> Result:
     predicted, system = rate(run, devices, constants), system_of(run, devices, constants)
     part = run.parts[0]
-    terms = {
-        name: round(1_000 * value, 2) for name, value in vars(update(run, part, system)).items() if value
-    }
+    terms = {name: round(1_000 * value, 2) for name, value in vars(update(run, part, system)).items() if value}
     if run.evaluated:
         terms["evaluations"] = round(1_000 * evaluations(run, part, system), 2)
     hours = len(run.parts) > 1
@@ -193,9 +186,7 @@ def table(result: Result) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)

@@ -149,9 +149,7 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
     return found
 
 
-def in_turn(
-    sides: Mapping[str, Side], texts: Sequence[str], batches: Mapping[str, int], rounds: int
-) -> dict[str, Any]:
+def in_turn(sides: Mapping[str, Side], texts: Sequence[str], batches: Mapping[str, int], rounds: int) -> dict[str, Any]:
     """Of each side its seconds for all texts, and those of the processor, every round, and its last result."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     processor: dict[str, list[float]] = {name: [] for name in sides}
@@ -165,9 +163,7 @@ def in_turn(
     return {"seconds": seconds, "processor": processor, "results": results}
 
 
-def compare(
-    sides: Mapping[str, Side], texts: Sequence[str], rounds: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def compare(sides: Mapping[str, Side], texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(figures by side, the first the peer; what each gave)."""
     batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
     timed = in_turn(sides, texts, batches, rounds)
@@ -243,26 +239,21 @@ def table(shapes: Mapping[str, Any]) -> str:
                 figures = found[what]
                 cells.append(f"{figures[peer]['texts_per_second']:,.1f}")
                 cells += [
-                    f"{figures[p]['texts_per_second']:,.1f} ({figures[p]['ratio']:.2f}x)"
-                    for p in ("fp32", "bf16")
+                    f"{figures[p]['texts_per_second']:,.1f} ({figures[p]['ratio']:.2f}x)" for p in ("fp32", "bf16")
                 ]
             lines.append(f"| {shape} | {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="text file, or a folder of .txt files")
     add("--vocab", type=Path, required=True, help="BERT's vocab.txt, of an uncased model")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)
-    add(
-        "--threads", type=int, help="of torch; with 1 `processor_ratio` tells something on a busy machine too"
-    )
+    add("--threads", type=int, help="of torch; with 1 `processor_ratio` tells something on a busy machine too")
     add("--share", type=float, default=1.0, help="of the texts, for trying out")
     hardware.add_json(parser)
     args = parser.parse_args()
@@ -286,8 +277,7 @@ def main() -> None:
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
                 if args.json:
                     hardware.write_json(
-                        args.json,
-                        {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes},
+                        args.json, {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
                     )
     print(table(shapes))
 

@@ -54,9 +54,7 @@ CHANGED = 0.02  # share of letters changed in a copy
 
 
 def pieces(inputs: list[str]) -> list[sources.Piece]:
-    tasks = sources.plan_tasks(
-        [sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop")
-    )
+    tasks = sources.plan_tasks([sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop"))
     found = {piece.path: piece for task in tasks for piece in task.pieces}
     return list(found.values())
 
@@ -190,9 +188,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
     print(f"{'stage':18} {'seconds':>8} {'ns/byte':>8} {'MB/s':>8}")
     for name, seconds in sorted(one["stage_seconds"].items(), key=lambda item: -item[1]):
         print(f"{name:18} {seconds:8.2f} {seconds * 1e9 / text:8.1f} {text / 1e6 / max(seconds, 1e-9):8.0f}")
-    print(
-        f"{'whole':18} {one['seconds']:8.2f} {one['seconds'] * 1e9 / text:8.1f} {one['mb_per_second']:8.2f}"
-    )
+    print(f"{'whole':18} {one['seconds']:8.2f} {one['seconds'] * 1e9 / text:8.1f} {one['mb_per_second']:8.2f}")
     over_bytes = dataset["shard_bytes"] / dataset["text_bytes"]
     added = middle["near"]["seconds"] / one["seconds"] - 1
     peak = max(run["peak_memory"] for found in runs.values() for run in found)
@@ -231,9 +227,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
             ],
             "peer_seconds": [run["seconds"] for run in peer],
         }
-        print(
-            f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s with the same WordPiece vocabulary"
-        )
+        print(f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s with the same WordPiece vocabulary")
     else:
         print("ratio not measured: it needs text files, unpacked, and --vocab vocab.txt")
     if "all" in middle:
@@ -242,9 +236,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         print(f"{args.workers} workers: {together:.2f} MB/s, {scaling:.2f} x one")
         print(f"{args.workers} builds at the same time: {apart:.2f} MB/s, {possible:.2f} x one")
         result["scaling"] = {"workers": args.workers, "over one": scaling, "builds apart over one": possible}
-        result["mb_per_second"] = {
-            name: [run["mb_per_second"] for run in found] for name, found in runs.items()
-        }
+        result["mb_per_second"] = {name: [run["mb_per_second"] for run in found] for name, found in runs.items()}
     return result
 
 
@@ -282,14 +274,9 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="leave decompression in the time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", nargs="+", type=int, metavar="MB", help="measure memory at these sizes")
+    parser.add_argument("--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
-    )
-    parser.add_argument(
-        "--vocab",
-        metavar="FILE",
-        default=str(DATA / "bert-base-uncased-vocab.txt"),
-        help="of both in `ratio`",
+        "--vocab", metavar="FILE", default=str(DATA / "bert-base-uncased-vocab.txt"), help="of both in `ratio`"
     )
     parser.add_argument("--workers", type=int, default=hardware.cores())
     args = parser.parse_args()

@@ -140,12 +140,7 @@ def main() -> None:
         )
     if args.json:
         packages = {name: importlib.metadata.version(name) for name in PEERS}
-        result = {
-            "unit": "MB/s",
-            "workers": args.workers,
-            "text_bytes": text,
-            "vocabulary": Path(args.vocab).name,
-        }
+        result = {"unit": "MB/s", "workers": args.workers, "text_bytes": text, "vocabulary": Path(args.vocab).name}
         hardware.write_json(args.json, result | {"sides": sides, "peers": packages, "recorded": RECORDED})
 
 

@@ -97,9 +97,7 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
 
 def say(name: str, run: dict[str, Any]) -> None:
     rate = "killed and gone on" if run["mb_per_second"] is None else f"{run['mb_per_second']:.2f} MB/s"
-    print(
-        f"{name:16} {rate}, {run['seconds'] + run['tokenizer_seconds']:.0f} s, {run['peak_memory'] / 1e6:.0f} MB"
-    )
+    print(f"{name:16} {rate}, {run['seconds'] + run['tokenizer_seconds']:.0f} s, {run['peak_memory'] / 1e6:.0f} MB")
     for stage, found in run["stages"].items():
         print(f"  {stage:18} {found['seconds']:8.1f} s {found['peak_memory'] / 1e6:8.0f} MB", flush=True)
 
@@ -107,9 +105,7 @@ def say(name: str, run: dict[str, Any]) -> None:
 def killed(path: Path, output: Path, extra: list[str], kills: int, seconds: float) -> None:
     """Begin the build of `path` and kill it, `kills` times; the last one is left to go on."""
     for _ in range(kills):
-        process = subprocess.Popen(
-            build_command([str(path)], output, *extra), cwd=ROOT, start_new_session=True
-        )
+        process = subprocess.Popen(build_command([str(path)], output, *extra), cwd=ROOT, start_new_session=True)
         try:
             process.wait(timeout=seconds / (kills + 1))
             raise SystemExit("the build ended before it was killed; give more text")
@@ -168,9 +164,7 @@ def files(args: argparse.Namespace, paths: list[str], folder: Path, extra: list[
         (place / f"{i:07d}.txt").write_bytes(content)
     listing = [sys.executable, "-c", LISTING, str(folder / "small")]
     listed = json.loads(subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    print(
-        f"listed in {listed['seconds']:.1f} s and {listed['memory_bytes'] / 1e6:.0f} MB: {listed['tasks']} tasks"
-    )
+    print(f"listed in {listed['seconds']:.1f} s and {listed['memory_bytes'] / 1e6:.0f} MB: {listed['tasks']} tasks")
     run = build([str(folder / "small")], folder / "built", *extra)
     say(f"{args.files} files", run)
     return {"files": args.files, "listed": listed, "build": figures(run)}
@@ -189,8 +183,7 @@ def write_corpus(paths: list[str], size: int, place: Path, workers: int) -> None
         sizes[place / f"{number:04d}"] = min(size * 3 // 5 - done, FILE_BYTES)
     with ProcessPoolExecutor(workers) as pool:
         written = [
-            pool.submit(write_file, paths, of, path, 1 + 1_000 * i)
-            for i, (path, of) in enumerate(sizes.items())
+            pool.submit(write_file, paths, of, path, 1 + 1_000 * i) for i, (path, of) in enumerate(sizes.items())
         ]
         for one in written:
             one.result()
@@ -224,15 +217,9 @@ def main() -> None:
     parser.add_argument("--packed", type=float, metavar="GB", help="of text in one file, plain, gz and bz2")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="of the bz2 build, by SIGKILL")
     parser.add_argument("--files", type=int, metavar="N", help="of 2 KB")
-    parser.add_argument(
-        "--corpus", type=float, metavar="GB", help="of text in many files, one of them a large gz"
-    )
-    parser.add_argument(
-        "--near", action="store_true", help="the corpus loses its near duplicates: most of it"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed"
-    )
+    parser.add_argument("--corpus", type=float, metavar="GB", help="of text in many files, one of them a large gz")
+    parser.add_argument("--near", action="store_true", help="the corpus loses its near duplicates: most of it")
+    parser.add_argument("--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed")
     parser.add_argument("--workers", type=int, default=hardware.cores())
     parser.add_argument(
         "--texts",

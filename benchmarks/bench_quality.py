@@ -119,9 +119,7 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
                         | scores(line)
                         for line in scored
                     ]
-                    rates = sorted(
-                        line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line
-                    )
+                    rates = sorted(line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line)
                     result["tokens_per_second"] = round(rates[len(rates) // 2], 1) if rates else None
                     yield result
         finally:
@@ -229,12 +227,7 @@ def train_theirs(args: argparse.Namespace, recipe: Recipe) -> Iterator[Result]:
     torch.set_num_threads(args.threads)
     cfg = peer_config(args)
     tokenizer = Tokenizer.load(args.data / "tokenizer.model")
-    result: Result = {
-        "system": "huggingface",
-        "minutes": recipe.minutes,
-        "recipe": asdict(recipe),
-        "curve": [],
-    }
+    result: Result = {"system": "huggingface", "minutes": recipe.minutes, "recipe": asdict(recipe), "curve": []}
     every = args.eval_every / (60 * recipe.minutes)
     for point, model in hf_plain_loop.train(args.data, tokenizer, cfg.model, recipe, every):
         theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
@@ -262,9 +255,7 @@ def score(weights: dict[str, Any], cfg: Config, data: Path, dtype: str) -> dict[
     model.load_state_dict(weights)
     tokenizer = Tokenizer.load(data / "tokenizer.model")
     batches = evaluation.fixed_batches(evaluation.held_out(str(data), cfg), tokenizer, cfg)
-    return scores(
-        evaluation.summary(evaluation.batch_sums(model.to(device, getattr(torch, dtype)), batches, device))
-    )
+    return scores(evaluation.summary(evaluation.batch_sums(model.to(device, getattr(torch, dtype)), batches, device)))
 
 
 def scores(figures: dict[str, float]) -> dict[str, float]:
@@ -305,10 +296,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hf-dropout", type=float, help="default: ours")
     parser.add_argument(
-        "--tune-minutes",
-        type=float,
-        default=0.0,
-        help="tune the peer on a grid of runs this long; 0 does not",
+        "--tune-minutes", type=float, default=0.0, help="tune the peer on a grid of runs this long; 0 does not"
     )
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
@@ -323,9 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         manifest = Manifest.load(args.data)
         if manifest.held_out is None:
-            raise ValueError(
-                f"{args.data}: no held-out split; build it with data_prep build --held-out SHARE"
-            )
+            raise ValueError(f"{args.data}: no held-out split; build it with data_prep build --held-out SHARE")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -353,8 +339,7 @@ def main(argv: list[str] | None = None) -> int:
             compare(report)
             hardware.write_json(
                 args.json,
-                {"settings": settings}
-                | {key: report[key] for key in ("ratio", "ratio_tokens", "comparisons", "runs")},
+                {"settings": settings} | {key: report[key] for key in ("ratio", "ratio_tokens", "comparisons", "runs")},
             )
             if args.plot:
                 plot(report, args.plot)

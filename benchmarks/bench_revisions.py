@@ -56,8 +56,7 @@ def tree_of(base: str) -> Iterator[Path]:
     )
     if same.returncode:
         why = (
-            same.stderr.decode().strip()
-            or "its native operations are others; check it out, build it, give the folder"
+            same.stderr.decode().strip() or "its native operations are others; check it out, build it, give the folder"
         )
         raise ValueError(f"--base {base}: {why}")
     with tempfile.TemporaryDirectory(prefix="bench_revisions_") as scratch:
@@ -74,14 +73,7 @@ def tree_of(base: str) -> Iterator[Path]:
 def rates_in(tree: Path, bench: str, arguments: list[str], scratch: Path) -> dict[str, float]:
     """The rates that the tree's own benchmark measures. Raises ValueError with the end of its output when it fails."""
     target = scratch / "result.json"
-    command = [
-        sys.executable,
-        f"benchmarks/bench_{bench}.py",
-        *FIXED[bench],
-        *arguments,
-        "--json",
-        str(target),
-    ]
+    command = [sys.executable, f"benchmarks/bench_{bench}.py", *FIXED[bench], *arguments, "--json", str(target)]
     # no vocabulary is found there, so that bench_prep measures no peer
     env = os.environ | {"PYTHONPATH": str(tree), "MEGABERT_DATA": str(scratch)}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
@@ -101,9 +93,7 @@ def compare(base: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, metavar="REVISION|DIR", help="compared with this tree")
     parser.add_argument("--bench", choices=list(RATES), required=True)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each tree (default: %(default)s)")

@@ -107,18 +107,14 @@ def map_large_blocks() -> None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
 
 
-def measure(
-    args: argparse.Namespace, dropout: float, world: process_group.World, data: Path
-) -> dict[str, Any]:
+def measure(args: argparse.Namespace, dropout: float, world: process_group.World, data: Path) -> dict[str, Any]:
     device, dataset = world.device, Dataset(data)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     cfg = make_config(args, dropout)
     entries = tokenizer.vocab_size if args.data else PUBLISHED
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"vocab_size": entries})})
     if dataset.manifest.seq_len != args.seq_len:
-        raise ValueError(
-            f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}"
-        )
+        raise ValueError(f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}")
     loader = Loader.from_config(
         cfg.model_copy(update={"data": cfg.data.model_copy(update={"workers": 0})}), dataset, tokenizer
     )
@@ -133,8 +129,7 @@ def measure(
         sides[name] = build()
         static[name] = memory.now() - before
     found: dict[str, dict[str, list[float]]] = {
-        name: {key: [] for key in ("seconds", "tokens", "sequences", "real", "executed", "loss")}
-        for name in sides
+        name: {key: [] for key in ("seconds", "tokens", "sequences", "real", "executed", "loss")} for name in sides
     }
     peak = dict.fromkeys(sides, 0)
     ceiling = 0.0
@@ -276,9 +271,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=5, help="timed updates, after two that warm up")
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for this long for each dropout")
-    parser.add_argument(
-        "--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc"
-    )
+    parser.add_argument("--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc")
     hardware.add_json(parser)
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)

@@ -93,9 +93,7 @@ def sums(cases: dict[str, Any]) -> dict[str, Any]:
         "followed_by": {what: followed[what] for what in (RESUMED, ANEW, UNSEEN)},
         "fell": dict(fell),
         "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
-        "lives started by the real command": sum(
-            c["lives_started_by_the_real_command"] for c in cases.values()
-        ),
+        "lives started by the real command": sum(c["lives_started_by_the_real_command"] for c in cases.values()),
         "runs": len(cases),
         "runs_that_came_to_their_end": len(compared),
         "runs_that_differ": sum(case["differences"] > 0 for case in compared),
@@ -120,14 +118,10 @@ def failures(result: dict[str, Any]) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="of the cases those with TEXT in their names"
-    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the cases those with TEXT in their names")
     parser.add_argument("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
     parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
-    parser.add_argument(
-        "--data", type=Path, help="dataset folder; default: Python's documentation, built now"
-    )
+    parser.add_argument("--data", type=Path, help="dataset folder; default: Python's documentation, built now")
     parser.add_argument("--seed", type=int, default=1)
     hardware.add_json(parser, "write the result here; what it holds already is not measured again")
     parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
@@ -137,9 +131,7 @@ def main() -> int:
     if args.only:
         result["asked"]["only"] = args.only
     if not any(args.only in case.name for case, _ in CASES):
-        parser.error(
-            f"--only {args.only}: in no case's name; there are: {'; '.join(c.name for c, _ in CASES)}"
-        )
+        parser.error(f"--only {args.only}: in no case's name; there are: {'; '.join(c.name for c, _ in CASES)}")
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text())
         if any(before.get(key) != result[key] for key in result):

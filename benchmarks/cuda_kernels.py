@@ -152,9 +152,7 @@ def read_bounds(ptx: str) -> dict[str, int]:
     """Mangled name -> threads of a block at most, of the kernels that say so."""
     found = {}
     for entry in ptx.split(".entry ")[1:]:
-        bound = re.search(
-            r"\.maxntid ([\d, ]+)", entry.partition("{")[0]
-        )  # for sm_100 without dimensions of 1
+        bound = re.search(r"\.maxntid ([\d, ]+)", entry.partition("{")[0])  # for sm_100 without dimensions of 1
         if bound:
             found[entry.partition("(")[0]] = math.prod(map(int, bound[1].split(",")))
     return found
@@ -251,16 +249,8 @@ def triton_kernel(architecture: str) -> tuple[Kernel, str]:
 
     shapes = (",".join(map(str, tile)) for tile in source.tiles())
     names = source._product_gelu_gradient.arg_names
-    types = [
-        *(f"tensordesc<bf16[{shape}]>" for shape in shapes),
-        "*bf16",
-        "*fp32",
-        *["i32"] * 3,
-        *["constexpr"] * 4,
-    ]
-    fixed = dict(
-        zip(names[-4:], (source.TILE_ROWS, source.TILE_COLUMNS, source.TILE_INNER, source.GROUP), strict=True)
-    )
+    types = [*(f"tensordesc<bf16[{shape}]>" for shape in shapes), "*bf16", "*fp32", *["i32"] * 3, *["constexpr"] * 4]
+    fixed = dict(zip(names[-4:], (source.TILE_ROWS, source.TILE_COLUMNS, source.TILE_INNER, source.GROUP), strict=True))
     program = ASTSource(source._product_gelu_gradient, dict(zip(names, types, strict=True)), fixed)
     target, options = GPUTarget("cuda", int(architecture), 32), source.launch(int(architecture) // 10)
     built = triton.compile(program, target=target, options=options)
@@ -289,9 +279,7 @@ def row(kernel: Kernel) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hardware.add_json(parser)
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
@@ -307,9 +295,7 @@ def main() -> None:
             f"{kernel.blocks if kernel.threads else '-':>6} {kernel.stores or '-'!s:>12} {'' if count is None else f'{count:.1f}'}"
         )
     if args.json:
-        said = subprocess.run(
-            [str(find("nvcc")), "--version"], capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.run([str(find("nvcc")), "--version"], capture_output=True, text=True, check=True).stdout
         version = re.findall(r"V(\d[\d.]*)", said)[-1]
         hardware.write_json(args.json, {"nvcc": version, "kernels": [row(kernel) for kernel in found]})
 

@@ -92,9 +92,7 @@ def fetch(name: str, folder: Path, python: str) -> Path:
     (wheel,) = set(folder.glob("*.whl")) - before
     tags = wheel.stem.split("-")[-3:]
     if name in FROM_SOURCE and tags != ["py3", "none", "any"]:
-        raise ValueError(
-            f"{wheel.name}: was compiled for this machine's Python, the other one may not load it"
-        )
+        raise ValueError(f"{wheel.name}: was compiled for this machine's Python, the other one may not load it")
     return wheel
 
 
@@ -120,7 +118,9 @@ def put_library(target: Path, given: str) -> dict[str, object]:
         raise ValueError(f"--library {given}: there is no such file")
     target.parent.mkdir(parents=True)
     shutil.copy2(library, target)
-    code = "import sys, torch; torch.ops.load_library(sys.argv[1]); has = torch._C._dispatch_has_kernel_for_dispatch_key"
+    code = (
+        "import sys, torch; torch.ops.load_library(sys.argv[1]); has = torch._C._dispatch_has_kernel_for_dispatch_key"
+    )
     found = run([sys.executable, "-c", f"{code}; print(has('megabert::bias_gelu', 'CUDA'))", str(target)])
     return {"sha256": hashlib.sha256(target.read_bytes()).hexdigest(), "cuda": found.strip() == "True"}
 
@@ -128,17 +128,7 @@ def put_library(target: Path, given: str) -> dict[str, object]:
 def build_data(folder: Path, args: argparse.Namespace) -> dict[str, str]:
     """Datasets of both row lengths from the corpus, without the reports of the build."""
     lengths = [str(n) for n in args.seq_len]
-    command = [
-        sys.executable,
-        "-m",
-        "data_prep",
-        "build",
-        "--output",
-        str(folder),
-        "--quiet",
-        "--held-out",
-        "0",
-    ]
+    command = [sys.executable, "-m", "data_prep", "build", "--output", str(folder), "--quiet", "--held-out", "0"]
     command += ["--vocab-size", str(args.vocab_size), "--seq-len", *lengths, "--input", *args.corpus]
     run(command, **hardware.clone_environment())
     one = len(lengths) == 1
@@ -153,26 +143,16 @@ def tree_size() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--corpus", nargs="+", default=["pydoc"], metavar="TEXT", help="as data_prep's --input; about 10 MB"
     )
-    parser.add_argument(
-        "--output", type=Path, default=pack.FOLDER, metavar="DIR", help="replaced where it is a pack"
-    )
+    parser.add_argument("--output", type=Path, default=pack.FOLDER, metavar="DIR", help="replaced where it is a pack")
     parser.add_argument("--python", default="3.12", help="version of the other machine's Python")
-    parser.add_argument(
-        "--library", default="", metavar="FILE", help="a native library built already from this tree"
-    )
+    parser.add_argument("--library", default="", metavar="FILE", help="a native library built already from this tree")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[128, 512], help="row lengths")
-    parser.add_argument(
-        "--vocab-size", type=int, default=30_000, help="pieces of the tokenizer trained on the corpus"
-    )
-    parser.add_argument(
-        "--no-wheels", action="store_true", help="the other machine has the project's environment"
-    )
+    parser.add_argument("--vocab-size", type=int, default=30_000, help="pieces of the tokenizer trained on the corpus")
+    parser.add_argument("--no-wheels", action="store_true", help="the other machine has the project's environment")
     args = parser.parse_args(argv)
     args.output = args.output.resolve()
     try:

@@ -180,9 +180,7 @@ def plan_of(args: argparse.Namespace, pack: Pack, folder: Path) -> tuple[list[ru
 def child(args: argparse.Namespace, pack: Pack) -> int:
     folder = Path(args.child)
     items, ends = plan_of(args, pack, folder)
-    return runner.work(
-        items, Journal(folder / "journal"), ends, functools.partial(library.healthy, args.device)
-    )
+    return runner.work(items, Journal(folder / "journal"), ends, functools.partial(library.healthy, args.device))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,11 +204,7 @@ def main(argv: list[str] | None = None) -> int:
             if results.get("environment/facts", {}).get("state") == "done":
                 hardware.write_json(args.json, report(args, journal, telemetry, wheels))
 
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            *(argv if argv is not None else sys.argv[1:]),
-        ]
+        command = [sys.executable, str(Path(__file__).resolve()), *(argv if argv is not None else sys.argv[1:])]
         code = runner.supervise(
             [*command, "--child", name], journal, folder / "log", env, end=max(ends.values()), changed=changed
         )
@@ -220,9 +214,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {results['environment/facts']['reason']}", file=sys.stderr)
             return 1
         if code not in (0, runner.RESTART) and not results:
-            print(
-                f"error: the measuring process ends at once:\n{runner.tail(folder / 'log')}", file=sys.stderr
-            )
+            print(f"error: the measuring process ends at once:\n{runner.tail(folder / 'log')}", file=sys.stderr)
             return 1
         print(f"\n{paper.show(report(args, journal, telemetry, wheels)['verdict'])}\n{args.json}")
     failed = failures(results)

@@ -65,9 +65,7 @@ def load(name: str) -> Search:
             tracks.track_of(rung.track)
         halving.draw(space, 1, 0)
     except KeyError as error:
-        raise ValueError(
-            f"{path}: {error.args[0]} is missing; it needs recipe, [space] and [[rung]]"
-        ) from None
+        raise ValueError(f"{path}: {error.args[0]} is missing; it needs recipe, [space] and [[rung]]") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
     decides = {"recipe": recipe.digest, "rungs": [asdict(rung) for rung in rungs], "space": space}
@@ -81,16 +79,8 @@ class Table:
 
     def __init__(self, path: Path, search: Search, data: dict[str, str]) -> None:
         self.path = path
-        self.settings: dict[str, Any] = {
-            "search": search.name,
-            "digest": search.digest,
-            "recipe": search.recipe.name,
-        }
-        self.settings |= {
-            "space": search.space,
-            "rungs": [asdict(rung) for rung in search.rungs],
-            "data": data,
-        }
+        self.settings: dict[str, Any] = {"search": search.name, "digest": search.digest, "recipe": search.recipe.name}
+        self.settings |= {"space": search.space, "rungs": [asdict(rung) for rung in search.rungs], "data": data}
         empty = {"settings": self.settings, "rows": []}
         tree: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else empty
         for name in ("digest", "data"):
@@ -110,21 +100,14 @@ class Table:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--search", required=True, metavar="NAME", help=f"{', '.join(names())}, or a .toml file")
     add("--text", type=Path, default=dataset.default_text(), help="as of speedrun.py")
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--runs", type=int, default=0, metavar="N", help="stop after so many; 0 goes on to the end")
-    add(
-        "--winner",
-        type=Path,
-        metavar="FILE.toml",
-        help="write the best trial as a recipe when the search is over",
-    )
+    add("--winner", type=Path, metavar="FILE.toml", help="write the best trial as a recipe when the search is over")
     hardware.add_json(parser, "the table; default: search_NAME.json among the results")
     args = parser.parse_args(argv)
     args.json = args.json or hardware.ROOT / hardware.RESULTS / f"search_{Path(args.search).stem}.json"
@@ -160,9 +143,7 @@ def run(args: argparse.Namespace, search: Search, job: Job) -> dict[str, Any]:
 def markdown(search: Search, table: Table) -> str:
     """Every trial, those that came furthest and the best of them first."""
     keys = list(search.space)
-    lines = [
-        "| trial | " + " | ".join([*keys, *(f"{r.track}, {r.seeds} seed(s)" for r in search.rungs)]) + " |"
-    ]
+    lines = ["| trial | " + " | ".join([*keys, *(f"{r.track}, {r.seeds} seed(s)" for r in search.rungs)]) + " |"]
     lines.append("|" + "---|" * (1 + len(keys) + len(search.rungs)))
     results, order = table.results(), dict[str, list[float]]()
     for trial in sorted({row["trial"] for row in table.rows}):
@@ -187,10 +168,7 @@ def go_on(args: argparse.Namespace, search: Search) -> Table:
         table.add(row)
         done += 1
         score = "diverged" if row["diverged"] else f"{row['bits']:.4f} bits a byte"
-        print(
-            f"rung {job.rung + 1}, trial {job.trial}, seed {job.seed}: {score}  {row['keys']}",
-            file=sys.stderr,
-        )
+        print(f"rung {job.rung + 1}, trial {job.trial}, seed {job.seed}: {score}  {row['keys']}", file=sys.stderr)
     return table
 
 
@@ -199,23 +177,19 @@ def keep_winner(args: argparse.Namespace, search: Search, table: Table) -> None:
     best = halving.winner(search.rungs, table.results())
     if best is None:
         left = halving.next_job(search.rungs, table.results())
-        print(
-            "no winner yet: runs are left" if left else "no winner: the last rung diverged", file=sys.stderr
-        )
+        print("no winner yet: runs are left" if left else "no winner: the last rung diverged", file=sys.stderr)
     elif args.winner:
-        said = f"{search.recipe.name} with the keys of the search {search.name}, trial {best} of {search.rungs[0].trials}"
-        change = f"keys of the search {search.name}"
-        recipes.save(
-            replace(search.trial(best), name=args.winner.stem, about=said, change=change), args.winner
+        said = (
+            f"{search.recipe.name} with the keys of the search {search.name}, trial {best} of {search.rungs[0].trials}"
         )
+        change = f"keys of the search {search.name}"
+        recipes.save(replace(search.trial(best), name=args.winner.stem, about=said, change=change), args.winner)
         print(f"trial {best} is in {args.winner}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # the run that trains is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run that trains is ended too
     try:
         search = load(args.search)
         print(f"{search.name}: {halving.runs(search.rungs)} runs", file=sys.stderr, flush=True)

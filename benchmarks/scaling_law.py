@@ -101,9 +101,7 @@ def sizes_of(kept: Records, recipes: Sequence[str]) -> list[Size]:
     return sorted(found, key=lambda size: size.compute)
 
 
-def report(
-    sides: Mapping[str, Sequence[Size]], laws: Mapping[str, Fits], at: Mapping[str, float]
-) -> dict[str, Any]:
+def report(sides: Mapping[str, Sequence[Size]], laws: Mapping[str, Fits], at: Mapping[str, float]) -> dict[str, Any]:
     """Points, laws with their bands, and predictions of both sides; by how much less compute the new one gets there."""
     result: dict[str, Any] = {"benchmark": "scaling_law", "band": MIDDLE, "sides": {}, "predicted": {}}
     for side, sizes in sides.items():
@@ -136,9 +134,7 @@ def show(result: Mapping[str, Any]) -> None:
             f"{side} {row[side]['loss']:.2f} ({row[side]['band'][0]:.2f} to {row[side]['band'][1]:.2f})"
             for side in COLOURS
         )
-        print(
-            f"predicted, {name}, {row['flops']:.2g} FLOPs: {both}   {row['less_compute']:.2f} x less compute"
-        )
+        print(f"predicted, {name}, {row['flops']:.2g} FLOPs: {both}   {row['less_compute']:.2f} x less compute")
 
 
 def plot(sides: Mapping[str, Sequence[Size]], laws: Mapping[str, Fits], path: Path) -> None:
@@ -176,13 +172,9 @@ def budget(said: str) -> tuple[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for side in COLOURS:
-        parser.add_argument(
-            f"--{side}", nargs="+", required=True, metavar="RECIPE[@TRACK]", help="one for each size"
-        )
+        parser.add_argument(f"--{side}", nargs="+", required=True, metavar="RECIPE[@TRACK]", help="one for each size")
     parser.add_argument("--at", nargs="*", type=budget, default=[], metavar="NAME=FLOPS")
     parser.add_argument("--records", type=Path, default=RECORDS, help="as speedrun.py writes it")
     parser.add_argument("--plot", type=Path, help=".svg or .png")

@@ -34,9 +34,7 @@ BUSY = 0.5  # processes that were running on the average of the last minute
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
         "--track",
@@ -45,16 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"{', '.join(tracks.NAMES)}; or a budget of your own, as 6min-1cores or 300k-tokens; several with --show",
     )
-    add(
-        "--recipe",
-        nargs="+",
-        default=["plain"],
-        metavar="NAME",
-        help=f"{', '.join(recipes.names())}, or a .toml file",
-    )
-    add(
-        "--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record"
-    )
+    add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
+    add("--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record")
     add(
         "--each",
         nargs="+",
@@ -66,11 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
-    add(
-        "--keep",
-        action="store_true",
-        help="leave the folders of finished runs in RUN/runs, to fine-tune their models",
-    )
+    add("--keep", action="store_true", help="leave the folders of finished runs in RUN/runs, to fine-tune their models")
     add("--threads", type=int, default=2, help="of a run on a track of tokens")
     add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
     add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
@@ -92,10 +78,7 @@ def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records)
             continue
         about = records.circumstances()
         if track.minutes and about["load"] > BUSY:
-            print(
-                f"warning: the machine is busy (load {about['load']}): minutes on it say little",
-                file=sys.stderr,
-            )
+            print(f"warning: the machine is busy (load {about['load']}): minutes on it say little", file=sys.stderr)
         print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
         name = recipe.name.partition(",")[0]
         run = args.run / "runs" / track.name / f"{name}-{recipe.digest}-{seed}"
@@ -125,9 +108,7 @@ def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, se
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # the run that trains is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run that trains is ended too
     try:
         track, *_ = (tracks.track_of(name, args.threads) for name in args.track)
         bases = [recipes.load(name) for name in args.recipe]

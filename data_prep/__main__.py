@@ -32,9 +32,7 @@ from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
 
-def _from_recipe(
-    args: argparse.Namespace, argv: list[str]
-) -> tuple[argparse.Namespace, BuildOptions, list[Corpus]]:
+def _from_recipe(args: argparse.Namespace, argv: list[str]) -> tuple[argparse.Namespace, BuildOptions, list[Corpus]]:
     """Arguments, options and corpora of a recipe; the command line `argv` comes after it and replaces what it says."""
     if args.input or args.weight:
         raise BadInput(f"{args.recipe}: a recipe names its corpora; leave out --input and --weight")
@@ -50,15 +48,11 @@ def _from_recipe(
 def _add(args: argparse.Namespace, argv: list[str]) -> int:
     """Build the next version of a dataset: what of the input is not in it yet, in a folder of its own."""
     if not args.output or args.recipe or args.overwrite:
-        raise BadInput(
-            "build --add: give --output, the dataset, and new --input; no recipe and no --overwrite"
-        )
+        raise BadInput("build --add: give --output, the dataset, and new --input; no recipe and no --overwrite")
     if is_url(args.output):
         raise BadInput(f"--output {args.output}: --add takes a folder")
     if args.part or args.merge or args.tokenizer:
-        raise BadInput(
-            "build --add: takes the tokenizer of the dataset, and goes neither with --part nor with --merge"
-        )
+        raise BadInput("build --add: takes the tokenizer of the dataset, and goes neither with --part nor with --merge")
     _check_json(args)
     base = Path(args.output)
     old = output_folder.account(base)
@@ -203,9 +197,7 @@ def _verify(args: argparse.Namespace) -> int:
     from data_prep.report import verify_dataset
 
     found = 0
-    for problem in verify_dataset.verify(
-        args.folder, workers_of(args) or pool.default_workers(), not args.quiet
-    ):
+    for problem in verify_dataset.verify(args.folder, workers_of(args) or pool.default_workers(), not args.quiet):
         print(problem)
         found += 1
     if not found:

@@ -73,12 +73,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("reading and cleaning")
     add = g.add_argument
     add("--format", choices=ReadOptions.choices("format"), default=r.format, help="auto: by content")
-    add(
-        "--encoding",
-        default=r.encoding,
-        metavar="NAME",
-        help="auto: UTF-8, or what charset-normalizer is sure of",
-    )
+    add("--encoding", default=r.encoding, metavar="NAME", help="auto: UTF-8, or what charset-normalizer is sure of")
     add("--text-documents", choices=ReadOptions.choices("text_documents"), default=r.text_documents,
         help="what a document is in plain text; auto: by the opening of each file, blank-line where it has a sentence or a "
         "paragraph a line and blank lines between, else file, cut every 8 MiB")  # fmt: skip
@@ -90,13 +85,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--normalization", choices=("NFC", "NFKC", "none"),
         help="Unicode normal form of the text, and of the tokenizer to train; none changes no character and no entity "
         "(default: NFC, and a tokenizer that takes NFKC: m² and m2 are one)")  # fmt: skip
-    add(
-        "--filters",
-        nargs="+",
-        default=["off"],
-        metavar="RULE",
-        help="gopher, c4, or rules: NAME=LIMIT (listed below)",
-    )
+    add("--filters", nargs="+", default=["off"], metavar="RULE", help="gopher, c4, or rules: NAME=LIMIT (listed below)")
     add("--language-model", metavar="FILE",
         help="fastText model that tells languages, such as lid.176.ftz: documents that are not in --language are dropped")  # fmt: skip
     add("--language", nargs="+", default=[], metavar="LABEL", help="labels of that model to keep")
@@ -126,9 +115,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--cut", choices=("words", "sentences"), default=d.cut,
         help="where full sentences end when a row is full: words fills rows and goes on in the next, sentences leaves a "
         "tenth of a row of 128 empty, as all builds did before")  # fmt: skip
-    add(
-        "--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length"
-    )
+    add("--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length")
     add("--max-sentence", type=int, default=d.max_sentence, metavar="N",
         help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
         "in sentences longer than a row")  # fmt: skip
@@ -152,11 +139,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     )
     add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
     add("--merge", action="store_true", help="when all parts are read: the rest of the build")
-    add(
-        "--json",
-        metavar="FILE",
-        help="write the summary there too; of a dataset that is whole already, its report",
-    )
+    add("--json", metavar="FILE", help="write the summary there too; of a dataset that is whole already, its report")
     add("--quiet", action="store_true", help="no progress bar")
 
 

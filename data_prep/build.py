@@ -164,10 +164,7 @@ def _check_parts(journal: Journal, ready: Ready) -> None:
 
 
 def _listed(
-    corpora: Sequence[Corpus],
-    options: BuildOptions,
-    problems: Problems,
-    known: inputs.Known | None = None,
+    corpora: Sequence[Corpus], options: BuildOptions, problems: Problems, known: inputs.Known | None = None
 ) -> list[tuple[int, Piece]]:
     """The files of the input, with their corpus, that are not `known`.
 
@@ -197,10 +194,7 @@ def _warn_of_large_groups(pieces: list[tuple[int, Piece]]) -> None:
 
 
 def _sources(
-    pieces: list[tuple[int, Piece]],
-    options: BuildOptions,
-    given: Tokenizer | None,
-    recipe_file: str | None,
+    pieces: list[tuple[int, Piece]], options: BuildOptions, given: Tokenizer | None, recipe_file: str | None
 ) -> Iterator[str]:
     """Every file that a build reads."""
     models = [classifier.path for classifier in (options.language, options.quality) if classifier]
@@ -225,10 +219,7 @@ def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error:
 
 
 def account_of(
-    corpora: Sequence[Corpus],
-    pieces: list[tuple[int, Piece]],
-    options: BuildOptions,
-    given: Tokenizer | None,
+    corpora: Sequence[Corpus], pieces: list[tuple[int, Piece]], options: BuildOptions, given: Tokenizer | None
 ) -> dict[str, Any]:
     """What a build is known by: options, corpora, tokenizer, and a digest of the files with their sizes and times."""
     digest = hashlib.blake2b(digest_size=16)

@@ -82,9 +82,7 @@ class BuildOptions:
     lowercase: bool = False
     sample_megabytes: int = 20  # text the tokenizer is trained on
     sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
-    max_sentence: int = (
-        0  # tokens; longer ones are split where pairs are made. 0: where much of a text is far longer
-    )
+    max_sentence: int = 0  # tokens; longer ones are split where pairs are made. 0: where much of a text is far longer
     rows_per_shard: int = 65_536
     read: ReadOptions = field(default_factory=ReadOptions)
 
@@ -112,9 +110,7 @@ class BuildOptions:
             if not low <= value <= high:
                 raise BadInput(f"--{name.replace('_', '-')}: must lie in {low}..{high}, is {value}")
         if 0 < self.max_sentence < SHORTEST_SENTENCE:
-            raise BadInput(
-                f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}"
-            )
+            raise BadInput(f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}")
         if 0 < self.dedup_substrings < SHORTEST_SUBSTRING:
             raise BadInput(
                 f"--dedup-substrings: must be 0 or at least {SHORTEST_SUBSTRING}, is {self.dedup_substrings}"
@@ -131,9 +127,7 @@ class BuildOptions:
             raise BadInput("--byte-fallback: is SentencePiece's; WordPiece has none")
 
         if self.keep_whitespace and self.kind == "wordpiece":
-            raise BadInput(
-                "--keep-whitespace: WordPiece forgets whitespace; take --model-type unigram or bpe"
-            )
+            raise BadInput("--keep-whitespace: WordPiece forgets whitespace; take --model-type unigram or bpe")
         if self.keep_whitespace and {self.normalization, self.model_form} != {"none"}:
             raise BadInput("--keep-whitespace: takes --normalization none, which changes no character")
 
@@ -144,9 +138,7 @@ class BuildOptions:
         if self.keep_whitespace:
             why = "is WordPiece, which forgets" if given.kind == "wordpiece" else "was not trained to keep"
             raise BadInput(f"--keep-whitespace: {given.path} {why} whitespace; leave one of the two out")
-        raise BadInput(
-            f"--tokenizer {given.path}: keeps whitespace; give --keep-whitespace --normalization none"
-        )
+        raise BadInput(f"--tokenizer {given.path}: keeps whitespace; give --keep-whitespace --normalization none")
 
     @property
     def kind(self) -> str:

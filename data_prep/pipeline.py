@@ -47,18 +47,10 @@ class Stages:
     def __init__(self, journal: Journal, progress: bool) -> None:
         self.journal, self._progress = journal, progress
         self.everything = Done()
-        self.figures: dict[
-            str, dict[str, float]
-        ] = {}  # of each stage: seconds, and bytes of its largest process
+        self.figures: dict[str, dict[str, float]] = {}  # of each stage: seconds, and bytes of its largest process
 
     def map(
-        self,
-        name: str,
-        function: Any,
-        job: Job,
-        items: Sequence[Any],
-        unit: str = "part",
-        size: int | None = None,
+        self, name: str, function: Any, job: Job, items: Sequence[Any], unit: str = "part", size: int | None = None
     ) -> Stage:
         """`function(job, item)` of every item, or what an earlier process recorded of it; the bar has `size` steps."""
         began = time.perf_counter()
@@ -73,9 +65,7 @@ class Stages:
         """What a part of the tasks makes, or an earlier process did; the sum of what they report."""
         size = sum(task.size for task in tasks[part[0] - 1 :: part[1]])
         with self._bar(name, size, "B") as bar:
-            return total(
-                self.journal.do_part(name, function, job, tasks, part, lambda done: bar.update(done.size))
-            )
+            return total(self.journal.do_part(name, function, job, tasks, part, lambda done: bar.update(done.size)))
 
     def _bar(self, name: str, size: int, unit: str) -> tqdm[Any]:
         return tqdm(
@@ -229,9 +219,7 @@ def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[S
     return made, "trim"
 
 
-def _cut_substrings(
-    stages: Stages, job: Job, kept: list[sequences.Kept], made: list[Stage]
-) -> list[sequences.Kept]:
+def _cut_substrings(stages: Stages, job: Job, kept: list[sequences.Kept], made: list[Stage]) -> list[sequences.Kept]:
     """What tasks keep without substrings that were there before; the stages that it took are added to `made`."""
     windows = stages.map("windows", substrings.windows, job, kept)
     count = sum(done.facts["windows"] for done in windows.results)
@@ -308,9 +296,7 @@ def _dataset(
     entries = _shuffle_and_write(stages, job, train_drawn.counts["tokens"], part, drawn)
     manifest = write.manifest(part, entries, train_drawn, tokenizer, name, listed, held_entry)
     manifests.append((folder, manifest))
-    return WrittenDataset(
-        seq_len, folder, manifests, summary.dataset_facts(manifest, train_drawn, held_drawn)
-    )
+    return WrittenDataset(seq_len, folder, manifests, summary.dataset_facts(manifest, train_drawn, held_drawn))
 
 
 def _shuffle_and_write(

@@ -59,9 +59,7 @@ def vectors(texts: list[str], model: str) -> np.ndarray:
 def index(dataset: str, model: str, file: str) -> None:
     """Write the texts and their vectors."""
     texts = list(passages(dataset))
-    listed = json.dumps(
-        texts, ensure_ascii=False
-    ).encode()  # an array of texts would be as wide as the longest
+    listed = json.dumps(texts, ensure_ascii=False).encode()  # an array of texts would be as wide as the longest
     with Path(file).open("wb") as out:
         np.savez(out, texts=np.frombuffer(listed, np.uint8), vectors=vectors(texts, model))
     print(f"{file}: {len(texts):,} passages")

@@ -80,9 +80,7 @@ def sentences(held_out: Dataset, tokenizer: Tokenizer, counts: np.ndarray) -> li
                 words = [m for m in WORD.finditer(sentence) if m[0] in common]
                 if WORDS[0] <= len(sentence.split()) <= WORDS[1] and words:
                     hidden = words[len(words) // 2]
-                    chosen.append(
-                        (f"{sentence[: hidden.start()]}[MASK]{sentence[hidden.end() :]}", hidden[0])
-                    )
+                    chosen.append((f"{sentence[: hidden.start()]}[MASK]{sentence[hidden.end() :]}", hidden[0]))
                     break
             if len(chosen) == EXAMPLES:
                 return chosen
@@ -102,9 +100,7 @@ def chart(values: Sequence[float], width: int = WIDTH, height: int = HEIGHT) -> 
     levels = [round((value - low) / ((high - low) or 1.0) * (height - 1)) for value in columns]
     lines = []
     for level in range(height - 1, -1, -1):
-        mark = (
-            f"{low + (high - low) * level / (height - 1):7.2f} |" if level in (0, height - 1) else f"{'':7} |"
-        )
+        mark = f"{low + (high - low) * level / (height - 1):7.2f} |" if level in (0, height - 1) else f"{'':7} |"
         lines.append(mark + "".join("*" if column == level else " " for column in levels).rstrip())
     return lines
 

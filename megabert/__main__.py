@@ -26,25 +26,17 @@ class Command:
 
 
 COMMANDS = {
-    "doctor": Command(
-        "megabert.commands.doctor", "what is installed, what each operation will use, what is missing"
-    ),
+    "doctor": Command("megabert.commands.doctor", "what is installed, what each operation will use, what is missing"),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, prep verify, prep inspect"),
     "plan": Command("megabert.commands.plan.__main__", "what a run will need: memory, work, time"),
     "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
     "evaluate": Command("megabert.commands.evaluate", "held-out figures of a run, as one JSON line"),
     "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),
     "finetune": Command("megabert.finetune.__main__", "fine-tune a model on a task, and predict", saves=True),
-    "glue": Command(
-        "megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True
-    ),
-    "embed": Command(
-        "megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True
-    ),
+    "glue": Command("megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True),
+    "embed": Command("megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True),
     "features": Command("megabert.commands.features.__main__", "a model's vectors of texts"),
-    "report": Command(
-        "megabert.commands.report.__main__", "one HTML file about a run, or several over each other"
-    ),
+    "report": Command("megabert.commands.report.__main__", "one HTML file about a run, or several over each other"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
     "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),
@@ -53,9 +45,7 @@ COMMANDS = {
 
 def usage(prog: str) -> str:
     lines = [f"  {name:10}{command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [f"usage: {prog} NAME …", "", *lines, "", f"{prog} NAME --help shows a command's options"]
-    )
+    return "\n".join([f"usage: {prog} NAME …", "", *lines, "", f"{prog} NAME --help shows a command's options"])
 
 
 def called() -> str:

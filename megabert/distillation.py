@@ -25,16 +25,7 @@ from megabert.hf import Pretrained, fingerprint
 from megabert.model import BertForPreTraining
 
 ENCODED = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
-SAME = (
-    "kind",
-    "hidden",
-    "heads",
-    "ffn",
-    "norm",
-    "tied",
-    "max_positions",
-    "vocab_size",
-)  # of teacher and student
+SAME = ("kind", "hidden", "heads", "ffn", "norm", "tied", "max_positions", "vocab_size")  # of teacher and student
 
 
 class Student(BertForPreTraining):

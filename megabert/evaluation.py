@@ -74,11 +74,7 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
         "eval/predictions": predictions,
     }
     if pairs:
-        values |= {
-            "eval/nsp_loss": nsp_loss / pairs,
-            "eval/nsp_accuracy": nsp_correct / pairs,
-            "eval/pairs": pairs,
-        }
+        values |= {"eval/nsp_loss": nsp_loss / pairs, "eval/nsp_accuracy": nsp_correct / pairs, "eval/pairs": pairs}
     return values
 
 

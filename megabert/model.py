@@ -27,9 +27,7 @@ from megabert.config import ModelConfig, OpsConfig
 class Affine(nn.Module):
     """The parameters of y = x W^T + b: weight [out, in], truncated-normal start (Devlin et al. 2019)."""
 
-    matrices = (
-        0  # that `weight` is, one below the other, for an optimizer of whole matrices; 0: not of a layer
-    )
+    matrices = 0  # that `weight` is, one below the other, for an optimizer of whole matrices; 0: not of a layer
 
     def __init__(self, inputs: int, outputs: int, std: float):
         super().__init__()
@@ -38,9 +36,7 @@ class Affine(nn.Module):
         self.fp8: native.Linear8 | None = None  # of training alone; evaluation runs in the compute type
         self.packed: Tensor | None = None  # the weight as inference on the CPU reads it
 
-    def product(
-        self, x: Tensor | native.Rounded, bias: Tensor | None = None
-    ) -> Tensor:  # (..., in) -> (..., out)
+    def product(self, x: Tensor | native.Rounded, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
         if self.packed is not None:
             assert isinstance(x, Tensor)
             return native.packed_linear(x, self.packed, bias)
@@ -63,9 +59,7 @@ class QueriesKeysValues(Affine):
         super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
         self.native = attention == "native" and not cfg.modern  # rotation is of what has its bias
 
-    def forward(
-        self, x: Tensor | native.Rounded
-    ) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
+    def forward(self, x: Tensor | native.Rounded) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
         if not self.native:
             return self.product(x, self.bias), None
         return self.product(x, self.bias.detach()), self.bias.view_as(self.bias)
@@ -127,11 +121,7 @@ class LinearNorm(Affine):
     def forward(
         self, x: Tensor | native.Rounded | native.BeforeGelu, residual: Tensor, seed: Tensor, stream: int
     ) -> tuple[Tensor | native.Rounded, Tensor]:
-        p, eps, post = (
-            self.cfg.dropout if self.training else 0.0,
-            self.cfg.layer_norm_eps,
-            self.cfg.norm == "post",
-        )
+        p, eps, post = (self.cfg.dropout if self.training else 0.0, self.cfg.layer_norm_eps, self.cfg.norm == "post")
         if isinstance(x, native.BeforeGelu):
             branch = native.gelu_linear(x, self.weight, self.backend)
         else:
@@ -164,9 +154,7 @@ class Vocabulary(nn.Module):
         weight[cfg.vocab_size :] = 0
         return weight
 
-    def forward(
-        self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None
-    ) -> Any:
+    def forward(self, ids: Tensor | None = None, hidden: Tensor | None = None, labels: Tensor | None = None) -> Any:
         """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct); hidden -> logits [N, V]."""
         if ids is not None:
             return F.embedding(ids, self.weight)
@@ -197,9 +185,7 @@ class Embeddings(nn.Module):
         x = self.word(input_ids)
         if not self.cfg.modern:
             x = x + F.embedding(position_ids, self.position) + F.embedding(segment_ids, self.segment)
-        normed = F.layer_norm(
-            x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps
-        )
+        normed = F.layer_norm(x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps)
         p = self.cfg.dropout if self.training else 0.0
         if self.cfg.norm == "post" or self.cfg.modern:
             normed = native.dropout(normed, p, seed, 0, self.backend)
@@ -242,14 +228,10 @@ class Layer(nn.Module):
         qkv, bias = self.qkv(normed)  # (B, T, 3D)
         if angles is not None:
             qkv = native.rotate(qkv, self.cfg.heads, angles, self.layer)
-        context = native.attend(
-            qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias
-        )  # (B, T, D)
+        context = native.attend(qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias)  # (B, T, D)
         if keep is not None:
             flat = keep.flatten()
-            context, x = (
-                t.flatten(0, 1).index_select(0, flat).unflatten(0, keep.shape) for t in (context, x)
-            )
+            context, x = (t.flatten(0, 1).index_select(0, flat).unflatten(0, keep.shape) for t in (context, x))
         normed, x = self.attention_output(context, x, seed, stream + 1)
         return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
 

@@ -50,9 +50,7 @@ class Pretraining:
 
     satisfied = False
 
-    def __init__(
-        self, config: Config, world: World, engine: Engine, dataset: AnyDataset, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, config: Config, world: World, engine: Engine, dataset: AnyDataset, tokenizer: Tokenizer) -> None:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
@@ -87,9 +85,7 @@ class Pretraining:
         batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
         problems: list[Exception] = []
         sums = self.engine.eval_sums(_readable(batches, progress, problems))
-        problem = (
-            (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
-        )
+        problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse(self.world, *problem)
         found = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
@@ -117,9 +113,7 @@ class Pretraining:
         """Everything is a function of the update's number."""
 
 
-def _readable(
-    batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]
-) -> Iterator[Batch]:
+def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: list[Exception]) -> Iterator[Batch]:
     """`batches` until one cannot be had, which is kept for later: the other ranks are in the middle of a collective."""
     try:
         for batch in batches:
@@ -207,9 +201,7 @@ def open_run(
             write_whole(run_dir / name, data)
         record_start(run_dir, provenance, world, saved["step"] if saved else 0)
     workload = Pretraining(config, world, engine, dataset, tokenizer)
-    log.info(
-        engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device"
-    )
+    log.info(engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device")
     return Trainer(
         config=config,
         world=world,

@@ -123,11 +123,7 @@ class SpikePolicy:
             score = self.spikes.score(value)
             self.spikes.add(value)
             if spike := score > self.settings.threshold:
-                then = {
-                    "warn": "",
-                    "skip": "; the update is skipped on every rank",
-                    "rollback": "; rolling back",
-                }
+                then = {"warn": "", "skip": "; the update is skipped on every rank", "rollback": "; rolling back"}
                 text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"
                 troubles.append(Trouble("spike", policy, score, text))
         found = tuple(troubles)

@@ -50,12 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.train"), description=__doc__)
     configuration.add_arguments(parser)
     add = parser.add_argument
-    add(
-        "--run",
-        default="",
-        metavar="DIR",
-        help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any",
-    )
+    add("--run", default="", metavar="DIR", help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any")
     add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; the schedule stays")
     add(
         "--max-time",
@@ -70,24 +65,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat exactly this update of the run, print its losses as JSON and write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="as megabert plan: print what the run needs, do one fake update, exit",
-    )
+    add("--dry-run", action="store_true", help="as megabert plan: print what the run needs, do one fake update, exit")
     dry_run.add_arguments(parser)
-    add(
-        "--profile",
-        default="",
-        metavar="START:STOP",
-        help="profile these updates: RUN/profile has trace and table",
-    )
+    add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
     add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
-    add(
-        "--debug",
-        action="store_true",
-        help="deterministic algorithms, anomaly detection, debug messages; slow",
-    )
+    add("--debug", action="store_true", help="deterministic algorithms, anomaly detection, debug messages; slow")
     return parser.parse_intermixed_args(argv)
 
 
@@ -157,6 +139,4 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
     if args.replay is not None and not (Path(args.run) / "config.json").is_file():
-        raise ValueError(
-            f"--run {args.run}: no run to --replay an update of (no config.json); name a run folder"
-        )
+        raise ValueError(f"--run {args.run}: no run to --replay an update of (no config.json); name a run folder")

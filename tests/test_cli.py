@@ -61,9 +61,7 @@ def test_the_console_script_is_this_command() -> None:
     assert scripts == {"megabert": "megabert.__main__:main"}
 
 
-@pytest.mark.parametrize(
-    "args", [("-m", "megabert", "--help"), ("-c", "import megabert")], ids=["help", "import"]
-)
+@pytest.mark.parametrize("args", [("-m", "megabert", "--help"), ("-c", "import megabert")], ids=["help", "import"])
 def test_it_answers_at_once_and_imports_nothing_slow(args: tuple[str, ...]) -> None:
     seconds = []
     for _ in range(3):
@@ -74,8 +72,7 @@ def test_it_answers_at_once_and_imports_nothing_slow(args: tuple[str, ...]) -> N
     print(f"{args}: {min(seconds):.3f} s")
     assert min(seconds) < 0.3 * SLOW_MACHINE
     imported = {
-        line.split("|")[-1].strip().split(".")[0]
-        for line in python("-X", "importtime", *args).stderr.splitlines()
+        line.split("|")[-1].strip().split(".")[0] for line in python("-X", "importtime", *args).stderr.splitlines()
     }
     assert "megabert" in imported
     assert not imported & {"torch", "numpy", "pydantic", "deepspeed", "data_prep", "tqdm"}
@@ -103,16 +100,12 @@ def test_a_misspelt_command_is_refused_with_the_nearest_one(args: list[str], sai
     assert error.startswith(said) and error.count("\n") == 1
 
 
-def shown(
-    call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[str, Parser]:
+def shown(call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, Parser]:
     """The help of a command, and the parser that printed it."""
     printed: list[Parser] = []
     real = Parser.print_help
     monkeypatch.setattr(arguments, "_called_as", f"megabert {call.split()[0]}")
-    monkeypatch.setattr(
-        Parser, "print_help", lambda self, file=None: (printed.append(self), real(self, file))[1]
-    )
+    monkeypatch.setattr(Parser, "print_help", lambda self, file=None: (printed.append(self), real(self, file))[1])
     name, *rest = call.split()
     with pytest.raises(SystemExit) as end:
         importlib.import_module(cli.COMMANDS[name].module).main([*rest, "--help"])
@@ -138,9 +131,7 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
         assert " ".join(about.split()).endswith(f"(default: {value})"), about
     for (of, option), default in EXAMPLES.items():
         if of == call:
-            assert re.search(
-                rf"^  {option}\b[^()]*(?:\([^)]*\)[^()]*)*\(default: {default}\)$", text, re.M
-            ), option
+            assert re.search(rf"^  {option}\b[^()]*(?:\([^)]*\)[^()]*)*\(default: {default}\)$", text, re.M), option
 
 
 @pytest.mark.parametrize(
@@ -183,9 +174,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize(("name", "code"), [("train", 85), ("finetune", 85), ("fill", -signal.SIGTERM)])
 def test_a_signal_before_the_imports_ends_a_training_to_be_started_again(name: str, code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, name], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", WAITING, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("importing megabert.")
         process.send_signal(signal.SIGTERM)
@@ -219,10 +208,7 @@ def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
 @pytest.mark.slow
 def test_plan_is_what_a_dry_run_of_train_prints() -> None:
     arguments = ("--config", "tiny", "--world-size", "4", "--tokens-per-sec", "1e6", "zero.stage=2")
-    plan, dry = (
-        python("-m", "megabert", "plan", *arguments),
-        python("megabert/train.py", "--dry-run", *arguments),
-    )
+    plan, dry = (python("-m", "megabert", "plan", *arguments), python("megabert/train.py", "--dry-run", *arguments))
     assert plan.returncode == 0, plan.stderr
     assert "64 rows = 16 x 4 ranks x 1 micro-steps" in plan.stdout and "one fake update worked" in plan.stdout
     before, worked, _ = plan.stdout.partition("one fake update worked")  # from random weights

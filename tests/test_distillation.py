@@ -42,17 +42,13 @@ def student(cfg: Config) -> distillation.Student:
     return built
 
 
-def oracle(
-    cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch
-) -> list[Tensor]:
+def oracle(cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch) -> list[Tensor]:
     """The loss sums (mlm, nsp, soft, cosine), position by position as the paper writes them."""
     inputs = {name: batch.inputs()[name] for name in distillation.ENCODED}
     hidden, wanted = ours.encode(**inputs).flatten(0, 1), theirs.encode(**inputs).flatten(0, 1).detach()
     mlm, soft, cosine, nsp = (hidden.new_zeros(()) for _ in range(4))
     t = cfg.distill.temperature
-    for at, label in zip(
-        batch.mlm_positions.flatten().tolist(), batch.mlm_labels.flatten().tolist(), strict=True
-    ):
+    for at, label in zip(batch.mlm_positions.flatten().tolist(), batch.mlm_labels.flatten().tolist(), strict=True):
         if label < 0:
             continue
         z, w = ours.mlm_logits(hidden[at : at + 1])[0], theirs.mlm_logits(wanted[at : at + 1])[0].detach()
@@ -93,9 +89,7 @@ def test_losses_and_gradients_are_the_oracles(norm: str, tmp_path: Path) -> None
     assert all(p.grad is None for p in built.teacher.parameters())
     assert built.teacher.state_dict().keys() == found.weights.keys()
     agreed, similar = float(output[6]), float(output[7])
-    assert 0 <= agreed <= batch.predictions and similar == pytest.approx(
-        58 - float(want[3].detach()), rel=1e-4
-    )
+    assert 0 <= agreed <= batch.predictions and similar == pytest.approx(58 - float(want[3].detach()), rel=1e-4)
 
 
 def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -> None:
@@ -190,9 +184,7 @@ def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
 
 
 def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
-    teacher = tiny.config(
-        model__layers=4, optimizer__lr=0.002, data__path="old", init_from="older", model__nsp=False
-    )
+    teacher = tiny.config(model__layers=4, optimizer__lr=0.002, data__path="old", init_from="older", model__nsp=False)
     found = configuration.load("", distillation.student_overrides(teacher, "/runs/teacher", 2))
     assert found.model == teacher.model.model_copy(update={"layers": 2})
     assert found.distill.teacher == "/runs/teacher" and not found.data.path and not found.init_from
@@ -209,9 +201,7 @@ def weighed(world: World, teacher: str) -> dict[str, Any]:
     for mlm, soft, cosine in ((1.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0), (2.0, 5.0, 1.0)):
         weights = {"distill__mlm": mlm, "distill__soft": soft, "distill__cosine": cosine}
         cfg = config(Path(teacher), model__nsp=False, optimizer__clip=1e9, **weights)
-        result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(
-            tiny.update(0, cfg, world), 0.003
-        )
+        result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(tiny.update(0, cfg, world), 0.003)
         values = figures(measured(result), ("mlm", "", "soft", "cosine"))
         found[f"{mlm:g} {soft:g} {cosine:g}"] = values | {"host": float(result.host_loss)}
     return found

@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SOURCE = r"[\w.-]+(?:/[\w.-]+)+\.(?:py|cpp|cu|cuh|h|inl|sh|slurm|toml|md|svg)"
 MENTION = re.compile(rf"`({SOURCE})(?:::([\w.]+))?`")
 PLACEHOLDERS = re.compile(r"\b(?:OP|NAME|DIR|RUN|MODEL|START)\b|test_OP")
@@ -67,9 +62,7 @@ def test_every_folder_is_in_the_file_tree_of_the_readme() -> None:
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or (f"]({page.name})" in index and f"\n{page.stem}\n" in index), (
-            page.name
-        )
+        assert page.name == "index.md" or (f"]({page.name})" in index and f"\n{page.stem}\n" in index), page.name
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:

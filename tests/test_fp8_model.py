@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 
 def model(**changes: Any) -> BertForPreTraining:
     torch.manual_seed(3)
-    cfg = ModelConfig(
-        layers=4, hidden=32, heads=2, vocab_size=tiny.VOCAB, max_positions=tiny.LENGTH, **changes
-    )
+    cfg = ModelConfig(layers=4, hidden=32, heads=2, vocab_size=tiny.VOCAB, max_positions=tiny.LENGTH, **changes)
     return BertForPreTraining(cfg).bfloat16()
 
 
@@ -112,9 +110,7 @@ def test_gelu_and_norm_round_for_the_products_and_change_no_bit(norm: str, again
 
 
 @needs_library
-def test_where_a_native_cast_is_wrong_no_operation_rounds_for_a_product(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_a_native_cast_is_wrong_no_operation_rounds_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "wrong_cast", lambda device: "bias_gelu_cast")
     bert = model()
     assert bert.use_fp8(CPU, 1).backend == "torch"

@@ -36,9 +36,7 @@ class Traffic(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name not in (*PRODUCTS, *FREE) and not func.is_view:
             tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            if (
-                name == "gelu_linear_backward"
-            ):  # a product, but for what a product would neither read nor write
+            if name == "gelu_linear_backward":  # a product, but for what a product would neither read nor write
                 _grad, _weight, *tensors = args
                 tensors.append(result[1])
             self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)

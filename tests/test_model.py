@@ -138,14 +138,10 @@ def test_predicted_positions_alone_give_the_same_as_all(choice: OpsConfig) -> No
     inputs = batch([[9, 20, 1], [32]], 32)
     keep = torch.cat([inputs["mlm_positions"].flatten(), inputs["cls_positions"].flatten()])
     everything = built.encode(**encoder_inputs(inputs)).flatten(0, 1)[keep.long()]
-    torch.testing.assert_close(
-        built.encode(**encoder_inputs(inputs), keep=keep), everything, rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(built.encode(**encoder_inputs(inputs), keep=keep), everything, rtol=0, atol=1e-5)
 
 
-def gradients(
-    built: BertForPreTraining, inputs: dict[str, Tensor], seed: int = 5
-) -> tuple[Output, dict[str, Tensor]]:
+def gradients(built: BertForPreTraining, inputs: dict[str, Tensor], seed: int = 5) -> tuple[Output, dict[str, Tensor]]:
     built.zero_grad()
     torch.manual_seed(seed)
     out = built(**inputs)
@@ -292,9 +288,7 @@ def test_initialisation() -> None:
     torch.manual_seed(0)
     built = BertForPreTraining(ModelConfig(**SMALL), PLAIN)
     weight = built.layers[0].feed_forward.weight
-    assert (
-        weight.abs().max() <= 0.04 and abs(weight.std().item() - 0.02 * 0.88) < 5e-4
-    )  # cut at two deviations
+    assert weight.abs().max() <= 0.04 and abs(weight.std().item() - 0.02 * 0.88) < 5e-4  # cut at two deviations
     for name, p in built.named_parameters():
         if p.dim() == 1:
             assert (p == (1 if name.endswith("norm_weight") else 0)).all(), name
@@ -312,9 +306,7 @@ def test_bf16_weights_train(fields: dict[str, Any], choice: OpsConfig) -> None:
     assert all(torch.isfinite(g).all() for g in grads.values())
 
 
-@pytest.mark.parametrize(
-    "choice", [native, pytest.param(FUSED_SOFTMAX, marks=[needs_library, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("choice", [native, pytest.param(FUSED_SOFTMAX, marks=[needs_library, pytest.mark.slow])])
 def test_twenty_bf16_steps_are_torchs_and_repeat_bit_for_bit(choice: OpsConfig) -> None:
     def losses(choice: OpsConfig) -> list[float]:
         built = model(choice, dropout=0.0, attention_dropout=0.0).bfloat16()

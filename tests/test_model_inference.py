@@ -75,6 +75,4 @@ def test_positions_that_are_not_read_are_not_attended_from() -> None:
     assert torch.equal(every[keep], few[keep]) and few.abs().sum(-1).nonzero().flatten().tolist() == sorted(
         keep.tolist()
     )
-    assert torch.allclose(
-        built.encode(**inputs, keep=keep), built.encode(**inputs).flatten(0, 1)[keep], atol=1e-5
-    )
+    assert torch.allclose(built.encode(**inputs, keep=keep), built.encode(**inputs).flatten(0, 1)[keep], atol=1e-5)

@@ -15,9 +15,7 @@ from tests.test_model import PLAIN, SMALL, VOCAB, backends, batch, encoder_input
 def test_layers_that_start_at_zero_are_nothing_and_all_else_starts_as_before() -> None:
     def fresh(**changes: Any) -> BertForPreTraining:
         torch.manual_seed(0)
-        return BertForPreTraining(
-            ModelConfig(**SMALL, norm="pre", **changes), PLAIN, dtype=torch.float32
-        ).eval()
+        return BertForPreTraining(ModelConfig(**SMALL, norm="pre", **changes), PLAIN, dtype=torch.float32).eval()
 
     plain, zero = fresh(), fresh(zero_init=True)
     outputs = ("attention_output.weight", "feed_forward_output.weight")
@@ -25,9 +23,7 @@ def test_layers_that_start_at_zero_are_nothing_and_all_else_starts_as_before() -
         assert p.equal(torch.zeros_like(p) if name.endswith(outputs) else other), name
     inputs = encoder_inputs(batch([[30], [12, 20]], 32))
     states = zero.hidden_states(**inputs)
-    assert all(
-        state.equal(states[0]) for state in states[1:-1]
-    )  # the residual stream; the last one is normed
+    assert all(state.equal(states[0]) for state in states[1:-1])  # the residual stream; the last one is normed
 
 
 @backends
@@ -55,8 +51,7 @@ def test_a_bias_of_log_frequencies_predicts_them() -> None:
     counts = torch.arange(VOCAB)
     built.start_from_frequencies(counts)
     shares = (
-        built.mlm_logits(torch.zeros(1, 64))
-        - built.mlm(torch.zeros(1, 64)) @ built.embeddings.word.weight[:VOCAB].T
+        built.mlm_logits(torch.zeros(1, 64)) - built.mlm(torch.zeros(1, 64)) @ built.embeddings.word.weight[:VOCAB].T
     )
     torch.testing.assert_close(shares.softmax(-1)[0], (counts + 1) / (counts + 1).sum(), rtol=1e-4, atol=1e-7)
     assert built.embeddings.word.bias[VOCAB:].abs().max() == 0

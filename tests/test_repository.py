@@ -55,9 +55,7 @@ def copy_of_the_build(folder: Path, **files: str) -> Path:
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     for package in ("megabert", "data_prep"):
-        shutil.copytree(
-            ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (folder / "csrc").mkdir()
     for name, text in files.items():
         (folder / "csrc" / name.replace("__", ".")).write_text(text)
@@ -100,9 +98,7 @@ def test_shell_scripts_parse_and_stop_at_errors(script: Path) -> None:
 
 
 def test_no_unsafe_read_and_no_shell() -> None:
-    unsafe = re.compile(
-        r"weights_only=False|allow_pickle=True|pickle\.load|yaml\.load\(|shell=True|os\.system\("
-    )
+    unsafe = re.compile(r"weights_only=False|allow_pickle=True|pickle\.load|yaml\.load\(|shell=True|os\.system\(")
     for path in tracked("megabert/*.py", "megabert/**/*.py", "data_prep/*.py", "benchmarks/*.py", "setup.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not unsafe.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -113,9 +109,7 @@ def test_there_is_no_deepspeed_file_and_no_large_file() -> None:
         name = path.relative_to(ROOT)
         assert path.stat().st_size < 2_000_000, f"{name} is {path.stat().st_size} bytes"
         if path.suffix == ".json":
-            assert "zero_optimization" not in path.read_text(), (
-                f"{name}: DeepSpeed's settings come from config.py"
-            )
+            assert "zero_optimization" not in path.read_text(), f"{name}: DeepSpeed's settings come from config.py"
         assert path.suffix not in (".so", ".o", ".pyc", ".pt", ".bin"), f"{name} is built, not written"
 
 
@@ -129,20 +123,7 @@ def test_links_in_documents_lead_somewhere() -> None:
 def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in (
-        "bash",
-        "sh",
-        "find",
-        "sort",
-        "xargs",
-        "sha256sum",
-        "cut",
-        "cat",
-        "dirname",
-        "grep",
-        "rm",
-        "env",
-    ):
+    for name in ("bash", "sh", "find", "sort", "xargs", "sha256sum", "cut", "cat", "dirname", "grep", "rm", "env"):
         (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
     old = tools / "python3"
     old.write_text("#!/bin/sh\nexit 1\n")
@@ -181,9 +162,7 @@ esac
 """
 
 
-def test_an_environment_is_made_when_something_changed_and_only_the_project_without_isolation(
-    tmp_path,
-) -> None:
+def test_an_environment_is_made_when_something_changed_and_only_the_project_without_isolation(tmp_path) -> None:
     """With a stand-in for python that writes down what pip is asked for, in a folder with a space and without git."""
     folder = copy_of_the_build(tmp_path / "a folder", registration__cpp="")
     (folder / "launch").mkdir()
@@ -238,9 +217,7 @@ def test_the_package_is_imported_at_once() -> None:
     seconds = []
     for _ in range(5):
         before = os.times()
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
     assert not {"torch", "numpy", "pydantic", "deepspeed", "data_prep"} & set(done.stdout.split())
@@ -255,9 +232,7 @@ def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
         "error: MEGABERT_CUDA=1 and no nvcc"
     )
     done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="yes")
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(
-        "error: MEGABERT_CUDA=yes"
-    )
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("error: MEGABERT_CUDA=yes")
 
 
 @pytest.mark.slow
@@ -271,14 +246,14 @@ def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> 
     assert sorted(n for n in names if n.endswith(".toml")) == [
         f"megabert/presets/{path.name}" for path in sorted((ROOT / "megabert/presets").glob("*.toml"))
     ]
-    sources = tracked(
-        *(f"{package}/{files}" for package in ("megabert", "data_prep") for files in ("*.py", "**/*.py"))
-    )
+    sources = tracked(*(f"{package}/{files}" for package in ("megabert", "data_prep") for files in ("*.py", "**/*.py")))
     modules = sorted({path.relative_to(ROOT).as_posix() for path in sources})
     assert sorted(n for n in names if n.endswith(".py")) == modules
     assert [n for n in names if n.endswith(".so")] == ["megabert/_native.abi3.so"]
     zipfile.ZipFile(wheel).extract("megabert/_native.abi3.so", tmp_path / "out")
-    code = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"
+    code = (
+        "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.toy.twice(torch.tensor([1.5])).item())"
+    )
     done = build(folder, "-c", code, str(tmp_path / "out/megabert/_native.abi3.so"))
     assert done.stdout.strip() == "3.0", done.stderr
 

@@ -112,9 +112,7 @@ def imports_of(source: str, package: str) -> list[tuple[str, bool]]:
     found = []
     depth = {}
     for node in ast.walk(tree):
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or depth.get(
-            node, False
-        )
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or depth.get(node, False)
         for child in ast.iter_child_nodes(node):
             depth[child] = inside
         if node in guarded:
@@ -161,16 +159,12 @@ def test_no_import_runs_up_the_staircase(path: Path) -> None:
         if starts(name, "megabert") and starts(here, "data_prep"):
             assert target in DATA_PREP_MAY_USE, f"{here} imports {name}"
         if starts(name, "data_prep"):
-            assert starts(here, "data_prep"), (
-                f"{here} imports {name}: data_prep imports megabert, not the reverse"
-            )
+            assert starts(here, "data_prep"), f"{here} imports {name}: data_prep imports megabert, not the reverse"
         if any(starts(here, module) for module in WITHOUT_TORCH) and eager:
             assert not starts(name, "torch"), f"{here} imports torch"
         for package, owners in OWNERS.items():
             if starts(name, package):
-                assert any(starts(here, owner) for owner in owners), (
-                    f"{here} imports {name}, which belongs to {owners}"
-                )
+                assert any(starts(here, owner) for owner in owners), f"{here} imports {name}, which belongs to {owners}"
                 assert not eager, f"{here} imports {name} at its top; import it where it is used"
 
 

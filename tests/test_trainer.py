@@ -54,9 +54,7 @@ def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports
     refuse(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
 
 
-def trainer(
-    cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None
-) -> Trainer:
+def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None) -> Trainer:
     """The trainer of a run folder as a command would open it, to be saved at step 3; behind `updates` the process ends."""
     folder.mkdir(exist_ok=True)
     engine = tiny.engine(cfg, world)
@@ -84,9 +82,7 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
 
 
-def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_it_had(
-    world, tmp_path
-) -> None:
+def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_it_had(world, tmp_path) -> None:
     cfg = tiny.config(
         zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,
         checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,

@@ -62,9 +62,7 @@ class Store:
         """What the ranks agree about after an update: the greatest counts."""
         if hasattr(self.checkpoints, "status"):
             return self.checkpoints.status
-        return int(
-            self.checkpoints.pending and not self.checkpoints.ready
-        )  # revisions that commit in `finish`
+        return int(self.checkpoints.pending and not self.checkpoints.ready)  # revisions that commit in `finish`
 
     def heard(self, number: int) -> bool:
         """Whether the save is committed."""

@@ -46,9 +46,7 @@ def compare(report: Result) -> None:
     `ratio` is in seconds of training; `ratio_tokens` is that run's in real tokens: what of the first is not in the second
     is throughput.
     """
-    peer = next(
-        (run for run in report["runs"].values() if run["system"] == "huggingface" and run["curve"]), None
-    )
+    peer = next((run for run in report["runs"].values() if run["system"] == "huggingface" and run["curve"]), None)
     report |= {"ratio": None, "ratio_tokens": None, "comparisons": []}
     for label, run in report["runs"].items():
         if run["curve"]:

@@ -37,11 +37,7 @@ class Memory:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        return (
-            torch.cuda.max_memory_allocated(self.device)
-            if self.device.type == "cuda"
-            else self._status("VmHWM")
-        )
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self._status("VmHWM")
 
 
 def synchronise(device: torch.device) -> None:

@@ -22,9 +22,7 @@ PARTLY = (TORCH[0] + NATIVE[0]) / 2  # FusedLayerNorm and bias + GELU only: half
 EAGER = 44.0  # bytes a pair and head where scores are written: each read and write in 16 bits, counted
 PREDICTED = 0.15
 REAL = 254.5  # tokens of a sample of MLPerf's dataset, of 512
-SQUARES = (
-    1.35  # mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
-)
+SQUARES = 1.35  # mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
 BIN = 64  # sequence lengths a mini-batch of DeepLearningExamples' phase 2 shares; it is padded to its longest
 
 # v2.0 and later fuse bias, dropout + add, and GELU into products; 1.1 less
@@ -172,10 +170,7 @@ LAMB = (Part(FULL_128, 65_536, 0, 7_037 * 65_536), Part(FULL_512, 32_768, 0, 1_5
 OTHER_RUNS = (
     *(
         Run(f"V100 DeepSpeed, 1 (length {length})", DGX_2, 1, rate, f"padded to {length}", KERNELS, (part,))
-        for length, rate, part in (
-            (128, 272, Part(FULL_128, 65_536, 64)),
-            (512, 52, Part(FULL_512, 32_768, 8)),
-        )
+        for length, rate, part in ((128, 272, Part(FULL_128, 65_536, 64)), (512, 52, Part(FULL_512, 32_768, 8)))
     ),
     *(
         Run(f"V100 DeepSpeed, {gpus}", DGX_2, gpus, 1 / (hours * 3_600), WHOLE, KERNELS, RECORD)

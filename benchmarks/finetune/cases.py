@@ -77,8 +77,7 @@ def polarity(tasks: Path, scratch: Path) -> Files:
         for name, of in zip(parts, (*hold_out(rest), reported), strict=True):
             parts[name] += of
     paths = {
-        name: write_lines(scratch / f"polarity-{name}.tsv", ["label\tsentence", *rows])
-        for name, rows in parts.items()
+        name: write_lines(scratch / f"polarity-{name}.tsv", ["label\tsentence", *rows]) for name, rows in parts.items()
     }
     return Files(paths["train"], paths["chosen-on"], paths["reported"])
 
@@ -121,12 +120,7 @@ CASES = (
     Case("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", rows_of("sst2"), tallies.labels),
     Case("RTE", "--task rte --epochs 3 --max-length 128", "accuracy", rows_of("rte"), tallies.labels),
     Case(
-        "WNUT-17",
-        "--kind tag --epochs 8",
-        "f1",
-        sentences,
-        tallies.entities,
-        fixed="--freeze --head bilstm --lr 1e-3",
+        "WNUT-17", "--kind tag --epochs 8", "f1", sentences, tallies.entities, fixed="--freeze --head bilstm --lr 1e-3"
     ),
     Case(
         "sentence polarity",
@@ -135,7 +129,5 @@ CASES = (
         polarity,
         tallies.labels,
     ),
-    Case(
-        "SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", squad, tallies.answers
-    ),
+    Case("SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", squad, tallies.answers),
 )

@@ -47,9 +47,7 @@ def answers(reported: Path, predictions: Path) -> list[Tally]:
     found = json.loads(predictions.read_text(encoding="utf-8"))
     articles = json.loads(reported.read_text(encoding="utf-8"))["data"]
     questions = [q for a in articles for p in a["paragraphs"] for q in p["qas"]]
-    return [
-        (max(overlap(found.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in questions
-    ]
+    return [(max(overlap(found.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in questions]
 
 
 def ratio(tallies: Sequence[Tally]) -> float:

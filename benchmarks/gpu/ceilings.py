@@ -17,9 +17,7 @@ PREDICTIONS = 2688  # of 128 rows of 128: ceil(0.15 * 128) + 1 slots each
 KINDS = ("forward", "input_gradient", "weight_gradient")
 
 
-def shapes(
-    tokens: int, hidden: int, vocabulary: int, predictions: int
-) -> dict[str, tuple[int, int, int, int]]:
+def shapes(tokens: int, hidden: int, vocabulary: int, predictions: int) -> dict[str, tuple[int, int, int, int]]:
     """(rows, outputs, inputs, times a step) of each linear layer y [rows, outputs] = x [rows, inputs] w^T."""
     found = {n: (tokens, o * hidden, i * hidden, LAYERS) for n, (o, i) in LINEARS.items()}
     return found | {"mlm": (predictions, hidden, hidden, 1), "decoder": (predictions, vocabulary, hidden, 1)}

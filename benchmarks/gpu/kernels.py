@@ -19,9 +19,7 @@ GROUPS = {  # of kernels, by the first of these words in their lower-case name
 }
 
 
-def profile(
-    setup: dict[str, Any], data: str, rows: int, device: str, small: bool, journal: str
-) -> dict[str, Any]:
+def profile(setup: dict[str, Any], data: str, rows: int, device: str, small: bool, journal: str) -> dict[str, Any]:
     """The costliest kernels of one update, and what all of them add up to by groups of names."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
@@ -56,6 +54,4 @@ def profile(
 
 def group_of(kernel: str) -> str:
     name = kernel.lower()
-    return next(
-        (g for g, words in GROUPS.items() if any(word in name for word in words)), "element-wise and other"
-    )
+    return next((g for g, words in GROUPS.items() if any(word in name for word in words)), "element-wise and other")

@@ -107,10 +107,7 @@ def of_this_tree() -> bool:
     record = ROOT / "build" / "native" / "library.json"
     if not (record.is_file() and LIBRARY.is_file()):
         return False
-    here = {
-        "library": sha256_of(LIBRARY),
-        "native_sources": digest(NATIVE_SOURCES),
-    }
+    here = {"library": sha256_of(LIBRARY), "native_sources": digest(NATIVE_SOURCES)}
     return here == json.loads(record.read_text())
 
 
@@ -121,9 +118,7 @@ def probe(library: Path, device: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
         return "no answer in 90 s"
-    return (
-        "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    )
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
 
 
 def build(device: str) -> str:
@@ -154,17 +149,7 @@ def tests(device: str, end: float) -> dict[str, Any]:
 
 def run_pytest(chosen: list[str], end: float) -> dict[str, Any]:
     """Exit code and last output of tests in a process of their own, which is ended at `end`."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "pytest_timeout",
-        *chosen,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *chosen]
     # the machine's own plugins may be of another pytest than the pack's
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with subprocess.Popen(

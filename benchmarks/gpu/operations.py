@@ -33,9 +33,7 @@ def shapes_of(data: str, rows: int, dropout: float, small: bool) -> Any:
     )  # fmt: skip
 
 
-def candidate(
-    role: str, name: str, data: str, rows: int, dropout: float, device: str, small: bool
-) -> dict[str, Any]:
+def candidate(role: str, name: str, data: str, rows: int, dropout: float, device: str, small: bool) -> dict[str, Any]:
     """Milliseconds of forward and backward, and of forward alone. Raises RuntimeError where it is wrong or fails."""
     shapes, where = shapes_of(data, rows, dropout, small), torch.device(device)
     from megabert.ops import candidates as measured
@@ -54,9 +52,7 @@ def candidate(
         raise RuntimeError(row.reason)
     problem = measured.PROBLEMS[role](shapes, where, rows, dropout > 0)
     inputs, function = [t.detach().requires_grad_() for t in problem.inputs], found[0].make(problem)
-    times = measured.in_turn({name: measured.replayed(lambda: function(*inputs), where)}, where, seconds)[
-        name
-    ]
+    times = measured.in_turn({name: measured.replayed(lambda: function(*inputs), where)}, where, seconds)[name]
     forward = sorted(times)[len(times) // 2]
     return {
         "role": role, "name": name, "seq_len": shapes.seq_len, "rows": rows, "dropout": dropout, "ms": row.ms,
@@ -73,11 +69,7 @@ def update(optimizer: str, device: str, small: bool) -> dict[str, Any]:
 
     where, setup = torch.device(device), steps.Setup(optimizer=optimizer)
     cfg = steps.make_config(
-        setup,
-        {"attention": "sdpa", "mlm_loss": "torch", "layer": "torch"},
-        8,
-        2000 if small else 30_000,
-        small,
+        setup, {"attention": "sdpa", "mlm_loss": "torch", "layer": "torch"}, 8, 2000 if small else 30_000, small
     )
 
     def build() -> steps.BertForPreTraining:

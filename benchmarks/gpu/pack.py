@@ -18,14 +18,7 @@ ROOT = hardware.ROOT
 FOLDER = ROOT / "build" / "gpu_pack"
 RECORD = "pack.json"  # written first, and whole at the end
 LIBRARY = "native/_native.abi3.so"
-NATIVE_SOURCES = (
-    "csrc/**/*.cpp",
-    "csrc/**/*.cu",
-    "csrc/**/*.cuh",
-    "csrc/**/*.h",
-    "csrc/**/*.inl",
-    "setup.py",
-)
+NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h", "csrc/**/*.inl", "setup.py")
 SOURCES = (*NATIVE_SOURCES, "megabert/**/*.py", "megabert/**/*.toml", "benchmarks/**/*.py")
 MAKE = "python benchmarks/gpu_pack.py makes one"
 

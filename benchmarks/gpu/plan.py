@@ -8,14 +8,7 @@ from typing import Any
 from benchmarks.gpu.runner import Item
 
 # part -> the share of the time at which it ends; what a part leaves, the next ones have
-PARTS = {
-    "environment": 0.35,
-    "ceilings": 0.45,
-    "operations": 0.6,
-    "steps": 0.86,
-    "profile": 0.9,
-    "tests": 1.0,
-}
+PARTS = {"environment": 0.35, "ceilings": 0.45, "operations": 0.6, "steps": 0.86, "profile": 0.9, "tests": 1.0}
 CANDIDATES = {
     "attention": ("sdpa", "varlen", "cudnn", "native", "fused_softmax"),
     "layer": ("torch", "native", "compiled", "apex"),
@@ -122,10 +115,7 @@ def steps(o: Options) -> list[Item]:
             part, function = ("profile", "kernels:profile") if seq_len < 0 else ("steps", "steps:measure")
             if abs(seq_len) not in o.data:
                 continue
-            title = (
-                " ".join(k if v is True else f"{k} 0" if v == 0.0 else str(v) for k, v in changes.items())
-                or "best"
-            )
+            title = " ".join(k if v is True else f"{k} 0" if v == 0.0 else str(v) for k, v in changes.items()) or "best"
             given = {**common, "setup": changes, "data": o.data[abs(seq_len)], "rows": 2 if o.small else rows}
             item = Item(part, f"{title} {abs(seq_len)}x{rows}", f"benchmarks.gpu.{function}", given,
                         cost=1 if o.small else cost, limit=180, group=title)  # fmt: skip

@@ -58,9 +58,7 @@ class Journal:
         if not self.path.is_file():
             return []
         lines = self.path.read_bytes().split(b"\n")
-        return [
-            json.loads(line) for line in lines[:-1]
-        ]  # what is behind the last line end is still being written
+        return [json.loads(line) for line in lines[:-1]]  # what is behind the last line end is still being written
 
     def write(self, **entry: Any) -> None:
         with self.path.open("a") as file:
@@ -83,9 +81,7 @@ class Journal:
         return entries[-1] if entries and "begin" in entries[-1] else None
 
 
-def work(
-    items: Sequence[Item], journal: Journal, ends: Mapping[str, float], healthy: Callable[[], bool]
-) -> int:
+def work(items: Sequence[Item], journal: Journal, ends: Mapping[str, float], healthy: Callable[[], bool]) -> int:
     """Works off what the journal has no end of; `ends` are the parts' (seconds of the epoch). The child's exit code.
 
     `healthy` says after an item that failed whether the process can go on using its device.
@@ -96,9 +92,7 @@ def work(
             if item.needed and results[item.key]["state"] == "failed":
                 return STOP
             continue
-        spoiled = next(
-            (i.key for i in items if i.group == item.group != "" and broke(results.get(i.key))), ""
-        )
+        spoiled = next((i.key for i in items if i.group == item.group != "" and broke(results.get(i.key))), "")
         left = ends[item.part] - time.time()
         if spoiled:
             journal.end(item.key, "skipped", 0, reason=f"{spoiled} ended the process")
@@ -135,12 +129,7 @@ def broke(result: dict[str, Any] | None) -> bool:
 
 
 def supervise(
-    command: list[str],
-    journal: Journal,
-    log: Path,
-    env: Mapping[str, str],
-    end: float,
-    changed: Callable[[], None],
+    command: list[str], journal: Journal, log: Path, env: Mapping[str, str], end: float, changed: Callable[[], None]
 ) -> int:
     """Runs the child until it is done, again behind an item that broke it; its last exit code. `end`: seconds of the epoch.
 
@@ -152,9 +141,7 @@ def supervise(
         with log.open("ab") as file, tempfile.TemporaryDirectory() as compiled:
             # its own: what a process compiled half when it was ended would break the next one
             caches = {"TORCHINDUCTOR_CACHE_DIR": compiled, "TRITON_CACHE_DIR": f"{compiled}/triton"}
-            child = subprocess.Popen(
-                command, stdout=file, stderr=file, env={**env, **caches}, start_new_session=True
-            )
+            child = subprocess.Popen(command, stdout=file, stderr=file, env={**env, **caches}, start_new_session=True)
             try:
                 why = _watch(child, journal, end, changed, seen)
             finally:
@@ -171,9 +158,7 @@ def supervise(
             return child.returncode
 
 
-def _watch(
-    child: subprocess.Popen[bytes], journal: Journal, end: float, changed: Callable[[], None], seen: int
-) -> str:
+def _watch(child: subprocess.Popen[bytes], journal: Journal, end: float, changed: Callable[[], None], seen: int) -> str:
     """Waits for the child's end, or for the moment it has to be ended; why, or ""."""
     while child.poll() is None:
         time.sleep(POLL_SECONDS)

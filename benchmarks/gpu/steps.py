@@ -190,9 +190,7 @@ def make_config(setup: Setup, backends: dict[str, str], rows: int, vocabulary: i
         raise Absent(f"not in this revision: {error}") from error
 
 
-def build(
-    setup: Setup, device: str, seq_len: int, rows: int, vocabulary: int, small: bool, journal: str
-) -> None:
+def build(setup: Setup, device: str, seq_len: int, rows: int, vocabulary: int, small: bool, journal: str) -> None:
     """Makes `LIVE` the setup, with its model on the device from the start."""
     if setup.precision == "fp8":
         refuse_wrong_casts(journal)
@@ -253,9 +251,7 @@ def compile_layers(model: BertForPreTraining, backend: Any) -> None:
     compiled: Any = torch.compile(Layer.forward, dynamic=False, backend=backend)
     numbered = any(choice.name in ("native", "fused_softmax") for choice in model.backends)
 
-    def forward(
-        layer: torch.nn.Module, normed: Any, x: Any, bounds: Any, seed: Any, stream: int, *others: Any
-    ) -> Any:
+    def forward(layer: torch.nn.Module, normed: Any, x: Any, bounds: Any, seed: Any, stream: int, *others: Any) -> Any:
         return compiled(layer, normed, x, bounds, seed, stream if numbered else 0, *others)
 
     for layer in model.layers:
@@ -277,9 +273,7 @@ def updates(data: str, rows: int, seed: int, device: str) -> list[Update]:
     m = dataset.manifest
     starts = np.ones(m.vocab_size, bool)  # masking by token asks for no words, so no tokenizer is needed
     vocabulary = Vocabulary(m.vocab_size, m.special_ids["mask"], m.special_ids.values(), starts)
-    loader = Loader(
-        dataset, vocabulary, global_batch=rows, micro_batch=rows, seed=seed, pin_memory=device == "cuda"
-    )
+    loader = Loader(dataset, vocabulary, global_batch=rows, micro_batch=rows, seed=seed, pin_memory=device == "cuda")
     return list(itertools.islice(loader, BATCHES))
 
 
@@ -318,12 +312,8 @@ def measure(
     step, tokens = quantiles(times), sum(u.tokens for u in batches) / len(batches)
     model = LIVE.cfg.model
     squares = sum(int((u.batches[0].lengths.long() ** 2).sum()) for u in batches) / len(batches)
-    count = {
-        name: sum(getattr(u, name) for u in batches) / len(batches) for name in ("predictions", "sequences")
-    }
-    flops = training_flops(
-        model, round(tokens), round(squares), round(count["predictions"]), round(count["sequences"])
-    )
+    count = {name: sum(getattr(u, name) for u in batches) / len(batches) for name in ("predictions", "sequences")}
+    flops = training_flops(model, round(tokens), round(squares), round(count["predictions"]), round(count["sequences"]))
     sheet = datasheet_tflops(torch.cuda.get_device_name(where)) if device == "cuda" else None
     return {
         "setup": what.name, **dataclasses.asdict(what), "seq_len": manifest.seq_len, "rows": rows, "loop": LIVE.kind,

@@ -31,16 +31,10 @@ class Telemetry:
         if program is None:
             return
         ask = [program, "-i", "0", "--format=csv,noheader,nounits"]
-        known = (
-            n
-            for n in REASONS
-            if subprocess.run([*ask, f"--query-gpu={n}"], capture_output=True).returncode == 0
-        )
+        known = (n for n in REASONS if subprocess.run([*ask, f"--query-gpu={n}"], capture_output=True).returncode == 0)
         query = ",".join([*FIELDS.values(), next(known, REASONS[-1])])
         command = [*ask, f"--query-gpu={query}", "-lms", str(round(1000 * interval))]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

@@ -20,12 +20,7 @@ def layer(make: Maker, small: bool) -> list[Case]:
     compiled = torch.compile if not small else (lambda f, **_: f)
 
     def case(
-        name: str,
-        size: str,
-        ours: Callable[..., Any],
-        plain: Callable[..., Any],
-        inputs: Sequence[Tensor],
-        moved: int,
+        name: str, size: str, ours: Callable[..., Any], plain: Callable[..., Any], inputs: Sequence[Tensor], moved: int
     ) -> Case:
         sides = {
             "ours": make.both_ways(ours, *inputs),
@@ -56,11 +51,7 @@ def layer(make: Maker, small: bool) -> list[Case]:
         query_key = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
         return torch.cat([query_key, value], 1)
 
-    y, residual, vectors = (
-        make.normal(rows, width),
-        make.normal(rows, width),
-        [make.normal(width) for _ in range(3)],
-    )
+    y, residual, vectors = (make.normal(rows, width), make.normal(rows, width), [make.normal(width) for _ in range(3)])
 
     def norm(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> Tensor:
         return F.layer_norm(r + F.dropout(x + b, 0.1), (width,), w, s, 1e-12)

@@ -21,11 +21,7 @@ import torch
 from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
-from transformers import (
-    BertForMaskedLM,
-    DataCollatorForLanguageModeling,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from benchmarks.peers.hf_config import bert_config
 from megabert.config import ModelConfig
@@ -108,10 +104,7 @@ def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """The Trainer's groups: matrices decay, vectors (biases and LayerNorm) do not."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = (recipe.beta1, recipe.beta2)
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=recipe.eps, fused=True)
 
@@ -121,12 +114,7 @@ def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str,
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         yield from DataLoader(
-            data,
-            batch_size=recipe.batch,
-            shuffle=True,
-            drop_last=True,
-            collate_fn=collate,
-            generator=generator,
+            data, batch_size=recipe.batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator
         )
 
 

@@ -35,9 +35,7 @@ class HuggingFace:
         losses = []
         for batch in batches:
             with self.autocast:
-                loss = self.module(**{name: t.to(self.device) for name, t in batch.items()}).loss / len(
-                    batches
-                )
+                loss = self.module(**{name: t.to(self.device) for name, t in batch.items()}).loss / len(batches)
             loss.backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)

@@ -120,9 +120,7 @@ def split(text: Path, target: Path) -> None:
                     (folder / part).mkdir(exist_ok=True)
                     (folder / part / name).write_bytes(b"".join(chosen))
         if not counts["held_out"] or not counts["train"]:
-            raise ValueError(
-                f"{text}: {counts['train']} documents, none of {ONE_IN} held out; give more text"
-            )
+            raise ValueError(f"{text}: {counts['train']} documents, none of {ONE_IN} held out; give more text")
         (folder / MARK).write_text(json.dumps({"counts": counts, "documents": digest.hexdigest()}) + "\n")
 
 

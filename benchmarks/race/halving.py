@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Results = Mapping[
-    tuple[int, str, int], float
-]  # (trial, track, seed) -> score, less is better; inf: it diverged
+Results = Mapping[tuple[int, str, int], float]  # (trial, track, seed) -> score, less is better; inf: it diverged
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,7 @@ def drawn(key: str, among: Any, source: random.Random) -> Any:
     """One value of a range, a number rounded to three digits. Raises ValueError."""
     if isinstance(among, list) and among:
         return source.choice(among)
-    if (
-        not isinstance(among, dict)
-        or set(among) - {"low", "high", "log"}
-        or not {"low", "high"} <= set(among)
-    ):
+    if not isinstance(among, dict) or set(among) - {"low", "high", "log"} or not {"low", "high"} <= set(among):
         raise ValueError(f"{key}: a range is a list of values, or {{low = …, high = …, log = true}}")
     low, high = among["low"], among["high"]
     if not low < high or (among.get("log") and low <= 0):

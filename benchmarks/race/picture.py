@@ -9,10 +9,7 @@ from benchmarks.common import hardware
 from benchmarks.race.records import Entry
 from benchmarks.race.tracks import track_of
 
-OURS, PEERS = (
-    ["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"],
-    ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"],
-)
+OURS, PEERS = (["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"], ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"])
 
 
 def plot(entries: list[Entry], path: Path) -> None:

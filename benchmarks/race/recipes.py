@@ -54,9 +54,7 @@ class Recipe:
     @property
     def digest(self) -> str:
         """Of what is trained: two recipes that differ in words alone are the same."""
-        tree = {
-            name: value for name, value in asdict(self).items() if name not in ("name", "about", "change")
-        }
+        tree = {name: value for name, value in asdict(self).items() if name not in ("name", "about", "change")}
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -114,17 +112,13 @@ def load(name: str) -> Recipe:
         raise ValueError(f"{path}: system must be {OURS} or {PEER}, is {recipe.system!r}")
     for key in recipe.keys:
         if recipe.system == OURS and key in BUDGET:
-            raise ValueError(
-                f"{path}: {key} is the track's; set {WARM_UP}, the share of the budget, or nothing"
-            )
+            raise ValueError(f"{path}: {key} is the track's; set {WARM_UP}, the share of the budget, or nothing")
     return recipe
 
 
 def save(recipe: Recipe, path: Path) -> None:
     """The file that `load` reads back as the same recipe."""
-    lines = [
-        f"{name} = {json.dumps(getattr(recipe, name))}" for name in ("about", "change", "system", "preset")
-    ]
+    lines = [f"{name} = {json.dumps(getattr(recipe, name))}" for name in ("about", "change", "system", "preset")]
     lines += [f"vocabulary = {json.dumps(recipe.vocabulary)}", "", "[keys]"]
     lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in recipe.keys.items()]
     path.write_text("\n".join(lines) + "\n")

@@ -84,11 +84,7 @@ def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
 
 
 def vocabulary_name(recipe: Recipe) -> str:
-    return (
-        f"{recipe.vocabulary:,} pieces"
-        if isinstance(recipe.vocabulary, int)
-        else Path(recipe.vocabulary).name
-    )
+    return f"{recipe.vocabulary:,} pieces" if isinstance(recipe.vocabulary, int) else Path(recipe.vocabulary).name
 
 
 def circumstances() -> dict[str, Any]:
@@ -136,20 +132,14 @@ def table(records: Records, track: str) -> str:
     for entry in entries:
         cells = [entry["recipe"], with_spread(entry, "bits", ".4f"), with_spread(entry, "loss", ".3f")]
         cells += [with_spread(entry, "accuracy", ".1%"), f"{mean(entry, 'tokens') / 1e6:.2f} M"]
-        cells += [
-            str(len(entry["seeds"])),
-            dates.get(entry["digest"], "")[:10],
-            entry["change"] or entry["about"],
-        ]
+        cells += [str(len(entry["seeds"])), dates.get(entry["digest"], "")[:10], entry["change"] or entry["about"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def with_spread(entry: Entry, figure: str, form: str) -> str:
     deviation = spread(entry, figure)
-    return format(mean(entry, figure), form) + (
-        f" ± {format(deviation, form)}" if deviation is not None else ""
-    )
+    return format(mean(entry, figure), form) + (f" ± {format(deviation, form)}" if deviation is not None else "")
 
 
 def gains(records: Records, track: str, base: Recipe) -> str:

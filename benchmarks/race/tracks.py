@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-NAMES = (
-    *("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"),
-    *("5m-tokens", "20m-tokens", "80m-tokens"),
-)
+NAMES = (*("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"), *("5m-tokens", "20m-tokens", "80m-tokens"))
 MINUTES = re.compile(r"(\d+(?:\.\d+)?)min-(\d+)cores")
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km])-tokens")
 
@@ -39,6 +36,4 @@ def track_of(name: str, threads: int = 2) -> Track:
             return track
     if (found := TOKENS.fullmatch(name)) and float(found[1]):
         return Track(name, cores=threads, tokens=round(float(found[1]) * {"k": 1e3, "m": 1e6}[found[2]]))
-    raise ValueError(
-        f"--track {name}: no budget; write one of {', '.join(NAMES)}, or as 6min-1cores or 300k-tokens"
-    )
+    raise ValueError(f"--track {name}: no budget; write one of {', '.join(NAMES)}, or as 6min-1cores or 300k-tokens")

@@ -19,9 +19,7 @@ from benchmarks.race.recipes import Recipe
 from benchmarks.race.tracks import Track
 
 POINTS = 10  # of a curve, about
-ROWS_A_SECOND = (
-    150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
-)
+ROWS_A_SECOND = 150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
 KEPT = 24  # points at most; of more, the last ones
 WEIGHTS = "weights.safetensors"  # of the peer
 

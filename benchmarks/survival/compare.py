@@ -52,8 +52,7 @@ def rows_of(run: Path) -> list[tuple[int, int]]:
     lines = [line for line in logged(run) if "train/loss" in line]
     sums = [int(line["data/row_digest"], 16) for line in lines]
     return [
-        (line["step"], (after - before) % 2**64)
-        for line, before, after in zip(lines, [0, *sums], sums, strict=False)
+        (line["step"], (after - before) % 2**64) for line, before, after in zip(lines, [0, *sums], sums, strict=False)
     ]
 
 

@@ -18,17 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.survival.compare import counts, differences
-from benchmarks.survival.life import (
-    LIFE_ENDS_WITHIN,
-    POLL,
-    Case,
-    Failure,
-    Life,
-    Server,
-    in_sessions,
-    steps_of,
-    wait,
-)
+from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
 
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # what is aimed at, in turn
 START_SECONDS = 0.5  # a start takes about so long
@@ -161,13 +151,7 @@ def check_resume(life: Life, newest: int, outcome: Outcome) -> str:
 
 
 def survive(
-    case: Case,
-    data: Path,
-    folder: Path,
-    server: Server,
-    kills: int,
-    seed: int,
-    by_command: Sequence[int] = (),
+    case: Case, data: Path, folder: Path, server: Server, kills: int, seed: int, by_command: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Both runs of a case and their comparison: what happened, with `failure` (text) where something went wrong."""
     folder.mkdir(parents=True)

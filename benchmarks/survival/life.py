@@ -39,9 +39,7 @@ class Server:
 
     def __init__(self) -> None:
         command = [sys.executable, str(ROOT / "benchmarks/survival/server.py")]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
@@ -82,10 +80,7 @@ class Case:
 
     def argv(self, data: Path, run: Path) -> list[str]:
         steps = (f"schedule.total_steps={self.steps}", f"checkpoint.interval={self.interval}")
-        return [
-            *("--config", "tiny", "--data", str(data), "--run", str(run), *TINY, *steps),
-            *self.overrides,
-        ]
+        return [*("--config", "tiny", "--data", str(data), "--run", str(run), *TINY, *steps), *self.overrides]
 
 
 class Failure(AssertionError):
@@ -96,12 +91,7 @@ class Life:
     """The ranks of one start of a case's command, and what can be seen of them from outside."""
 
     def __init__(
-        self,
-        case: Case,
-        data: Path,
-        run: Path,
-        server: Server | None,
-        slow: tuple[int, float] = (0, 0.0),
+        self, case: Case, data: Path, run: Path, server: Server | None, slow: tuple[int, float] = (0, 0.0)
     ) -> None:
         """`server` None: by the real command. `slow`: this rank's first write takes so many seconds longer."""
         self.run, self.case, self.slow = run, case, slow

@@ -67,9 +67,7 @@ def typical(samples: list[Sample]) -> Sample:
 
 def growth(before: Sample, after: Sample) -> dict[str, float]:
     """Relative growth of each figure; what stays 0 grows by 0."""
-    return {
-        name: round(after[name] / before[name] - 1, 5) if before[name] else after[name] for name in before
-    }
+    return {name: round(after[name] / before[name] - 1, 5) if before[name] else after[name] for name in before}
 
 
 def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> dict[str, Any]:
@@ -79,13 +77,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     that it is read whole in the warm-up: a shard, or its short last block, is mapped when it is first needed.
     """
     folder.mkdir(parents=True)
-    overrides = (
-        "zero.stage=1",
-        "data.workers=1",
-        "log.tensorboard=true",
-        "log.interval=5",
-        "checkpoint.keep=3",
-    )
+    overrides = ("zero.stage=1", "data.workers=1", "log.tensorboard=true", "log.interval=5", "checkpoint.keep=3")
     case = Case("soak", 2, updates, 50, overrides)
     server, started, rng = Server(), time.monotonic(), random.Random(seed)
     run, alone = folder / "run", updates * 2 // 5

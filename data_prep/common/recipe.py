@@ -29,9 +29,7 @@ from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus, ReadOptions
 
 NOT_IN = ("input", "weight", "recipe", "help")  # options that a recipe says by its corpora, or not at all
-OWN = tuple(
-    field.name for field in fields(ReadOptions)
-)  # options that a corpus may have of its own, and filters
+OWN = tuple(field.name for field in fields(ReadOptions))  # options that a corpus may have of its own, and filters
 # no part of what is built
 RUNNING = ("output", "workers", "overwrite", "json", "quiet", "print_recipe", "add", "part", "merge")
 
@@ -85,8 +83,7 @@ def corpora(path: str, tables: Mapping[str, Mapping[str, Any]], read: ReadOption
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
             raise BadInput(f"{where}: a corpus' name is a letter, then letters, digits, - and _")
         given = {
-            _known(where, key, ("input", "weight", "filters", "language", *OWN)): value
-            for key, value in table.items()
+            _known(where, key, ("input", "weight", "filters", "language", *OWN)): value for key, value in table.items()
         }
         paths = _texts(where, "input", given.pop("input", None))
         weight = given.pop("weight", 1.0)
@@ -106,9 +103,7 @@ def corpora(path: str, tables: Mapping[str, Mapping[str, Any]], read: ReadOption
             if allowed and own[key] not in allowed:
                 raise BadInput(f"{where}: {key} is {own[key]!r}; give {', '.join(allowed)}")
         found.append(
-            Corpus(
-                name, tuple(paths), float(weight), replace(read, **own) if own else None, filters, languages
-            )
+            Corpus(name, tuple(paths), float(weight), replace(read, **own) if own else None, filters, languages)
         )
     return found
 

@@ -63,9 +63,7 @@ class Piece:
     end: int | None = None
     size: int = 0  # bytes on disk, for the progress bar
     encoding: str = AUTO
-    stamp: tuple[int, int] | None = (
-        None  # (bytes, time of the last change in ns) of the file when it was planned
-    )
+    stamp: tuple[int, int] | None = None  # (bytes, time of the last change in ns) of the file when it was planned
     opened: bool = True  # False: planned by its name and size alone
     documents: str = ""  # what a document is in a text file, once its opening was seen: file or blank-line
     told: bool = True  # whether the opening says so, or the rule for what can't be told

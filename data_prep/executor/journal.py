@@ -53,9 +53,7 @@ def _record_of(job: Job, stage: str, index: int) -> Path:
     return Path(job.work, FOLDER, stage, f"{index:07d}.json")
 
 
-def _run(
-    function: Callable[[Job, Any], Done], job: Job, stage: str, digest: str, numbered: tuple[int, Any]
-) -> Done:
+def _run(function: Callable[[Job, Any], Done], job: Job, stage: str, digest: str, numbered: tuple[int, Any]) -> Done:
     """One item, in whatever process: taken over from its record, or done and recorded."""
     index, item = numbered
     path = _record_of(job, stage, index)
@@ -97,12 +95,7 @@ class Journal:
         return any((self._work / FOLDER).rglob("*.json"))
 
     def map(
-        self,
-        name: str,
-        function: Callable[[Job, Any], Done],
-        job: Job,
-        items: Sequence[Any],
-        progress: Progress,
+        self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any], progress: Progress
     ) -> Stage:
         """`function(job, item)` of every item; `progress` is told of each result as it arrives.
 
@@ -135,9 +128,7 @@ class Journal:
         call = partial(_run, function, job, name, self._digest)
         return self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
 
-    def missing(
-        self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any]
-    ) -> list[int]:
+    def missing(self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any]) -> list[int]:
         """The numbers of items that nobody has a fitting record of."""
         key = _digest(name, function.__name__, job, self._digest, *items)
         record = _load(self._work / FOLDER / f"{name}.json")

@@ -33,7 +33,9 @@ INPUTS = "inputs.bin"
 REPORTS = ("report.json", "report.html")
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 VERSION, READING_VERSION = "reading version", 2  # of the rules by which files become documents and tasks
-FILES = "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
+FILES = (
+    "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
+)
 
 
 def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
@@ -49,9 +51,7 @@ def _is_ours(path: Path) -> bool:
             or re.fullmatch(r"added-\d{3}", name) is not None
             or (name.startswith("seq") and name[3:].isdigit())
         )
-    if name.startswith(
-        ("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".contaminated", ".inputs")
-    ):
+    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".contaminated", ".inputs")):
         return name.endswith((".tar", ".tmp"))
     return name in (MANIFEST, ACCOUNT, RECIPE, CONTAMINATED, INPUTS, *REPORTS, *TOKENIZERS.values(), CONFIG)
 
@@ -115,10 +115,7 @@ def tokenizer(output: Path, seq_lens: tuple[int, ...]) -> Path:
 def versions(output: Path, seq_lens: tuple[int, ...]) -> tuple[list[Path], Path]:
     """(folders of a whole dataset and of all that was added to it, the folder of what comes next)."""
     whole = [output]
-    while (
-        _is_whole(added := output / ADDED.format(len(whole)), seq_lens)
-        and not (added / WORK / ACCOUNT).exists()
-    ):
+    while _is_whole(added := output / ADDED.format(len(whole)), seq_lens) and not (added / WORK / ACCOUNT).exists():
         whole.append(added)
     return whole, added
 
@@ -145,9 +142,7 @@ def _refuse_foreign(output: Path) -> None:
     paths = sorted(output.iterdir())
     for path in paths:
         if not _is_ours(path):
-            raise BadInput(
-                f"--output {output}: holds {path.name}, which is no part of a dataset; name another folder"
-            )
+            raise BadInput(f"--output {output}: holds {path.name}, which is no part of a dataset; name another folder")
     if _was_built_in(output):
         return
     for path in paths:
@@ -195,11 +190,7 @@ def _is_begun(output: Path, account: dict[str, Any]) -> bool:
 
 
 def _prepare(
-    output: Path,
-    account: dict[str, Any],
-    seq_lens: tuple[int, ...],
-    overwrite: bool,
-    sources: Iterable[str],
+    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str]
 ) -> bool:
     """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already.
 
@@ -282,11 +273,7 @@ def joined(
 
 @contextlib.contextmanager
 def opened(
-    output: Path,
-    account: dict[str, Any],
-    seq_lens: tuple[int, ...],
-    overwrite: bool,
-    sources: Iterable[str] = (),
+    output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
     """The work folder of the build that `account` tells of, or None when it is done already. One build at a time.
 

@@ -40,6 +40,5 @@ def spooled(corpora: Sequence[Corpus], folder: str, stdin: BinaryIO) -> list[Cor
         shutil.copyfileobj(stdin, file, CHUNK)
     log.info(f"standard input is in {path}; a build that was stopped goes on with --input {path}")
     return [
-        replace(corpus, paths=tuple(str(path) if item == PIPE else item for item in corpus.paths))
-        for corpus in corpora
+        replace(corpus, paths=tuple(str(path) if item == PIPE else item for item in corpus.paths)) for corpus in corpora
     ]

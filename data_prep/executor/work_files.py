@@ -28,13 +28,9 @@ MAX_OPENS = 1 << 19
 MERGED_RUNS = 64  # to which runs are merged where that would be more
 EXAMPLES = 3  # of what was dropped under a reason, from one item of work
 EXAMPLE_CHARACTERS = 300
-TEXT_RULES = (
-    2  # of paragraphs and sentences. 1 knew Latin, Cyrillic and Greek ones and cut at ideographic full stops
-)
+TEXT_RULES = 2  # of paragraphs and sentences. 1 knew Latin, Cyrillic and Greek ones and cut at ideographic full stops
 
-DOCUMENT = np.dtype(
-    [("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")]
-)
+DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")])
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])  # a key to group by and who has it
 CUT, CUT_WORDS = "repeated substrings", "words of repeated substrings"  # that were cut, as they are counted
@@ -98,8 +94,7 @@ class Done:
         done = Done(**raw)
         done.counts, done.problems, done.dropped = map(Counter, (done.counts, done.problems, done.dropped))
         done.histograms = {
-            name: Counter({int(value): n for value, n in counts.items()})
-            for name, counts in raw["histograms"].items()
+            name: Counter({int(value): n for value, n in counts.items()}) for name, counts in raw["histograms"].items()
         }
         done.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
         done.seconds = defaultdict(float, raw["seconds"])
@@ -129,9 +124,7 @@ class Done:
 
     def count(self, name: str, values: np.ndarray) -> None:
         found, counts = np.unique(values, return_counts=True)
-        self.histograms.setdefault(name, Counter()).update(
-            dict(zip(found.tolist(), counts.tolist(), strict=True))
-        )
+        self.histograms.setdefault(name, Counter()).update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
 
 def total(results: list[Done]) -> Done:

@@ -20,18 +20,12 @@ from data_prep.filters.rules import LINE_RULES, REASONS, SHORT_LINE, Rules
 from megabert.common.hash_mixer import mix64
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
-LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (
-    1 << bit for bit in range(8)
-)
+LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))
 MARKS = '.!?"'  # that a line may end in; closing quotes and full stops of other scripts:
 WIDE_MARKS = "\u201d\u00bb\u2026\u3002\uff01\uff1f\u300d\u300f\u0964\u061f\u06d4"
-BULLETS = (
-    "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"  # also glued to a word
-)
+BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"  # also glued to a word
 LONE_BULLETS = "-*\u2013\u2014\u00b7"  # only as a word of their own
-CHUNK_WORDS = (
-    1 << 16
-)  # judged at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
+CHUNK_WORDS = 1 << 16  # judged at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
 WORDS_AT_ONCE = 1 << 12  # described at a time, for the same reason
 _WIDE = CURLY  # while a word is described: has a character outside ASCII
 _BYTES = np.arange(256)
@@ -207,9 +201,7 @@ MEASURES: dict[str, Callable[[_Measures], np.ndarray]] = {
     "min_mean_word": lambda m: _ratio(m.characters, m.words),
     "max_mean_word": lambda m: _ratio(m.characters, m.words),
     "min_letter_words": lambda m: _ratio(m.with_flag(LETTER), m.words),
-    "max_symbol_share": lambda m: _ratio(
-        np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words
-    ),
+    "max_symbol_share": lambda m: _ratio(np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words),
     "max_bullet_lines": lambda m: m.line_share((m.flags[m._lines[0]] & BULLET) > 0),
     "max_ellipsis_lines": lambda m: m.line_share((m.flags[m._lines[1] - 1] & ELLIPSIS_END) > 0),
     "min_lines": lambda m: m.lines,
@@ -235,11 +227,7 @@ def judge_lines(batch: WordFacts, rules: Rules) -> np.ndarray:
     verdict = np.zeros(len(batch.paragraphs) - 1, np.int8)
     full = np.diff(batch.paragraphs) > 0
     for reason, name in enumerate(REASONS):
-        if (
-            name in LINE_RULES
-            and full.any()
-            and (limit := getattr(rules, name.replace("-", "_"))) is not None
-        ):
+        if name in LINE_RULES and full.any() and (limit := getattr(rules, name.replace("-", "_"))) is not None:
             value = LINE_MEASURES[name.replace("-", "_")](batch)
             broken = value < limit if name.startswith("min-") else value > limit
             verdict[broken & full & (verdict == 0)] = reason

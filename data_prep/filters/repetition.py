@@ -16,11 +16,7 @@ AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs 
 
 
 def shares(
-    hashes: np.ndarray,
-    characters: np.ndarray,
-    documents: np.ndarray,
-    limits: dict[int, float],
-    wanted: np.ndarray,
+    hashes: np.ndarray, characters: np.ndarray, documents: np.ndarray, limits: dict[int, float], wanted: np.ndarray
 ) -> dict[int, np.ndarray]:
     """n -> float64 [d] for n in 2..10: shares of characters, exact where one is above its limit, else exact or 0.
     A document that the bool array `wanted` [d] leaves out has 0.
@@ -92,9 +88,7 @@ def _covered(at: np.ndarray, n: int, before: np.ndarray, document: np.ndarray, d
     return np.bincount(document, ends - begins, documents).astype(np.int64)
 
 
-def _exact(
-    hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges: np.ndarray
-) -> dict[int, np.ndarray]:
+def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges: np.ndarray) -> dict[int, np.ndarray]:
     """n -> int64 [d]: the characters whose shares `shares` returns.
 
     An n-gram that occurs twice begins with an (n - 1)-gram that does, so each order looks at what the one before left.

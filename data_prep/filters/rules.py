@@ -37,9 +37,7 @@ class Rules:
     min_mean_word: float | None = _rule("mean characters a word", gopher=3)
     max_mean_word: float | None = _rule("mean characters a word", gopher=10)
     min_letter_words: float | None = _share("words with a letter", gopher=0.8)
-    max_symbol_share: float | None = _share(
-        "words with a '#', or with an ellipsis, whichever are more", gopher=0.1
-    )
+    max_symbol_share: float | None = _share("words with a '#', or with an ellipsis, whichever are more", gopher=0.1)
     max_bullet_lines: float | None = _share("lines that begin with a bullet", gopher=0.9)
     max_ellipsis_lines: float | None = _share("lines that end in an ellipsis", gopher=0.3)
     min_lines: float | None = _rule("lines")
@@ -82,9 +80,7 @@ def _limits(preset: str) -> dict[str, Any]:
     if preset == "off":
         return {rule.name: None for rule in _FIELDS.values()}
     return {
-        rule.name: rule.metadata["presets"][preset]
-        for rule in _FIELDS.values()
-        if preset in rule.metadata["presets"]
+        rule.name: rule.metadata["presets"][preset] for rule in _FIELDS.values() if preset in rule.metadata["presets"]
     }
 
 

@@ -19,9 +19,7 @@ STEP = 1 << 20
 MOST_BLOCK = 8 * (2 << 20)  # bits; what is longer is no block
 FIVE_BYTES = (1 << 40) - 1
 PATTERNS = [
-    (mark, shift, (mark >> shift & FIVE_BYTES).to_bytes(5, "big"))
-    for mark in (BLOCK, END)
-    for shift in range(8)
+    (mark, shift, (mark >> shift & FIVE_BYTES).to_bytes(5, "big")) for mark in (BLOCK, END) for shift in range(8)
 ]
 
 
@@ -60,11 +58,7 @@ def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
     """
     with open_regular(path) as file:
         file.seek(start)
-        data, base, seen = (
-            b"",
-            start,
-            -1,
-        )  # `base`: the byte that `data` begins with; marks up to bit `seen` are done
+        data, base, seen = (b"", start, -1)  # `base`: the byte that `data` begins with; marks up to bit `seen` are done
         begin: int | None = None  # of the block that is open, a bit of the file
         unpacked = 0
         while new := file.read(STEP):

@@ -195,6 +195,4 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edg
                 else:
                     data = b""
         if began:
-            raise BadInput(
-                f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes"
-            )
+            raise BadInput(f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")

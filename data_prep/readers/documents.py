@@ -109,13 +109,7 @@ def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folde
 
 
 def _elements(
-    chunks: Iterator[bytes],
-    begin: int,
-    piece: Piece,
-    options: ReadOptions,
-    problems: Problems,
-    path: str,
-    edge: Edge,
+    chunks: Iterator[bytes], begin: int, piece: Piece, options: ReadOptions, problems: Problems, path: str, edge: Edge
 ) -> Iterator[Document]:
     for offset, body in formats.split_elements(chunks, begin, piece.format, path, problems, edge):
         if piece.format == "wiki":
@@ -142,13 +136,7 @@ def _later_rules(piece: Piece, kind: str, options: ReadOptions) -> bool:
 
 
 def _lines(
-    chunks: Iterator[bytes],
-    begin: int,
-    synced: bool,
-    piece: Piece,
-    kind: str,
-    options: ReadOptions,
-    problems: Problems,
+    chunks: Iterator[bytes], begin: int, synced: bool, piece: Piece, kind: str, options: ReadOptions, problems: Problems
 ) -> Iterator[Document]:
     path, start, end = piece.path, piece.start, piece.end
     runs = formats.line_runs(chunks, begin, path, problems, start, end)

@@ -14,12 +14,7 @@ from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO
 
 UTF8 = ""  # the name under which nothing is recoded
-MARKS = (
-    (b"\xff\xfe\0\0", "utf-32"),
-    (b"\0\0\xfe\xff", "utf-32"),
-    (b"\xff\xfe", "utf-16"),
-    (b"\xfe\xff", "utf-16"),
-)
+MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 WESTERN = "cp1252"  # what browsers take Latin-1 for
 # The encodings of the web (WHATWG Encoding Standard, section 4.2), in Python's names: older tables only add wrong guesses.
 COMMON = [
@@ -55,9 +50,7 @@ def check(name: str) -> str:
     except (LookupError, ValueError, TypeError):
         known = False
     if not known:
-        raise BadInput(
-            f"--encoding {name}: no such text encoding (utf-8, cp1252, cp1251, shift_jis, gb18030, …)"
-        )
+        raise BadInput(f"--encoding {name}: no such text encoding (utf-8, cp1252, cp1251, shift_jis, gb18030, …)")
     return UTF8 if info.name in ("utf-8", "utf-8-sig") else info.name
 
 
@@ -119,9 +112,7 @@ def recode(chunks: Iterator[bytes], encoding: str, path: str, problems: Problems
             place = fed + len(chunk) - len(error.object) + error.start
             problems.bad(path, place, f"invalid {encoding}")
             return
-        except (
-            UnicodeError
-        ) as error:  # utf-16 and utf-32 want a mark when they are named without a byte order
+        except UnicodeError as error:  # utf-16 and utf-32 want a mark when they are named without a byte order
             problems.bad(path, fed, f"invalid {encoding}", str(error))
             return
         fed += len(chunk)

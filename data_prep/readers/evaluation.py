@@ -85,9 +85,7 @@ def _is_tagged(path: Path) -> bool:
     lines = [line.strip() for _, line in islice(tables.lines(path), TRIED)]
     full = [line for line in lines if line]
     return (
-        len(full) < len(lines)
-        and bool(full)
-        and all(1 < len(line.split()) == len(line.split("\t")) for line in full)
+        len(full) < len(lines) and bool(full) and all(1 < len(line.split()) == len(line.split("\t")) for line in full)
     )
 
 

@@ -22,9 +22,7 @@ from megabert.common.remote import is_url
 MAGIC = re.compile(r"[*?\[]")
 BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")  # of the library, and no text
 MAX_JSON = 64 << 20
-TABLE_OF_SPLIT = re.compile(
-    r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.(?:parquet|arrow)"
-)  # as the hub names them
+TABLE_OF_SPLIT = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.(?:parquet|arrow)")  # as the hub names them
 SPLIT_NAMES = frozenset(("train", "validation", "valid", "val", "dev", "test"))
 EVERY_SPLIT = "all"
 LEFT_OUT = "split not read"  # counted once a split
@@ -152,9 +150,7 @@ def _chosen(folder: str, parts: list[str], split: str, problems: Problems) -> li
     if split == EVERY_SPLIT or not parts:
         return parts
     if split not in names:
-        raise BadInput(
-            f"{folder}: has no split {split!r} (it has {', '.join(names)}); name one, or all, with --split"
-        )
+        raise BadInput(f"{folder}: has no split {split!r} (it has {', '.join(names)}); name one, or all, with --split")
     problems.counts[LEFT_OUT] += len(parts) - 1
     return [part for part in parts if os.path.basename(part) == split]
 

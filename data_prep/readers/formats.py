@@ -227,9 +227,7 @@ def split_blank(
     def block(offset: int, text: bytes) -> Iterator[Document]:
         if len(text) > MAX_DOCUMENT:
             if offset >= start and (end is None or offset < end):
-                problems.bad(
-                    path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB"
-                )
+                problems.bad(path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB")
         elif text.strip():
             yield offset, text
 

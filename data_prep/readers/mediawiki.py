@@ -61,9 +61,7 @@ ENDING = {
 }  # fmt: skip
 # Templates whose text belongs to the sentence: the position of the argument (from 1) that is it.
 SPOKEN = {"lang": 2, "transl": 2, "nowrap": 1, "nobr": 1, "nobold": 1, "em": 1, "strong": 1, "abbr": 1, "smallcaps": 1, "sic": 1, "tlit": 2, "small": 1}  # fmt: skip
-IS_REDIRECT = re.compile(
-    r"\s*#\s*(?:redirect|weiterleitung|redirection|redirección|rinvia|перенаправление)\b", re.I
-)
+IS_REDIRECT = re.compile(r"\s*#\s*(?:redirect|weiterleitung|redirection|redirección|rinvia|перенаправление)\b", re.I)
 IS_DISAMBIGUATION = re.compile(
     r"\{\{\s*(?:disambig|dab|disamb|hndis|geodis|(?:[\w-]+[ -]){0,3}disambiguation(?: page)?|begriffsklärung|homonymie|"
     r"desambiguación|desambiguação|disambigua|неоднозначность|doorverwijspagina)\s*(?:\||\}\})",

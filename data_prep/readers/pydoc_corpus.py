@@ -16,17 +16,7 @@ import warnings
 
 SOURCE_LIMIT = 60_000_000  # bytes of source read: some minutes of parsing bought nothing more than this
 FILE_LIMIT = 2_000_000  # bytes; larger modules are generated tables
-SKIPPED_FOLDERS = {
-    "__pycache__",
-    "test",
-    "tests",
-    "testing",
-    "idlelib",
-    "lib2to3",
-    "_vendor",
-    "vendor",
-    "vendored",
-}
+SKIPPED_FOLDERS = {"__pycache__", "test", "tests", "testing", "idlelib", "lib2to3", "_vendor", "vendor", "vendored"}
 PROMPT = re.compile(r"^\s*(>>>|\.\.\. |\.\.\.$)")
 UNDERLINE = re.compile(r"^\s*[-=~^#*_+|`\".]{3,}\s*$")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -36,9 +26,7 @@ def _python_files(root: str, skip: str | None) -> list[tuple[str, int]]:
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(
-            f
-            for f in folders
-            if f not in SKIPPED_FOLDERS and os.path.join(folder, f) != skip and "-info" not in f
+            f for f in folders if f not in SKIPPED_FOLDERS and os.path.join(folder, f) != skip and "-info" not in f
         )
         for name in sorted(names):
             path = os.path.join(folder, name)

@@ -51,18 +51,8 @@ RANGE_BYTES = 32 << 20  # of a file that is cut
 BZIP2_BYTES = 8 << 20  # of a bzip2 file, unpacked by one worker
 MOST_UNCUT = 3  # times RANGE_BYTES that a compressed file may unpack to in one task
 PROBES = 4  # places of a bzip2 file that are looked at for a stream
-SMALL = (
-    4 << 20
-)  # bytes (packed: a quarter): a smaller file with a suffix of NAMED is first opened by who reads it
-NAMED = {
-    ".txt": "",
-    ".text": "",
-    ".jsonl": "",
-    ".ndjson": "",
-    ".arrow": "",
-    ".parquet": "",
-    **decompress.SUFFIXES,
-}
+SMALL = 4 << 20  # bytes (packed: a quarter): a smaller file with a suffix of NAMED is first opened by who reads it
+NAMED = {".txt": "", ".text": "", ".jsonl": "", ".ndjson": "", ".arrow": "", ".parquet": "", **decompress.SUFFIXES}
 LISTED_AT_ONCE = 256  # files that one thread looks at
 THREADS = 16  # that wait for the file system
 PYDOC = "pydoc"
@@ -99,14 +89,10 @@ def list_pieces(
             encodings.check(own.encoding)
             for item in corpus.paths:
                 if item == PYDOC and not os.path.exists(item):
-                    modules = [
-                        (path, [Piece(path, format=PYDOC, size=size)]) for path, size in pydoc_corpus.files()
-                    ]
+                    modules = [(path, [Piece(path, format=PYDOC, size=size)]) for path, size in pydoc_corpus.files()]
                     found = ((os.path.realpath(path), module, Problems("skip")) for path, module in modules)
                 else:
-                    found = _look_at_all(
-                        find_files.expand(item, problems, own.split), own, problems.policy, threads
-                    )
+                    found = _look_at_all(find_files.expand(item, problems, own.split), own, problems.policy, threads)
                 for real, its, its_problems in found:
                     if real not in seen and not skip(real):
                         seen.add(real)
@@ -177,9 +163,7 @@ def _real_folder(folder: str) -> str:
 def unpacked_bytes(tasks: Sequence[Task]) -> int:
     """Bytes of the unpacked files of tasks, by the ratio that the openings of some compressed ones have."""
     pieces = [piece for task in tasks for piece in task.pieces]
-    packed = [
-        piece for piece in pieces if not piece.index and (piece.compression or piece.format == "parquet")
-    ]
+    packed = [piece for piece in pieces if not piece.index and (piece.compression or piece.format == "parquet")]
     size = sum(piece.size for piece in pieces)
     if not packed:
         return size
@@ -263,10 +247,7 @@ def _ranges(whole: Piece, head: bytes, options: ReadOptions) -> list[Piece]:
         count = arrow.row_groups(path) if whole.format == "parquet" else arrow.batches(path)
         edges = sorted({i * count // parts for i in range(parts + 1)})
         last = edges[-1] or 1
-        return [
-            replace(whole, start=a, end=b, size=size * b // last - size * a // last)
-            for a, b in pairwise(edges)
-        ]
+        return [replace(whole, start=a, end=b, size=size * b // last - size * a // last) for a, b in pairwise(edges)]
     if _is_stream(whole, head):
         return [replace(whole, stream=True)]
     return cut(whole, size)
@@ -289,9 +270,7 @@ def _is_stream(piece: Piece, head: bytes) -> bool:
         if max(BOMB_BYTES, BOMB_RATIO * piece.size) <= MOST_UNCUT * RANGE_BYTES:  # more is refused
             return False
         return decompress.ratio(head, piece.compression) * piece.size > MOST_UNCUT * RANGE_BYTES
-    by_streams = (
-        piece.compression == "bz2" and piece.encoding == encodings.UTF8 and piece.format in formats.ELEMENTS
-    )
+    by_streams = piece.compression == "bz2" and piece.encoding == encodings.UTF8 and piece.format in formats.ELEMENTS
     return not (by_streams and _has_streams(piece.path, piece.size, RANGE_BYTES // EXPANSION))
 
 
@@ -320,9 +299,7 @@ def unpack(part: Piece, problems: Problems) -> Iterator[bytes]:
     yield from _watched(part, chunks, problems)
 
 
-def read_piece(
-    piece: Piece, options: ReadOptions, problems: Problems, folder: str = ""
-) -> Iterator[Document]:
+def read_piece(piece: Piece, options: ReadOptions, problems: Problems, folder: str = "") -> Iterator[Document]:
     """Documents of a piece in file order; bad places follow the policy of `problems`. `folder` is the work folder."""
     if piece.format == PYDOC:
         for text in pydoc_corpus.documents(piece.path):

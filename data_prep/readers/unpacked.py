@@ -101,17 +101,13 @@ class MemberText:
             except (zstandard.ZstdError, zlib.error) as error:
                 raise BadInput(f"{path}: damaged data at byte {first} ({error})") from None
         if found != unpacked:
-            raise BadInput(
-                f"{path}: truncated or damaged: what is packed at byte {first} is not {unpacked} bytes"
-            )
+            raise BadInput(f"{path}: truncated or damaged: what is packed at byte {first} is not {unpacked} bytes")
 
 
 def _zstd(file: BinaryIO, size: int) -> Iterator[bytes]:
     """Frames in the next `size` bytes, skippable ones left out."""
     packed = cast(IO[bytes], _Limited(file, size))  # whose `read` alone is called
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-        packed, read_across_frames=True
-    )
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
     while chunk := reader.read(PLAIN_CHUNK):
         yield chunk
 

@@ -68,9 +68,7 @@ def documents(chunks: Iterator[bytes], path: str, problems: Problems) -> Iterato
         for record in ArchiveIterator(cast(BinaryIO, stream), parse_http=False, stream_detect=False):
             place, size = int(record.stream_pos), record.headers.get("Content-Length") or ""
             if size.isdigit() and int(size) > MAX_DOCUMENT:
-                problems.bad(
-                    path, place, "long document", f"a record longer than {MAX_DOCUMENT / 2**20:g} MiB"
-                )
+                problems.bad(path, place, "long document", f"a record longer than {MAX_DOCUMENT / 2**20:g} MiB")
                 continue
             record.freeze()
             if not size.isdigit() or int(size) != record.content_length:

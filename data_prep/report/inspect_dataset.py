@@ -86,12 +86,8 @@ def _dataset(folder: Path, samples: int, seed: int, masking: Masking, screen: _S
     m = dataset.manifest
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != m.tokenizer["sha256"]:
-        raise ValueError(
-            f"{tokenizer.path}: not the tokenizer that {folder} was built with (SHA-256 differs)"
-        )
-    lengths = (
-        dataset.read(np.arange(0, m.rows, -(-m.rows // HISTOGRAM_ROWS))).bounds[:, :, 0].astype(np.int64)
-    )
+        raise ValueError(f"{tokenizer.path}: not the tokenizer that {folder} was built with (SHA-256 differs)")
+    lengths = dataset.read(np.arange(0, m.rows, -(-m.rows // HISTOGRAM_ROWS))).bounds[:, :, 0].astype(np.int64)
     used = lengths > 0
     size = sum(shard.bytes for shard in m.shards) / 1e6
     facts = {
@@ -119,9 +115,7 @@ def _dataset(folder: Path, samples: int, seed: int, masking: Masking, screen: _S
     )
     for row_id in chosen:
         row = dataset.read(row_id[None])
-        masked = mask(
-            row.ids, row.bounds, row_id[None], seed=seed, epoch=0, vocabulary=vocabulary, masking=masking
-        )
+        masked = mask(row.ids, row.bounds, row_id[None], seed=seed, epoch=0, vocabulary=vocabulary, masking=masking)
         lines += ["", *_row(int(row_id), row, masked, tokenizer, screen)]
     return lines
 
@@ -137,10 +131,7 @@ def _legend(masking: Masking, screen: _Screen) -> list[str]:
         "kept": f"=word= kept ({1 - masking.mask - masking.random:.0%})",
     }
     title = f"predicted: {masking.rate:.0%} of the tokens, by {masking.strategy}"
-    return [
-        title,
-        *screen.wrap("  ", [(screen.paint(text, name), len(text)) for name, text in parts.items()]),
-    ]
+    return [title, *screen.wrap("  ", [(screen.paint(text, name), len(text)) for name, text in parts.items()])]
 
 
 def _row(row_id: int, rows: shards.Rows, masked: Masked, tokenizer: Tokenizer, screen: _Screen) -> list[str]:

@@ -47,10 +47,7 @@ def truncated_share(statistics: dict[str, Any]) -> float:
 def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[Task], results: list[Done]) -> dict[str, Done]:
     """The sum of what reading the tasks of each corpus reported."""
     pairs = list(zip(tasks, results, strict=True))
-    return {
-        corpus.name: total([done for task, done in pairs if task.corpus == i])
-        for i, corpus in enumerate(corpora)
-    }
+    return {corpus.name: total([done for task, done in pairs if task.corpus == i]) for i, corpus in enumerate(corpora)}
 
 
 def facts(
@@ -113,19 +110,14 @@ def facts(
 
 def _substrings(everything: Done) -> dict[str, int]:
     """Substrings that were cut, and the words in them."""
-    return {
-        "repeated_substrings": everything.counts[CUT],
-        "words_of_substrings": everything.counts[CUT_WORDS],
-    }
+    return {"repeated_substrings": everything.counts[CUT], "words_of_substrings": everything.counts[CUT_WORDS]}
 
 
 def _lines(everything: Done) -> dict[str, int]:
     """Lines that rules of lines dropped, by rule."""
     mark = "lines: "
     return {
-        name.removeprefix(mark): count
-        for name, count in sorted(everything.counts.items())
-        if name.startswith(mark)
+        name.removeprefix(mark): count for name, count in sorted(everything.counts.items()) if name.startswith(mark)
     }
 
 
@@ -154,9 +146,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
     if cut := dropped.get("repeated_substrings"):
-        lines.insert(
-            2, ("", f"{cut:,} repeated substrings ({dropped['words_of_substrings']:,} words) cut out")
-        )
+        lines.insert(2, ("", f"{cut:,} repeated substrings ({dropped['words_of_substrings']:,} words) cut out"))
     if without := dropped.get("without_url"):
         lines.insert(2, ("", f"{without:,} documents have no URL and stayed"))
     if (untold := s["untold"])["files"]:
@@ -166,9 +156,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         )
         lines.insert(1, ("documents", said))
     if dropped.get("lines"):
-        lines.insert(
-            2, ("", ", ".join(f"{count:,} lines ({name})" for name, count in dropped["lines"].items()))
-        )
+        lines.insert(2, ("", ", ".join(f"{count:,} lines ({name})" for name, count in dropped["lines"].items())))
     for length, d in s["datasets"].items():
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
         lines += [

@@ -38,8 +38,7 @@ def files(paths: tuple[str, ...]) -> list[EvaluationFile]:
     """Raises BadInput for a file that can't be read."""
     digests = [hashing.of_file(path, "--decontaminate") for path in paths]
     return [
-        EvaluationFile(index, path, sha256)
-        for index, (path, sha256) in enumerate(zip(paths, digests, strict=True))
+        EvaluationFile(index, path, sha256) for index, (path, sha256) in enumerate(zip(paths, digests, strict=True))
     ]
 
 
@@ -50,9 +49,7 @@ def index(job: Job, listed: tuple[EvaluationFile, ...]) -> Done:
     words = word_facts([text.split("\n") for _, text in found], job.options.normalization, folded=True)
     stretches, sentences = overlap.index(words)
     if not len(stretches) + len(sentences):
-        raise BadInput(
-            f"--decontaminate {listed[0].path}: holds no text of {overlap.MIN_WORDS} words or more"
-        )
+        raise BadInput(f"--decontaminate {listed[0].path}: holds no text of {overlap.MIN_WORDS} words or more")
     lines = "".join(json.dumps([where, text[:SHOWN]]) + "\n" for where, text in found)
     work_files.write(job, f"{STEM}.stretches", stretches, done)
     work_files.write(job, f"{STEM}.sentences", sentences, done)
@@ -103,7 +100,4 @@ def listed(job: Job, match: overlap.Match, document: str) -> str:
     """A line of the list of dropped documents: its opening, and the evaluation text it overlaps with, as JSON."""
     begin, end = _lines(job.path(f"{STEM}.texts"), _identity(job))[match.text : match.text + 2].tolist()
     where, text = json.loads(work_files.read(job, f"{STEM}.texts", "uint8", begin, end - begin).tobytes())
-    return (
-        json.dumps({"document": document[:SHOWN], "evaluation": where, "text": text}, ensure_ascii=False)
-        + "\n"
-    )
+    return json.dumps({"document": document[:SHOWN], "evaluation": where, "text": text}, ensure_ascii=False) + "\n"

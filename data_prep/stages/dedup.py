@@ -13,16 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import (
-    DOCUMENT,
-    KEYED,
-    PARAGRAPH,
-    SUBSTRING,
-    TASK_SHIFT,
-    Done,
-    Job,
-    Writer,
-)
+from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, SUBSTRING, TASK_SHIFT, Done, Job, Writer
 from data_prep.stages import read
 from data_prep.text import minhash
 
@@ -159,9 +150,7 @@ def find(job: Job, part: KeyRange) -> Done:
     """Write KIND-INDEX.drop: PARTNERS ordered by number, each number once."""
     done = Done()
     kind = part.runs.kind
-    records = np.concatenate(
-        [work_files.key_range(run, part.index, part.count) for run in part.runs.open(job)]
-    )
+    records = np.concatenate([work_files.key_range(run, part.index, part.count) for run in part.runs.open(job)])
     if kind == "near":
         dropped, kept = _near(job, records)
     elif kind == "substrings":
@@ -250,19 +239,11 @@ def mask_documents(job: Job, item: TaskMask) -> Done:
         for place, number in zip(places[: work_files.EXAMPLES].tolist(), kept.tolist(), strict=False):
             count = min(EXAMPLE_TOKENS, int(table["tokens"][place]))
             stem = f"read-{item.task:07d}"
-            tokens = work_files.read(
-                job, f"{stem}.tokens", work_files.id_dtype(tokenizer), int(starts[place]), count
-            )
+            tokens = work_files.read(job, f"{stem}.tokens", work_files.id_dtype(tokenizer), int(starts[place]), count)
             task, other = divmod(number, 1 << TASK_SHIFT)
             examples.append(f"[as document {other} of part {task}] {tokenizer.decode(tokens)}")
         sizes = table[places]
-        done.drop(
-            REASONS[drops.kind],
-            len(places),
-            int(sizes["sentences"].sum()),
-            int(sizes["tokens"].sum()),
-            examples,
-        )
+        done.drop(REASONS[drops.kind], len(places), int(sizes["sentences"].sum()), int(sizes["tokens"].sum()), examples)
     work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), done)
     if "paragraphs" in job.options.dedup:
         paragraphs = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)

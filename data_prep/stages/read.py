@@ -76,9 +76,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
             done.counts["control characters"] += controls
             if job.options.mask:
                 text = masking.mask(text, job.options.mask, done.counts)
-            paragraphs = clean.paragraphs(
-                text, document.markup, done.counts, job.options.keep_whitespace, glued
-            )
+            paragraphs = clean.paragraphs(text, document.markup, done.counts, job.options.keep_whitespace, glued)
             found = Text(paragraphs, len(raw), document.url)
             done.seconds["clean"] += clock() - before
             yield found
@@ -243,11 +241,7 @@ class _TaskFiles:
             few = [texts[i].paragraphs for i in here[: work_files.EXAMPLES].tolist()]
             examples = [" ".join(" ".join(paragraphs).split()) for paragraphs in few]
             self._done.drop(
-                reason,
-                len(here),
-                int(table["sentences"][here].sum()),
-                int(table["tokens"][here].sum()),
-                examples,
+                reason, len(here), int(table["sentences"][here].sum()), int(table["tokens"][here].sum()), examples
             )
         return codes == 0
 

@@ -150,9 +150,7 @@ def _held_unit(job: Job, item: Draw, done: Done) -> list[Encoded]:
     return [joined] if len(joined.tokens) else []
 
 
-def _choose(
-    job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator, done: Done
-) -> sentence_pairs.Ranges:
+def _choose(job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator, done: Done) -> sentence_pairs.Ranges:
     options = job.options
     if options.nsp:
         capacity = seq_len - sentence_pairs.PAIR_SPECIALS
@@ -169,19 +167,10 @@ def _choose(
 
 
 def _write(
-    job: Job,
-    item: Draw,
-    units: list[Encoded],
-    parts: list[sentence_pairs.Ranges],
-    keys: list[np.ndarray],
-    done: Done,
+    job: Job, item: Draw, units: list[Encoded], parts: list[sentence_pairs.Ranges], keys: list[np.ndarray], done: Done
 ) -> None:
     tokenizer = read.encoder_of(job)[0]
-    tokens = (
-        np.concatenate([unit.tokens for unit in units])
-        if units
-        else np.zeros(0, work_files.id_dtype(tokenizer))
-    )
+    tokens = np.concatenate([unit.tokens for unit in units]) if units else np.zeros(0, work_files.id_dtype(tokenizer))
     spans = np.concatenate([part.spans for part in parts]) if parts else np.zeros((0, 4), np.int64)
     labels = np.concatenate([part.labels for part in parts]) if parts else np.zeros(0, np.int8)
     key = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
@@ -196,11 +185,7 @@ def _write(
             )
             meta = np.zeros(len(chosen), SEQUENCE)
             meta["key"], meta["label"] = key[chosen], labels[chosen]
-            meta["start"], meta["length"], meta["first"] = (
-                written + np.cumsum(lengths) - lengths,
-                lengths,
-                of_a,
-            )
+            meta["start"], meta["length"], meta["first"] = (written + np.cumsum(lengths) - lengths, lengths, of_a)
             metas.write(meta)
             ids.write(flat)
             written += len(flat)

@@ -119,9 +119,7 @@ def _open(job: Job, part: Part, first: int, runs: int) -> list[tuple[np.ndarray,
     ]
 
 
-def _gather(
-    runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Metadata and ids of the sequences of runs in key range `index` of `count`, ordered by (key, run).
 
     `start` points into the ids.

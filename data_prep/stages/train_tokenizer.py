@@ -53,13 +53,10 @@ def shares(tasks: list[Task], options: BuildOptions, weights: Sequence[float]) -
     A corpus counts with its unpacked bytes times its weight.
     """
     found: list[Share] = []
-    by_corpus = {
-        c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})
-    }
+    by_corpus = {c: [task for task in tasks if task.corpus == c] for c in sorted({task.corpus for task in tasks})}
     alone = len(by_corpus) == 1
     counts = {
-        c: 1.0 if alone else (unpacked_bytes(its) * weights[c]) ** options.sample_alpha
-        for c, its in by_corpus.items()
+        c: 1.0 if alone else (unpacked_bytes(its) * weights[c]) ** options.sample_alpha for c, its in by_corpus.items()
     }
     for corpus, its in by_corpus.items():
         count = min(len(its), SAMPLED_TASKS)

@@ -67,9 +67,7 @@ def process_shard(job: Job, plan: ShardPlan) -> Done:
     ):
         width = int(np.prod(shape))
         parts = [
-            work_files.read(
-                job, f"{part.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width
-            )
+            work_files.read(job, f"{part.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width)
             for bucket, first, rows in plan.pieces
         ]
         arrays.append(np.concatenate(parts).reshape(plan.rows, *shape))

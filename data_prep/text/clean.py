@@ -34,9 +34,7 @@ BLANK_LINES = re.compile(r"\n\s*\n")
 FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
 # Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
 # Burmese, Khmer and Tibetan ones.
-GLUED = (
-    "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
-)
+GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
 _CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
 GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
 BY_SCRIPT = "sentence ends by script"  # what they are counted under
@@ -82,11 +80,7 @@ def is_hard_wrapped(text: str) -> bool:
 
 
 def paragraphs(
-    text: str,
-    markup: bool,
-    counts: Counter[str] | None = None,
-    keep_whitespace: bool = False,
-    glued: bool = True,
+    text: str, markup: bool, counts: Counter[str] | None = None, keep_whitespace: bool = False, glued: bool = True
 ) -> list[str]:
     """Paragraphs of a document; whitespace inside them is still as it was.
 

@@ -59,9 +59,7 @@ def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
     from rensa import RMinHash
 
     hashes, edges = shingles(words, documents)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-        hashes, edges.astype(np.uint64), PERMUTATIONS, SEED
-    )
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, edges.astype(np.uint64), PERMUTATIONS, SEED)
     return np.array(matrix.to_rows(), np.uint32).reshape(len(documents) - 1, PERMUTATIONS)
 
 

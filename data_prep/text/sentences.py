@@ -210,9 +210,7 @@ def ends(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of ends after each word."""
     text, edges = segments.of_words(words)
     found = np.zeros(len(words), np.uint8)
-    may = np.flatnonzero(
-        _MAY_END[text[edges[1:] - 2]]
-    )  # by the last byte, which is a NUL's where a word is empty
+    may = np.flatnonzero(_MAY_END[text[edges[1:] - 2]])  # by the last byte, which is a NUL's where a word is empty
     found[may] = [_end(words[i]) for i in may.tolist()]
     return found
 

@@ -62,9 +62,7 @@ class Encoded:
             return self
         keep_sentence = np.repeat(keep, self.document_sizes)
         keep_token = np.repeat(keep_sentence, self.sentence_lengths)
-        return Encoded(
-            self.tokens[keep_token], self.sentence_lengths[keep_sentence], self.document_sizes[keep]
-        )
+        return Encoded(self.tokens[keep_token], self.sentence_lengths[keep_sentence], self.document_sizes[keep])
 
     def select_sentences(self, keep: np.ndarray) -> Encoded:
         """The sentences where the bool array `keep` [s] is true; a document without any left has size 0."""
@@ -72,9 +70,7 @@ class Encoded:
             return self
         document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
         sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
-        return Encoded(
-            self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes
-        )
+        return Encoded(self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes)
 
     def select_tokens(self, keep: np.ndarray) -> Encoded:
         """The tokens where the bool array `keep` [t] is true; sentences without any left are gone."""
@@ -149,9 +145,7 @@ class WordEncoder:
     out folded, too.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC", folded: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC", folded: bool = False) -> None:
         if not tokenizer.word_local:
             raise BadInput(
                 f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
@@ -294,9 +288,7 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return DocumentBatch(
-            words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, by_script
-        )
+        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, by_script)
 
     def _sentence_begins(self, numbers: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
         """(bool [w - 1]: whether a sentence begins at each word but the first; how many of them by more than PLAIN)."""

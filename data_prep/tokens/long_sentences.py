@@ -38,9 +38,7 @@ def places(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
 
 def _ends_clause(piece: str) -> bool:
     last = piece.strip()[-1:]
-    return (
-        bool(last) and unicodedata.category(last) in ("Po", "Pd", "Pe", "Pf") and last not in "'\"*#%&@/\\."
-    )
+    return bool(last) and unicodedata.category(last) in ("Po", "Pd", "Pe", "Pf") and last not in "'\"*#%&@/\\."
 
 
 def split(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:

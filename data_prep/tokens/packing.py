@@ -9,9 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def pack(
-    lengths: np.ndarray, capacity: int, max_sequences: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Place sequences of `lengths` [n] in rows of `capacity` tokens, at most `max_sequences` a row.
 
     Returns (row, slot, offset), each int64 [n], and the number of rows. Among equal lengths the given order

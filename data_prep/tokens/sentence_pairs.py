@@ -143,9 +143,7 @@ def filled_rows(
     at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
     places = np.arange(len(encoded.tokens) + 1)
     begins = np.append(word_start[encoded.tokens], True)
-    word = np.maximum.accumulate(
-        np.where(begins, places, 0)
-    ).tolist()  # first token of the word at each place
+    word = np.maximum.accumulate(np.where(begins, places, 0)).tolist()  # first token of the word at each place
     rows: list[tuple[int, int, int, int]] = []
     draws: list[list[float]] = []
     for d in range(len(edges) - 1):

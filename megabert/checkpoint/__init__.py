@@ -25,12 +25,4 @@ from megabert.checkpoint.manifest import Damaged
 from megabert.checkpoint.start import load_weights, newest_step, start_engine, write_start
 from megabert.checkpoint.store import Checkpoints
 
-__all__ = [
-    "Checkpoints",
-    "Damaged",
-    "check_compatible",
-    "load_weights",
-    "newest_step",
-    "start_engine",
-    "write_start",
-]
+__all__ = ["Checkpoints", "Damaged", "check_compatible", "load_weights", "newest_step", "start_engine", "write_start"]

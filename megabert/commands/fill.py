@@ -45,9 +45,7 @@ class Filler:
     def __init__(self, found: Pretrained) -> None:
         """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
         if MLM_HEAD in found.initialised:
-            raise ValueError(
-                f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
-            )
+            raise ValueError(f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another")
         self.found = found
         self.model = found.model(torch.device("cpu"))
         self.encoder: Any = hf_tokenizer.build(found.tokenizer)
@@ -73,9 +71,7 @@ class Filler:
         if causal and len(masks) > 1:
             raise ValueError(f"the run was trained left to right and fills in one {MASK}, not {len(masks)}")
         inputs = pack([ids], [first], causal=causal).inputs()
-        keep = torch.cat(
-            [masks - int(causal), masks.new_zeros(1)]
-        )  # the masks (or what is before), then [CLS]
+        keep = torch.cat([masks - int(causal), masks.new_zeros(1)])  # the masks (or what is before), then [CLS]
         hidden = self.model.encode(**inputs, keep=keep)
         best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
         words = [

@@ -17,11 +17,7 @@ from typing import Any
 from megabert.common import fields
 
 BATCH_ROWS = 256
-MAGIC = (
-    (b"PAR1", "parquet"),
-    (b"ARROW1", "arrow"),
-    (b"\xff\xff\xff\xff", "arrow"),
-)  # of a file's first bytes
+MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))  # of a file's first bytes
 ENDINGS = (".parquet", ".arrow", ".feather")
 # Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read. BOMB_BYTES is
 # what `data_prep` reads in one task at most (`readers/tasks.py`), so that of a small file nothing need be unpacked to know that.

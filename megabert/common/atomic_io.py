@@ -117,9 +117,7 @@ def _refuse(target: Path, mark: str, overwrite: bool) -> None:
     if not overwrite:
         raise ValueError(f"{target}: is not empty; name another folder")
     if not (target / mark).is_file():
-        raise ValueError(
-            f"{target}: has no {mark}, so it is not what --overwrite would replace; name another folder"
-        )
+        raise ValueError(f"{target}: has no {mark}, so it is not what --overwrite would replace; name another folder")
 
 
 def sync(path: Path) -> None:

@@ -19,6 +19,4 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     wishes = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20))  # no mappings, no trimming
-    return (
-        min(mallopt(name, value) for name, value in wishes) == 1
-    )  # every wish is made, even after a refusal
+    return min(mallopt(name, value) for name, value in wishes) == 1  # every wish is made, even after a refusal

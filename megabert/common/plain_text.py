@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-INVISIBLE = re.compile(
-    "[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]"
-)
+INVISIBLE = re.compile("[\x80-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufffe\uffff]")
 ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[^\t\n\f <&#;]{1,32});?")  # as HTML 5 finds them
 _WORD = re.compile(r"\S+")
 

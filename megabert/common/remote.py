@@ -236,9 +236,7 @@ class _Ranges(io.RawIOBase):
             data = _part(system, path, start, end, self._size)
             if len(data) != end - start:
                 raise Failed(
-                    errno.EIO,
-                    f"asked for bytes {start} to {end}, {len(data)} came (was it changed?)",
-                    self._url,
+                    errno.EIO, f"asked for bytes {start} to {end}, {len(data)} came (was it changed?)", self._url
                 )
             return data
 

@@ -10,10 +10,7 @@ import torch
 
 def update_seed(seed: int, step: int) -> int:
     """The seed of one update's dropout, the same on every rank; 62 bits."""
-    return (
-        int.from_bytes(hashlib.blake2b(f"dropout {seed} {step}".encode(), digest_size=8).digest(), "little")
-        >> 2
-    )
+    return int.from_bytes(hashlib.blake2b(f"dropout {seed} {step}".encode(), digest_size=8).digest(), "little") >> 2
 
 
 def seed_update(seed: int, step: int, rank: int, device: torch.device) -> None:

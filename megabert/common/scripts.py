@@ -13,9 +13,7 @@ NO_SPACES = (
     (0xF900, 0xFAFF), (0xFF00, 0xFF9F), (0x20000, 0x3FFFF),
 )  # fmt: skip
 FIRST_WITHOUT = chr(NO_SPACES[0][0])  # most of most texts comes before it
-TRAILING_VOWELS = (
-    "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
-)
+TRAILING_VOWELS = "\u0e30\u0e32\u0e33\u0e45\u0eb0\u0eb2\u0eb3"  # letters of Thai and Lao that no syllable begins with
 
 
 def writes_without_spaces(character: str) -> bool:

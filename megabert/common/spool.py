@@ -36,9 +36,7 @@ class Spool:
     command would end again. Raises ValueError when another process is writing the same output.
     """
 
-    def __init__(
-        self, output: Path, facts: Mapping[str, Any], names: Sequence[str], seconds: float = 5.0
-    ) -> None:
+    def __init__(self, output: Path, facts: Mapping[str, Any], names: Sequence[str], seconds: float = 5.0) -> None:
         """State is brought to the disk every `seconds`, and when the block ends."""
         self.folder = folder_of(output)
         self.seconds, self.facts, self.names = seconds, json.loads(canonical(dict(facts))), names
@@ -53,9 +51,7 @@ class Spool:
             lock(self.lock, self.folder / LOCK, "let no second command write this output")
         except BlockingIOError:
             os.close(self.lock)
-            raise ValueError(
-                f"{self.folder}: another process is writing it; wait for it, or stop it"
-            ) from None
+            raise ValueError(f"{self.folder}: another process is writing it; wait for it, or stop it") from None
         try:
             sizes = self._read()
             for name in self.names:

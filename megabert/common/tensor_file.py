@@ -39,11 +39,7 @@ def write_tensors(
     for name in ordered:
         tensor = tensors[name]
         end = position + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -45,9 +45,7 @@ def check(config: Config) -> None:
                 "token, word or span"
             )
         if config.distill.teacher:
-            raise ValueError(
-                "objective.causal_share: distill.teacher reads in one way throughout; set it to 0"
-            )
+            raise ValueError("objective.causal_share: distill.teacher reads in one way throughout; set it to 0")
         if config.cuda_graphs:
             raise ValueError(
                 "cuda_graphs=true needs batches of one shape, and left-to-right ones have more predictions; set "

@@ -72,9 +72,7 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
     return result
 
 
-def merge_deepspeed(
-    ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = ""
-) -> dict[str, Any]:
+def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours, or is ours to set."""
     merged = dict(ours)
     for key, value in user.items():

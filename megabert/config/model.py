@@ -30,18 +30,12 @@ class ModelConfig(Section):
         description="width of the feed-forward layer; 0 means 4 x hidden, gated 8/3 x hidden in steps of 64: as many weights",
     )
     vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
-    max_positions: int = Field(
-        512, gt=0, description="tokens of a sequence at most; bert learns a position for each"
-    )
-    norm: Literal["post", "pre"] = Field(
-        "post", description="LayerNorm after (published) or before each block"
-    )
+    max_positions: int = Field(512, gt=0, description="tokens of a sequence at most; bert learns a position for each")
+    norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
     attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
     layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
-    init_std: float = Field(
-        0.02, gt=0, description="standard deviation of the truncated-normal initialisation"
-    )
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
     nsp: bool = Field(True, description="train the next-sentence head")
     tied: bool = Field(True, description="the decoder's weights are the word embedding's")
     zero_init: bool = Field(
@@ -51,9 +45,7 @@ class ModelConfig(Section):
     frequency_bias: bool = Field(
         False, description="the decoder's bias starts at the log-frequencies of the dataset's tokens"
     )
-    activation_checkpointing: bool = Field(
-        False, description="recompute each layer in backward to save memory"
-    )
+    activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
 
     @property
     def ffn(self) -> int:

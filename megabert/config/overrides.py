@@ -48,17 +48,9 @@ def refuse_unknown(model: Any, tree: dict[str, Any], prefix: str = "", root: Any
         field = model.model_fields.get(key)
         if field is None:
             near = difflib.get_close_matches(key, model.model_fields, n=1) or _anywhere(root or model, key)
-            hint = (
-                f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?"
-                if near
-                else ""
-            )
+            hint = f"; did you mean {prefix + near[0] if near[0] in model.model_fields else near[0]}?" if near else ""
             raise ValueError(f"unknown config key {prefix}{key}{hint}")
-        if (
-            isinstance(value, dict)
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)
-        ):
+        if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             refuse_unknown(field.annotation, value, f"{prefix}{key}.", root or model)
 
 

@@ -40,12 +40,8 @@ class MaskingConfig(Section):
         0.0, ge=0, lt=1, description="rate that the run ends with, reached evenly from `rate`; 0 keeps `rate`"
     )
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
-    random: float = Field(
-        0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token"
-    )
-    max_predictions: int = Field(
-        0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1"
-    )
+    random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
+    max_predictions: int = Field(0, ge=0, description="prediction slots a row; 0 means ceil(rate x seq_len) + 1")
 
     @property
     def causal(self) -> bool:
@@ -83,9 +79,7 @@ class BatchConfig(Section):
     """Rows an update takes, and rows a device takes at once."""
 
     global_size: int = Field(256, gt=0, description="rows of one update over all ranks and micro-steps")
-    micro_size: int = Field(
-        32, gt=0, description="rows of one forward and backward pass on one rank, at most"
-    )
+    micro_size: int = Field(32, gt=0, description="rows of one forward and backward pass on one rank, at most")
 
 
 class OptimizerConfig(Section):
@@ -118,19 +112,13 @@ class ScheduleConfig(Section):
     by: Literal["steps", "tokens", "minutes"] = Field(
         "steps", description="what the budget is counted in; budget counts minutes"
     )
-    total_steps: int = Field(
-        100_000, gt=0, description="updates in the run; at most so many by tokens or minutes"
-    )
+    total_steps: int = Field(100_000, gt=0, description="updates in the run; at most so many by tokens or minutes")
     warmup_steps: int = Field(
         10_000, ge=0, description="updates of linear warm-up; by tokens and minutes see budget_warmup"
     )
     power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
-    final_ratio: float = Field(
-        0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak"
-    )
-    decay_share: float = Field(
-        0.2, gt=0, le=1, description="share of the budget in which wsd decays, the last one"
-    )
+    final_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    decay_share: float = Field(0.2, gt=0, le=1, description="share of the budget in which wsd decays, the last one")
     budget_minutes: float = Field(0.0, ge=0, description="training time by minutes, kept across resumes")
     budget_tokens: int = Field(0, ge=0, description="real tokens of the run by tokens, over all ranks")
     budget_warmup: float = Field(
@@ -151,9 +139,7 @@ class ScheduleConfig(Section):
 class ZeroConfig(Section):
     """DeepSpeed ZeRO (Rajbhandari et al. 2020)."""
 
-    stage: Literal[0, 1, 2, 3] = Field(
-        1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights"
-    )
+    stage: Literal[0, 1, 2, 3] = Field(1, description="what is partitioned: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "cpu"] = Field("none", description="where optimizer state lives")
 
 
@@ -161,19 +147,14 @@ class OpsConfig(Section):
     """Which implementation each operation uses; `megabert.commands.doctor` shows what `auto` picks and why."""
 
     attention: Literal["auto", "sdpa", "varlen", "cudnn", "native", "fused_softmax"] = Field(
-        "auto",
-        description="attention backend; auto: on CUDA the fastest right one, measured at the run's start",
+        "auto", description="attention backend; auto: on CUDA the fastest right one, measured at the run's start"
     )
-    mlm_loss: Literal["auto", "torch", "native"] = Field(
-        "auto", description="masked-LM loss backend; auto as above"
-    )
+    mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend; auto as above")
     layer: Literal["auto", "torch", "native", "compiled", "apex"] = Field(
-        "auto",
-        description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm",
+        "auto", description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm"
     )
     feed_forward: Literal["auto", "torch", "triton"] = Field(
-        "auto",
-        description="the feed-forward's second product backwards; triton: GELU's gradient is taken at its end",
+        "auto", description="the feed-forward's second product backwards; triton: GELU's gradient is taken at its end"
     )
     optimizer: Literal["auto", "torch", "apex"] = Field(
         "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"
@@ -226,24 +207,18 @@ class SpikesConfig(Section):
         "for each loss",
     )
     threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
-    window: int = Field(
-        128, ge=8, description="recent updates a loss is compared with; judged from a quarter on"
-    )
+    window: int = Field(128, ge=8, description="recent updates a loss is compared with; judged from a quarter on")
     max_rollbacks: int = Field(5, ge=0, description="rollbacks of one process before the run stops")
 
 
 class WatchdogConfig(Section):
     timeout_seconds: float = Field(
-        600.0,
-        ge=0,
-        description="without progress on a rank for so long the job names the failed rank and ends; 0 off",
+        600.0, ge=0, description="without progress on a rank for so long the job names the failed rank and ends; 0 off"
     )
 
 
 class LogConfig(Section):
-    interval: int = Field(
-        10, gt=0, description="updates between log lines; nothing is read from the device in between"
-    )
+    interval: int = Field(10, gt=0, description="updates between log lines; nothing is read from the device in between")
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
     wandb: str = Field("", description="project of Weights & Biases that figures also go to; empty: none")
     mlflow: str = Field("", description="experiment of MLflow that figures also go to; empty: none")
@@ -267,12 +242,9 @@ class Config(Section):
         description="take over the optimizer's moments of init_from too, their bias correction begun anew, as NVIDIA's phase 2",
     )
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
-    peak_tflops: float = Field(
-        0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it"
-    )
+    peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
     cuda_graphs: bool = Field(
-        False,
-        description="record a micro-step once and replay it; zero.stage 1 in bf16; not yet seen to run on a GPU",
+        False, description="record a micro-step once and replay it; zero.stage 1 in bf16; not yet seen to run on a GPU"
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -340,8 +312,6 @@ def from_dict(tree: dict[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})"
-        ) from error
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
     check(config)
     return config

@@ -26,18 +26,12 @@ class Batch:
     input_ids: torch.Tensor  # int32 [B, T], masked already
     segment_ids: torch.Tensor  # int32 [B, T], 1 in B parts, 0 elsewhere
     position_ids: torch.Tensor  # int32 [B, T], from 0 in each sequence, 0 in padding
-    key_start: (
-        torch.Tensor
-    )  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
+    key_start: torch.Tensor  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
     key_end: torch.Tensor  # int32 [B, T], one past its last position (causal: past the token); 0 in padding
     lengths: torch.Tensor  # int32 [B, S], 0 past the row's last sequence; on a device `compact_lengths` [N]
-    cls_positions: (
-        torch.Tensor
-    )  # int32 [B, S], flat in B * T; the row's first position past the last sequence
+    cls_positions: torch.Tensor  # int32 [B, S], flat in B * T; the row's first position past the last sequence
     nsp_labels: torch.Tensor  # int64 [B, S], -100 past the last sequence and where there is no pair
-    mlm_positions: (
-        torch.Tensor
-    )  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
+    mlm_positions: torch.Tensor  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
     mlm_labels: torch.Tensor  # int64 [B, K], the ids to predict, -100 in unused slots
     predictions: int
     nsp_pairs: int
@@ -79,7 +73,9 @@ def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
 
 
 TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
-VACANT = -2  # row id of a seat behind an update's last row, where the ranks' micro-batches have more seats than it has rows
+VACANT = (
+    -2
+)  # row id of a seat behind an update's last row, where the ranks' micro-batches have more seats than it has rows
 COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
 
 

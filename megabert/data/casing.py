@@ -10,18 +10,11 @@ from typing import Any
 
 CONFIG = "tokenizer_config.json"  # beside a vocab.txt
 NOTHING_SAID: Mapping[str, bool | None] = {}
-FIELDS = {
-    "lowercase": "do_lower_case",
-    "strip_accents": "strip_accents",
-    "ideographs": "tokenize_chinese_chars",
-}
+FIELDS = {"lowercase": "do_lower_case", "strip_accents": "strip_accents", "ideographs": "tokenize_chinese_chars"}
 CLASSES = (  # of Hugging Face, whose text is cut as `BertTokenizer` cuts it; with or without "Fast" behind the name
     *("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer", "TokenizersBackend"),
 )
-CUT_BY = {
-    "word_tokenizer_type": "basic",
-    "subword_tokenizer_type": "wordpiece",
-}  # the only ways that are known
+CUT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}  # the only ways that are known
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,7 @@ CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range
 SPAN_MAX, SPAN_P = 10, 0.2
 STRATEGIES = ("token", "word", "span", "causal")
 SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
-SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(
-    np.uint32
-)  # truncated and renormalised: mean 3.8 words
+SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(np.uint32)  # truncated and renormalised: mean 3.8 words
 
 
 class MaskingOptions(Protocol):
@@ -69,9 +67,7 @@ class Masking:
         if not 0 < self.rate < 1:
             raise ValueError(f"masking.rate must lie between 0 and 1, is {self.rate}")
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
-            raise ValueError(
-                f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}"
-            )
+            raise ValueError(f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}")
 
     @staticmethod
     def of(options: MaskingOptions) -> Masking:
@@ -221,12 +217,8 @@ def _prepare(
     max_sequences = bounds.shape[1]
     sequence_shift, position_bits = 32 - max_sequences.bit_length(), (seq_len - 1).bit_length()
     if sequence_shift - position_bits < 10:
-        raise ValueError(
-            f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits"
-        )
-    pieces = np.empty(
-        (n, max_sequences + 1), np.int64
-    )  # every position belongs to a sequence or to the padding
+        raise ValueError(f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits")
+    pieces = np.empty((n, max_sequences + 1), np.int64)  # every position belongs to a sequence or to the padding
     pieces[:, :max_sequences] = bounds[:, :, 0]
     np.subtract(seq_len, pieces[:, :max_sequences].sum(1), out=pieces[:, max_sequences])
     sequence_bits = np.tile(np.arange(max_sequences + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
@@ -252,9 +244,7 @@ def _prepare(
     drawn &= ~position_mask
     drawn |= position
     drawn |= sequence.reshape(n, seq_len)
-    return _Draw(
-        drawn, position_mask, sequence, np.uint32(sequence_shift), special, maskable, budget, low, high
-    )
+    return _Draw(drawn, position_mask, sequence, np.uint32(sequence_shift), special, maskable, budget, low, high)
 
 
 def _steps(total: np.ndarray) -> np.ndarray:
@@ -333,9 +323,7 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
 
     empty = np.flatnonzero((left == budget) & (budget > 0) & (available > 0))
     taken[order[begin[empty]]] = True
-    length[order[begin[empty]]] = budget[
-        empty
-    ]  # the documented exception: too long a word gives its first tokens
+    length[order[begin[empty]]] = budget[empty]  # the documented exception: too long a word gives its first tokens
     return _runs(first[taken], length[taken])
 
 
@@ -348,9 +336,7 @@ def _span_ends(draw: _Draw, first: np.ndarray, length: np.ndarray, group: np.nda
     stops = np.flatnonzero((first[:-1] + length[:-1] != first[1:]) | (group[:-1] != group[1:])) + 1
     stops = np.append(stops, len(first))
     segment_end = np.repeat(stops, np.diff(stops, prepend=0))
-    return np.minimum(
-        np.arange(1, len(first) + 1) + np.searchsorted(SPAN_BELOW, drawn, side="right"), segment_end
-    )
+    return np.minimum(np.arange(1, len(first) + 1) + np.searchsorted(SPAN_BELOW, drawn, side="right"), segment_end)
 
 
 def _replace(

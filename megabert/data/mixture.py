@@ -193,9 +193,7 @@ class Versions(Joined):
         number = np.searchsorted(starts, positions, side="right") - 1
         for i in np.unique(number).tolist():
             here, segment = number == i, self.segments[i]
-            found = by_epoch(
-                self._order_of(segment.parts), seed, positions[here] - segment.start, segment.epoch
-            )
+            found = by_epoch(self._order_of(segment.parts), seed, positions[here] - segment.start, segment.epoch)
             row_ids[here], epochs[here] = found
         return row_ids, epochs
 
@@ -268,9 +266,7 @@ def _check_alike(first: AnyDataset, part: AnyDataset) -> None:
         ("sentence pairs", a.options.get("nsp", True), b.options.get("nsp", True)),
     ):
         if mine != its:
-            raise ValueError(
-                f"{part.place}: its {what} is {its}, that of {first.place} {mine}; build it to fit"
-            )
+            raise ValueError(f"{part.place}: its {what} is {its}, that of {first.place} {mine}; build it to fit")
 
 
 def added_folder(folder: str | Path, number: int) -> str | Path | None:
@@ -310,9 +306,7 @@ def open_versions(folder: str, tolerant: bool = False, shards: bool = True) -> D
     return _versions(parts)
 
 
-def open_mixture(
-    folder: str, mix: Mapping[str, float], tolerant: bool = False, shards: bool = True
-) -> AnyDataset:
+def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False, shards: bool = True) -> AnyDataset:
     """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
 
     `shards`: false where they may be elsewhere: the manifests are read and no shard is looked for. Raises ValueError where
@@ -342,13 +336,10 @@ def told(dataset: AnyDataset) -> list[list[list[Any]]]:
     return [[[part.place, part.manifest.told()] for part in of_one] for of_one in parts]
 
 
-def open_told(
-    found: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float], tolerant: bool = False
-) -> AnyDataset:
+def open_told(found: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
     """The dataset or mixture that another process of this machine has opened, by what it `told`; nothing is read."""
     members = (
-        _versions([Dataset(folder, tolerant, Manifest.of_told(its)) for folder, its in parts])
-        for parts in found
+        _versions([Dataset(folder, tolerant, Manifest.of_told(its)) for folder, its in parts]) for parts in found
     )
     return _mixture(list(members), mix)
 

@@ -14,9 +14,7 @@ from megabert.data.masking import Masking
 if TYPE_CHECKING:
     from megabert.config import Config
 
-RATE_STEP = (
-    0.01  # of a masking rate that changes: so seldom that workers, which work ahead, seldom work in vain
-)
+RATE_STEP = 0.01  # of a masking rate that changes: so seldom that workers, which work ahead, seldom work in vain
 
 
 def masking_at(config: Config, share: float, seq_len: int) -> Masking:

@@ -26,9 +26,7 @@ class Packed:
     key_start: Tensor  # int32 [B, T], first position a token attends to
     key_end: Tensor  # int32 [B, T], one past the last; both 0 in padding
     lengths: Tensor  # int32 [B, S], 0 past the row's last sequence
-    starts: (
-        np.ndarray
-    )  # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
+    starts: np.ndarray  # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors by name."""
@@ -39,9 +37,7 @@ class Packed:
         return replace(self, **moved)
 
 
-def pack(
-    sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0, causal: bool = False
-) -> Packed:
+def pack(sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0, causal: bool = False) -> Packed:
     """Rows that hold `sequences` (integer ids [length], whole), the longest placed first, each in the emptiest row.
 
     `seconds[i]` is where segment 1 of sequence i begins (its length where there is none). `width` tokens a row, 0: as
@@ -51,9 +47,7 @@ def pack(
     sizes = [len(ids) for ids in sequences]
     width = width or max(sizes, default=0)
     if not sizes or min(sizes) < 1 or max(sizes) > width:
-        raise ValueError(
-            f"sequences of {sorted(set(sizes))[:1]} to {max(sizes, default=0)} tokens, rows of {width}"
-        )
+        raise ValueError(f"sequences of {sorted(set(sizes))[:1]} to {max(sizes, default=0)} tokens, rows of {width}")
     rows: list[list[int]] = []
     emptiest: list[tuple[int, int]] = []  # (tokens used, row)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

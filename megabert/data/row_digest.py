@@ -57,7 +57,4 @@ class RowDigest:
     def of_sums(self, sums: Sequence[int]) -> dict[str, Any]:
         """`totals` from the sums of `own` over the ranks."""
         high, low, damaged = sums
-        return {
-            "row_digest": (self._digest + (high << 32) + low) % MODULUS,
-            "damaged_rows": self._damaged + damaged,
-        }
+        return {"row_digest": (self._digest + (high << 32) + low) % MODULUS, "damaged_rows": self._damaged + damaged}

@@ -64,26 +64,17 @@ class Tokenizer:
     data: bytes
 
     def __init__(
-        self,
-        path: Path,
-        sha256: str,
-        pieces: Sequence[str],
-        special_ids: dict[str, int],
-        word_start: np.ndarray,
+        self, path: Path, sha256: str, pieces: Sequence[str], special_ids: dict[str, int], word_start: np.ndarray
     ) -> None:
         self.path, self.sha256 = path, sha256
         self.vocab_size = len(pieces)
         self.special_ids = dict(special_ids)
-        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
-            special_ids[name] for name in SPECIAL_IDS
-        )
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (special_ids[name] for name in SPECIAL_IDS)
         self.word_start = word_start
         self.word_start[list(special_ids.values())] = False
         self.unit_start = word_start | np.array([begins_unit(piece) for piece in pieces], bool)
         self.unit_start[list(special_ids.values())] = False
-        self.pieces = [
-            f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)
-        ]
+        self.pieces = [f" {p}" if starts else p for p, starts in zip(pieces, word_start.tolist(), strict=True)]
         self.word_local = True
 
     @staticmethod
@@ -223,10 +214,7 @@ class _SentencePiece(Tokenizer):
         spec, pieces = self.proto.normalizer_spec, self.proto.pieces
         symbols = all(pieces[i].type == USER_DEFINED for i in ids)
         return bool(
-            symbols
-            and self._takes_text_as_it_is
-            and spec.add_dummy_prefix
-            and not spec.remove_extra_whitespaces
+            symbols and self._takes_text_as_it_is and spec.add_dummy_prefix and not spec.remove_extra_whitespaces
         )
 
     def plain(self, text: str) -> str:
@@ -274,9 +262,7 @@ class _SentencePiece(Tokenizer):
 
     def encode_chunks(self, chunks: Sequence[str]) -> list[list[int]]:
         # A symbol before a chunk takes the space that the model puts before a text, and no piece holds both.
-        encoded = self.processor.encode(
-            [KEPT_BLANKS[0] + chunk for chunk in chunks], out_type=int, num_threads=1
-        )
+        encoded = self.processor.encode([KEPT_BLANKS[0] + chunk for chunk in chunks], out_type=int, num_threads=1)
         return [ids[2:] for ids in encoded]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
@@ -318,15 +304,11 @@ class _WordPiece(Tokenizer):
             )
         if len(ids) < len(pieces):
             line, piece = next((i, p) for i, p in enumerate(pieces) if ids[p] != i)  # a later one won
-            raise ValueError(
-                f"{path}: lines {line + 1} and {ids[piece] + 1} hold the same piece {piece!r:.40}"
-            )
+            raise ValueError(f"{path}: lines {line + 1} and {ids[piece] + 1} hold the same piece {piece!r:.40}")
         if "" in ids:
             raise ValueError(f"{path}: line {ids[''] + 1} is empty; every line is a piece")
         if ids["[PAD]"] != 0:
-            raise ValueError(
-                f"{path}: [PAD] is on line {ids['[PAD]'] + 1}, must be the first (rows end in id 0)"
-            )
+            raise ValueError(f"{path}: [PAD] is on line {ids['[PAD]'] + 1}, must be the first (rows end in id 0)")
         if len(pieces) == len(SPECIAL_PIECES):
             raise ValueError(f"{path}: holds special pieces alone")
         cased = any(p != p.lower() and not _in_brackets(p) for p in pieces)

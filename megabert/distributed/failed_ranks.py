@@ -51,9 +51,7 @@ def _absent(ranks: Sequence[Standing]) -> dict[int, str]:
     found = {}
     for i in np.flatnonzero(last & (waiters > 0)).tolist():
         circle = both[i]
-        if (
-            waiters[i] == waiters[circle].max()
-        ):  # of ranks that wait for each other the one that most wait for
+        if waiters[i] == waiters[circle].max():  # of ranks that wait for each other the one that most wait for
             group, count = missing[ranks[i].rank]
             names = Counter(one.unfinished[group] for one in ranks if group in one.unfinished)
             name = f" ({names.most_common(1)[0][0]})" if names else ""

@@ -23,10 +23,7 @@ ECHO_SECONDS = 1.0  # one request may reach a process twice: with its group and 
 RECENT = 100  # updates, and saves, whose longest is taken for the time of the next one
 LATE = 2  # updates until all ranks know of a request: they hear of it while the next one is trained
 MARGIN_SECONDS = 5.0  # for what is neither an update nor a save: an evaluation's end, leaving
-UNKNOWN_SAVE = (
-    0.1,
-    60.0,
-)  # before the first save: it takes this share of the time allowed, at most so many seconds
+UNKNOWN_SAVE = (0.1, 60.0)  # before the first save: it takes this share of the time allowed, at most so many seconds
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

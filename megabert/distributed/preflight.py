@@ -34,9 +34,7 @@ CLOCK_LOOKS = 20
 FILE_BYTES, PIECE = 64 * 2**20, 2**20
 FILE_SECONDS = 5.0  # for each of write, read and metadata
 FILES = 100
-SEEN_SECONDS = (
-    5.0  # until another node's file must be visible: network file systems keep listings for a while
-)
+SEEN_SECONDS = 5.0  # until another node's file must be visible: network file systems keep listings for a while
 LATE_CLOCK = 1.0  # seconds that matter: file times, run locks, logs
 SLOW = {"device": 0.9, "link": 0.5, "files": 0.5}  # of the median, below which a rank is worth a look
 
@@ -52,9 +50,7 @@ class Place:
     clock: float = 0.0  # seconds ahead of rank 0's
     tflops: float = 0.0
     link: float = 0.0  # bytes a second that arrive from the rank before
-    files: dict[str, float] = field(
-        default_factory=dict
-    )  # write and read in bytes, metadata in operations a second
+    files: dict[str, float] = field(default_factory=dict)  # write and read in bytes, metadata in operations a second
     problem: str = ""  # with the files
 
     @property
@@ -86,9 +82,7 @@ class Line:
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def survey(
-    world: World, folder: Path, tflops: Callable[[], float], done: Callable[[], None] = lambda: None
-) -> Survey:
+def survey(world: World, folder: Path, tflops: Callable[[], float], done: Callable[[], None] = lambda: None) -> Survey:
     """Measure; files in `folder`, the device's product rate by `tflops`. `done` is called after each part. A collective."""
     place = Place(world.rank, socket.gethostname(), device_name(world.device), versions(), tflops=tflops())
     done()
@@ -154,9 +148,7 @@ def link_rate(world: World, sums: Sequence[tuple[int, float]]) -> float:
 
     def pass_on() -> None:
         to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, got, source), dist.P2POp(dist.isend, sent, to)]
-        ):
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, source), dist.P2POp(dist.isend, sent, to)]):
             work.wait()
 
     return size / _best(world, pass_on)
@@ -256,10 +248,7 @@ def report(found: Survey) -> list[Line]:
     hosts = ", ".join(f"{host} x{count}" for host, count in list(on.items())[:8])
     more = f" and {len(on) - 8} more" if len(on) > 8 else ""
     value = f"{size} on {len(on)} node(s) by {found.launcher}, {found.backend}: {hosts}{more}"
-    lines = [
-        Line("ranks", "ok", value),
-        *_same("device", [(p, {"device": p.device}) for p in places], "note"),
-    ]
+    lines = [Line("ranks", "ok", value), *_same("device", [(p, {"device": p.device}) for p in places], "note")]
     strict = [(p, {k: v for k, v in p.versions.items() if k != "kernel"}) for p in places]
     lines += _same("versions", strict, "missing")
     lines += _same("kernel", [(p, {"kernel": p.versions.get("kernel", "")}) for p in places], "note")
@@ -267,9 +256,7 @@ def report(found: Survey) -> list[Line]:
     lines.append(_rates("product rate", {p.name: p.tflops for p in places}, "TFLOP/s", 1.0, SLOW["device"]))
     for bytes_, seconds in found.all_reduce:
         moved = 2 * (size - 1) / size * bytes_ / seconds / 1e9
-        lines.append(
-            Line(f"all-reduce {_size(bytes_)}", "ok", f"{seconds * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank")
-        )
+        lines.append(Line(f"all-reduce {_size(bytes_)}", "ok", f"{seconds * 1e3:,.2f} ms, {moved:,.3f} GB/s a rank"))
     for name, inside in (("links in nodes", True), ("links between nodes", False)):
         links = {
             f"{places[rank - 1].name} to {place.name}": place.link
@@ -280,14 +267,8 @@ def report(found: Survey) -> list[Line]:
             lines.append(_rates(name, links, "MB/s", 1e6, SLOW["link"]))
     for place in places:
         if place.problem:
-            lines.append(
-                Line("files", "missing", f"{place.name}: {place.problem}", "all nodes need one file system")
-            )
-    for kind, unit, scale in (
-        ("write", "MB/s", 1e6),
-        ("read", "MB/s", 1e6),
-        ("metadata", "operations/s", 1.0),
-    ):
+            lines.append(Line("files", "missing", f"{place.name}: {place.problem}", "all nodes need one file system"))
+    for kind, unit, scale in (("write", "MB/s", 1e6), ("read", "MB/s", 1e6), ("metadata", "operations/s", 1.0)):
         rates = {p.name: p.files[kind] for p in places if kind in p.files}
         if rates:
             lines.append(_rates(f"files, {kind}", rates, unit, scale, SLOW["files"]))
@@ -305,9 +286,7 @@ def _same(name: str, its: list[tuple[Place, dict[str, str]]], state: str) -> lis
                 hosts.append(place.host)
         if len(by_value) > 1:
             usual = max(by_value, key=lambda value: len(by_value[value]))
-            odd = "; ".join(
-                f"{value} on {', '.join(hosts)}" for value, hosts in by_value.items() if value != usual
-            )
+            odd = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in by_value.items() if value != usual)
             fix = f"make {key} the same on all nodes" if state == "missing" else ""
             lines.append(Line(f"{name} differ", state, f"{key}: {odd}; {usual} elsewhere", fix))
     alike = "; ".join(f"{key} {value}" if len(its[0][1]) > 1 else value for key, value in its[0][1].items())

@@ -22,12 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HOST = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*"
-)  # a name, an IPv4 or IPv6 address
-TIMEOUT = timedelta(
-    minutes=20
-)  # longer than any rank-0-only work (hashing, consolidating) between collectives
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")  # a name, an IPv4 or IPv6 address
+TIMEOUT = timedelta(minutes=20)  # longer than any rank-0-only work (hashing, consolidating) between collectives
 PORTS = range(20_000, 32_000)  # of ranks that meet under srun; from 32,768 on Linux gives ports to anybody
 TURNS = 16  # ports that are tried
 NOTICE = "megabert"  # first word of what rank 0 answers there
@@ -66,9 +62,7 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    job: str = (
-        ""  # which job this is, where ranks meet at one of several ports; "" where the launcher named the one
-    )
+    job: str = ""  # which job this is, where ranks meet at one of several ports; "" where the launcher named the one
 
     @property
     def is_main(self) -> bool:
@@ -137,9 +131,7 @@ class World:
 
 
 _described: list[str] = []  # variables of the environment that `init` set
-_control: dist.ProcessGroup | None = (
-    None  # gloo group of all ranks; None means the default group is gloo already
-)
+_control: dist.ProcessGroup | None = None  # gloo group of all ranks; None means the default group is gloo already
 
 
 def discover(environment: dict[str, str] | None = None) -> World:
@@ -243,9 +235,7 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             master = (host, PORTS[(number * 31 + step) % len(PORTS)])
             job = f"{number}.{step}.{_number(env, 'SLURM_RESTART_COUNT', 0)}"
         elif launcher != "mpirun":
-            raise ValueError(
-                f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun"
-            )
+            raise ValueError(f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         return World(rank, local_rank, size, device, "nccl", launcher, master, job)
@@ -380,9 +370,7 @@ def _tell_through_mpi(port: int = 0) -> tuple[str, int]:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise ValueError(
-            "mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them"
-        ) from error
+        raise ValueError("mpirun without MASTER_ADDR and MASTER_PORT needs mpi4py; install it or set them") from error
     names = MPI.COMM_WORLD.allgather(socket.gethostname())
     port = MPI.COMM_WORLD.bcast(port, root=0)
     return ("127.0.0.1" if len(set(names)) == 1 else names[0], port)
@@ -392,8 +380,6 @@ def _number(env: dict[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if not re.fullmatch(
-        r"-?[0-9]{1,9}", text or ""
-    ):  # int() takes blanks, underscores and other scripts' digits
+    if not re.fullmatch(r"-?[0-9]{1,9}", text or ""):  # int() takes blanks, underscores and other scripts' digits
         raise ValueError(f"environment variable {name}={text!r} is not a number")
     return int(text or "")

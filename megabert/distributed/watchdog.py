@@ -100,9 +100,7 @@ class Watchdog:
         """`timeout`: seconds without progress until the job ends; 0 for any time. Stacks go to `run_dir`."""
         self.world, self.run_dir, self.timeout = world, Path(run_dir), timeout
         self._step = self._finished = self._beat = self._answers = 0
-        self._idle = self._mute = self._pending = (
-            0.0  # seconds: no progress, no store, a proposal not yet taken
-        )
+        self._idle = self._mute = self._pending = 0.0  # seconds: no progress, no store, a proposal not yet taken
         self.started = False  # every rank is watched
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
@@ -123,9 +121,7 @@ class Watchdog:
         if world.size > 1:
             assert world.master is not None
             patience = timedelta(seconds=30)
-            self._store = dist.TCPStore(
-                *world.master, is_master=False, wait_for_workers=False, timeout=patience
-            )
+            self._store = dist.TCPStore(*world.master, is_master=False, wait_for_workers=False, timeout=patience)
         self._send_heartbeat()
         world.barrier()  # from here on every rank's first sign can be read
         for function in (self._exchange, self._judge):
@@ -264,9 +260,7 @@ class Watchdog:
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
         lost = [p for p in watched if p.namespace != near and p.silent >= patience]
         if dead or lost:
-            return self._verdict_on(
-                _all(dead + lost, "died" if dead else "is lost: it gives no sign of life")
-            )
+            return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it gives no sign of life"))
         if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
         if not overdue:
@@ -281,9 +275,7 @@ class Watchdog:
         everybody = sorted([own, *watched], key=lambda peer: peer.rank)
         found = find_failed_ranks([peer.standing for peer in everybody])
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
-        return self._verdict_on(
-            {rank: text + reason for rank, reason in found.items()}, hang=True, force=False
-        )
+        return self._verdict_on({rank: text + reason for rank, reason in found.items()}, hang=True, force=False)
 
     def _verdict_on(self, failed: Mapping[int, str], hang: bool = False, force: bool = True) -> Verdict:
         """On `failed` ranks, each with what is wrong with it; `force`: those on this host are killed."""
@@ -311,11 +303,7 @@ class Watchdog:
                 trace = self.run_dir / f"hang-trace-{rank}"
                 _at_most(RECORD_SECONDS, collectives.write_trace, trace)
             for peer in self._peers:
-                if (
-                    peer.rank in verdict.kill
-                    and peer.namespace == own.namespace
-                    and heartbeat.is_alive(peer.pid)
-                ):
+                if peer.rank in verdict.kill and peer.namespace == own.namespace and heartbeat.is_alive(peer.pid):
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
@@ -328,9 +316,7 @@ def _all(peers: list[Peer], what: str) -> dict[int, str]:
 
 
 def _thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(
-        target=function, args=arguments, name=f"watchdog {function.__name__}", daemon=True
-    )
+    thread = threading.Thread(target=function, args=arguments, name=f"watchdog {function.__name__}", daemon=True)
     thread.start()
     return thread
 

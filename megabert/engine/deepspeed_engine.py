@@ -107,20 +107,14 @@ class Engine:
         self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         if self._guarded:
             self._gradients = device_step.install(wrapper, module, self.layout)
-        self._summed = (
-            device_step.take_gradients(self._deepspeed, module, world.size) if self._guarded else None
-        )
+        self._summed = device_step.take_gradients(self._deepspeed, module, world.size) if self._guarded else None
         # Updates the guard skipped that are not in DeepSpeed's counter yet.
         self._unapplied = torch.zeros((), device=world.device)
         self._recorded: RecordedMicroSteps | None = None
         if config.cuda_graphs:
             assert self._summed is not None
             self._recorded = RecordedMicroSteps(
-                module,
-                self._summed,
-                len(self.terms),
-                accumulation=self.accumulation,
-                device=world.device,
+                module, self._summed, len(self.terms), accumulation=self.accumulation, device=world.device
             )
         self.own_time = OwnTime(world.device)
         self._scale_loss = stage_0 and config.precision == "fp16"
@@ -135,9 +129,7 @@ class Engine:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_update(
-        self, update: Any, lr: float, veto: Callable[[float], bool] | None = None
-    ) -> UpdateResult:
+    def train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None = None) -> UpdateResult:
         """Forward and backward of every micro-batch of `update` (this rank's part), then one optimizer step.
 
         Where `veto(loss)` is true, on every rank, the step is not taken, as if gradients were not finite. It costs a wait
@@ -281,9 +273,7 @@ class Engine:
             "optimizer_steps": self.optimizer.updates_of(m.tensor for m in layout.masters if m.segments),
             "deepspeed": {name: int(getattr(self._deepspeed, name)) for name in COUNTERS}
             | {"skipped_steps": self.skipped_steps},
-            "loss_scale": {
-                name: getattr(scaler, name) for name in loss_scaler.STATE if hasattr(scaler, name)
-            },
+            "loss_scale": {name: getattr(scaler, name) for name in loss_scaler.STATE if hasattr(scaler, name)},
         }
         if self.optimizer.primed and not counters["optimizer_steps"]:
             counters["primed"] = True

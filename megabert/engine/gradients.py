@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from megabert.distributed.process_group import wait_for_ranks
 
 BUCKET = 25_000_000  # elements summed at once, at most: 100 MB, a millisecond of NVLink
-LEAST = 1_000_000  # of a rank's own part; smaller ones would cost more in latency than in bandwidth, so all ranks get all
+LEAST = (
+    1_000_000  # of a rank's own part; smaller ones would cost more in latency than in bandwidth, so all ranks get all
+)
 
 
 @dataclass
@@ -36,10 +38,7 @@ class Gradients:
     """The flat fp32 gradients of groups of parameters, filled by hooks on the parameters."""
 
     def __init__(
-        self,
-        groups: Sequence[tuple[Tensor, Sequence[nn.Parameter]]],
-        order: Sequence[nn.Parameter],
-        world: int,
+        self, groups: Sequence[tuple[Tensor, Sequence[nn.Parameter]]], order: Sequence[nn.Parameter], world: int
     ) -> None:
         """`groups`: a flat tensor, whose `world` equal parts belong to the ranks, and the parameters that lie in it one
         after the other. `order`: all parameters as the forward pass uses them."""

@@ -132,11 +132,7 @@ class RecordedMicroSteps:
 
 def check_graphs(config: Config, world_size: int) -> None:
     """Raises ValueError where `cuda_graphs` cannot be: under another stage or type DeepSpeed moves the gradients."""
-    found = {
-        "zero.stage": config.zero.stage,
-        "precision": config.precision,
-        "zero.offload": config.zero.offload,
-    }
+    found = {"zero.stage": config.zero.stage, "precision": config.precision, "zero.offload": config.zero.offload}
     for key, needed in (("zero.stage", 1), ("precision", "bf16"), ("zero.offload", "none")):
         if found[key] != needed:
             raise ValueError(

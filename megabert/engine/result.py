@@ -17,9 +17,7 @@ class HostCopy:
     def __init__(self, value: Tensor) -> None:
         self._value, self._done = value, None
         if value.is_cuda:
-            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(
-                value, non_blocking=True
-            )
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 

@@ -190,8 +190,7 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
         else:  # stage 0 in fp32: the parameters themselves
             pairs = [(p, p) for group in optimizer.param_groups for p in group["params"]]
         masters = [
-            Master(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),))
-            for master, parameter in pairs
+            Master(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),)) for master, parameter in pairs
         ]
     layout = ZeroLayout(tuple(name for name, _ in named), shapes, tuple(masters), partitioned)
     _check_cover(layout, world)
@@ -218,9 +217,7 @@ def _slice_of_group(
     return Master(flat, tuple(segments))
 
 
-def _stage_3(
-    optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size, ...], world: World
-) -> list[Master]:
+def _stage_3(optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size, ...], world: World) -> list[Master]:
     masters = []
     for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
         segments, position = [], 0
@@ -263,6 +260,4 @@ def check_shapes(weights: Mapping[str, Sequence[int]], shapes: Mapping[str, torc
             )
     for name in weights:
         if name not in shapes:
-            raise ValueError(
-                f"the weights hold {name}, which this model does not have; compare the model section"
-            )
+            raise ValueError(f"the weights hold {name}, which this model does not have; compare the model section")

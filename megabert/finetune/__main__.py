@@ -52,9 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="pre-trained model; with --predict a fine-tuned one")
     add("--tokenizer", default="", metavar="FILE", help="its tokenizer, where the model's folder has none")
-    add(
-        "--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write"
-    )
+    add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its columns where "
         "they are not those of training, GLUE's test files are known")  # fmt: skip
     add("--scores", default="", metavar="FILE",
@@ -71,29 +69,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="text column; twice for a pair; a.b is inside a, a+b are joined")  # fmt: skip
     add("--choices", nargs="+", default=[], metavar="COLUMN",
         help="of choose: columns of the choices; of rank: of the better and the worse text")  # fmt: skip
-    add(
-        "--label",
-        default="",
-        metavar="COLUMN",
-        help="label column; of several labels with commas between, or a list",
-    )
-    add(
-        "--labels",
-        nargs="+",
-        default=[],
-        metavar="LABEL",
-        help="in the order of the classes; F1 is of the last",
-    )
+    add("--label", default="", metavar="COLUMN", help="label column; of several labels with commas between, or a list")
+    add("--labels", nargs="+", default=[], metavar="LABEL", help="in the order of the classes; F1 is of the last")
     add("--class-weights", nargs="+", default=[], metavar="W",
         help="of the labels in the loss, in their order, or: balanced")  # fmt: skip
     add("--id", default="", metavar="COLUMN", help="of the predictions file (without: numbered from 0)")
-    add(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="several times; the first decides what is best",
-    )
+    add("--metric", action="append", default=[], metavar="NAME", help="several times; the first decides what is best")
     add("--train", default="", metavar="FILE", help="texts and labels to learn from")
     add("--dev", default="", metavar="FILE", help="decides about the best weights and early stopping")
     add("--test", default="", metavar="FILE", help="labelled too; scored with the best weights")
@@ -244,10 +225,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.limit:
                 raise ValueError("--limit: is for training, not for --predict")
             return predict(args, ranks)
-        for option, given in (
-            ("--null-threshold", args.null_threshold is not None),
-            ("--scores", args.scores),
-        ):
+        for option, given in (("--null-threshold", args.null_threshold is not None), ("--scores", args.scores)):
             if given:
                 raise ValueError(f"{option}: is for --predict")
         return run_all(args, ranks)

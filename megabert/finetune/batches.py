@@ -17,9 +17,7 @@ from megabert.data.packing import Packed, pack, pack_line
 from megabert.finetune.encoding import Item
 from megabert.finetune.tasks import COMPARED
 
-WIDTH = (
-    128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
-)
+WIDTH = 128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
 EVALUATION_TOKENS = 8192  # of one forward pass without gradients
 
 
@@ -70,9 +68,7 @@ class Update:
     batches: list[Batch]
     epoch: int = 0
     row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [n], numbers of the items
-    damage: dict[int, str] = field(
-        default_factory=dict
-    )  # items are in memory: nothing can be wrong with them
+    damage: dict[int, str] = field(default_factory=dict)  # items are in memory: nothing can be wrong with them
     problem: str = ""
     problem_code: int = 0
     objective: str = "task"

@@ -13,9 +13,7 @@ from megabert.finetune.tasks import LABELLED, Task
 BALANCED = "balanced"
 
 
-def weights_of(
-    given: Sequence[str], task: Task, labels: Sequence[str], train: Sequence[Example]
-) -> tuple[float, ...]:
+def weights_of(given: Sequence[str], task: Task, labels: Sequence[str], train: Sequence[Example]) -> tuple[float, ...]:
     """The weights of the labels in the loss; () where none are `given`.
 
     "balanced" of classes: examples (of tags: words) / (labels * those of the label), of mean 1 over the examples; of several

@@ -15,11 +15,7 @@ CLASSES = 20  # of which curves are drawn at most
 
 
 def curves(
-    task: Task,
-    examples: Sequence[Example],
-    items: Sequence[Item],
-    logits: Sequence[np.ndarray],
-    labels: Sequence[str],
+    task: Task, examples: Sequence[Example], items: Sequence[Item], logits: Sequence[np.ndarray], labels: Sequence[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """What curves of precision and recall are drawn from: by label whether each example has it (bool [n]) and its
     probability (float [n]). Arguments as of `metrics.decode`.

@@ -95,11 +95,7 @@ def digest(path: Path) -> str:
 
 
 def for_prediction(
-    task: Task,
-    path: str | Path,
-    text: Sequence[str] = (),
-    identity: str = "",
-    choices: Sequence[str] = (),
+    task: Task, path: str | Path, text: Sequence[str] = (), identity: str = "", choices: Sequence[str] = ()
 ) -> Task:
     """The task with the columns of a file that is to be predicted: those that are named, or those of GLUE's test files.
 
@@ -139,9 +135,7 @@ def _texts(task: Task, path: Path, labelled: bool, warn: bool = True) -> Iterato
     texts = len(task.text) + len(task.choices)
     may_be_empty = [task.label] * (task.kind == "multilabel")
     left_out: list[str] = []
-    for number, (where, row) in enumerate(
-        tables.rows(path, wanted, not wanted[0].isdecimal(), task.cut_rows)
-    ):
+    for number, (where, row) in enumerate(tables.rows(path, wanted, not wanted[0].isdecimal(), task.cut_rows)):
         if task.cut_rows and not (row and all(isinstance(t, str) and t.strip() for t in row)):
             left_out.append(str(row[-1]) if row and task.id else str(number))
             continue
@@ -154,9 +148,7 @@ def _texts(task: Task, path: Path, labelled: bool, warn: bool = True) -> Iterato
         identity = _plain(where, task.id, row[-1]) if task.id else str(number)
         label = _label(task, where, row[texts]) if labelled and task.label else None
         if task.kind in COMPARED:
-            yield _choices(
-                task, identity, where, row[:texts], "" if task.kind == "rank" and labelled else label
-            )
+            yield _choices(task, identity, where, row[:texts], "" if task.kind == "rank" and labelled else label)
         else:
             yield Text(identity, where, row[0], row[1] if task.pair else None, label)
     if left_out and warn:
@@ -181,9 +173,7 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
         except (ValueError, TypeError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(
-                f"{where}: score {str(value)!r:.40} in column {task.label!r} is no finite number"
-            )
+            raise ValueError(f"{where}: score {str(value)!r:.40} in column {task.label!r} is no finite number")
         return number
     label = _plain(where, task.label, value)
     _known(task, where, label)
@@ -220,9 +210,7 @@ def _plain(where: str, column: str, value: Any) -> str:
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)
-    raise ValueError(
-        f"{where}: column {column!r} holds {json.dumps(value):.40}, which is neither text nor a number"
-    )
+    raise ValueError(f"{where}: column {column!r} holds {json.dumps(value):.40}, which is neither text nor a number")
 
 
 # ---- words and tags
@@ -238,9 +226,7 @@ def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
         words = tuple(_plain(where, task.text[0], word) for word in row[0])
         if not all(word.strip() for word in words):
             raise ValueError(f"{where}: a word in column {task.text[0]!r} is empty")
-        tags = (
-            tuple(_tag(task, where, _plain(where, task.label, tag)) for tag in row[1]) if labelled else None
-        )
+        tags = tuple(_tag(task, where, _plain(where, task.label, tag)) for tag in row[1]) if labelled else None
         if tags is not None and len(tags) != len(words):
             raise ValueError(f"{where}: has {len(words)} words and {len(tags)} tags")
         yield Words(str(number), where, words, tags)
@@ -268,9 +254,7 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
         fields = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
         if not line.strip(" \t"):
             if words:
-                yield Words(
-                    str(number), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None
-                )
+                yield Words(str(number), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None)
                 words, tags, number = [], [], number + 1
             continue
         if fields[0] == "-DOCSTART-":
@@ -325,9 +309,7 @@ def _question_rows(task: Task, path: Path, labelled: bool) -> Iterator[Question]
             texts, starts = row[3] or [], row[4] or []
             if len(texts) != len(starts):
                 raise ValueError(f"{where}: has {len(texts)} answers and {len(starts)} places of answers")
-            qa["answers"] = [
-                {"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)
-            ]
+            qa["answers"] = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
             qa["is_impossible"] = not texts
         yield _question(task, where, row[2], qa, labelled)
 
@@ -357,9 +339,7 @@ def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> 
         if answers:
             raise ValueError(f"{where}: is_impossible, but it has answers")
         if not task.unanswerable:
-            raise ValueError(
-                f"{where}: has no answer, and {task.name} knows no such questions; squad2.0 does"
-            )
+            raise ValueError(f"{where}: has no answer, and {task.name} knows no such questions; squad2.0 does")
     elif not answers:
         raise ValueError(f"{where}: has no answer and is not marked is_impossible")
     return Question(identity, where, question, context, tuple(answers))

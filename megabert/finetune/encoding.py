@@ -38,9 +38,7 @@ class Item:
     # int64 [1] class or right sequence | float32 [labels] 1 where it has the label | float32 [1] score | int64 [p] tags | int64 [2] start and end as indices into `positions`, both
     # included, 0 0 where the window holds no answer; empty where unlabelled
     targets: np.ndarray
-    char_spans: (
-        np.ndarray
-    )  # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2]
+    char_spans: np.ndarray  # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2]
     # (ids, where segment 1 begins) of the further sequences that the first is compared with, each read at its [CLS]
     others: tuple[tuple[np.ndarray, int], ...] = ()
 
@@ -169,12 +167,7 @@ def _class(where: str, label: str, classes: dict[str, int]) -> int:
 
 
 def _texts(
-    task: Task,
-    examples: Sequence[Text],
-    tokenizer: Tokenizer,
-    classes: dict[str, int],
-    max_length: int,
-    stride: int,
+    task: Task, examples: Sequence[Text], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
 ) -> Iterator[Item]:
     """`stride` 0: long texts are cut."""
     firsts = _ids(tokenizer, [e.a for e in examples])
@@ -253,9 +246,7 @@ def _tags(
             inside[word] if stand_together(before, word) else apart[word]
             for before, word in pairwise(("", *example.words))
         ]
-        lead = np.array(
-            [_space_before(w, ids, tokenizer) for w, ids in zip(example.words, words, strict=True)]
-        )
+        lead = np.array([_space_before(w, ids, tokenizer) for w, ids in zip(example.words, words, strict=True)])
         at = np.cumsum([0, *map(len, words)])  # [words + 1], first token of each
         targets = np.array([_class(example.where, tag, classes) for tag in example.tags or ()], np.int64)
         for first, start, end, last in _word_windows(at, room, stride):
@@ -296,9 +287,7 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
 # ---- spans
 
 
-def _spans(
-    examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, stride: int
-) -> Iterator[Item]:
+def _spans(examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, stride: int) -> Iterator[Item]:
     distinct = list(dict.fromkeys(e.context for e in examples))
     contexts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for at in range(0, len(distinct), CHUNK):
@@ -306,9 +295,7 @@ def _spans(
         for context, (listed, offsets) in zip(part, tokenizer.encode_with_offsets(part), strict=True):
             contexts[context] = np.array(listed, np.int32), np.concatenate([ORIGIN, offsets])
     longest = min(MAX_QUESTION, (max_length - 3) // 2)
-    for i, (example, asked) in enumerate(
-        zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)
-    ):
+    for i, (example, asked) in enumerate(zip(examples, _ids(tokenizer, [e.question for e in examples]), strict=True)):
         question, (tokens, char_spans) = asked[:longest], contexts[example.context]
         answer = _tokens_of(example, char_spans[1:])
         room = max_length - 3 - len(question)

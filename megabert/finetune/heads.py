@@ -45,9 +45,7 @@ class Shape:
     def check(self, layers: int) -> None:
         """Raises ValueError naming the option that does not go with the others, or with a model of so many layers."""
         if self.head == "bilstm" and (self.kind != "tag" or not self.frozen):
-            raise ValueError(
-                "--head bilstm tags words by fixed features: use it with --freeze and a tagging task"
-            )
+            raise ValueError("--head bilstm tags words by fixed features: use it with --freeze and a tagging task")
         if self.head == "bilstm" and layers < FEATURE_LAYERS:
             raise ValueError(f"--head bilstm reads the last {FEATURE_LAYERS} layers, the model has {layers}")
         if self.width < 2 or self.width % 2:
@@ -78,9 +76,7 @@ class TransformHead(nn.Module):
     """The masked-LM head's transform, pre-trained -> dropout -> the added layer: of modern models, for texts and for tokens
     (Warner et al. 2024)."""
 
-    def __init__(
-        self, transform: MlmTransform, hidden: int, outputs: int, std: float, dropout: float
-    ) -> None:
+    def __init__(self, transform: MlmTransform, hidden: int, outputs: int, std: float, dropout: float) -> None:
         super().__init__()
         self.transform = transform
         self.dropout = nn.Dropout(dropout)
@@ -108,9 +104,7 @@ class BiLstmHead(nn.Module):
     def __init__(self, hidden: int, outputs: int, std: float, dropout: float, width: int) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(
-            hidden, width // 2, LSTM_LAYERS, batch_first=True, bidirectional=True, dropout=dropout
-        )
+        self.lstm = nn.LSTM(hidden, width // 2, LSTM_LAYERS, batch_first=True, bidirectional=True, dropout=dropout)
         self.output = Output(width, outputs, std)
 
     def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (P, D) -> (P, K)
@@ -207,9 +201,7 @@ class Finetuner(nn.Module):
             loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum", pos_weight=weight)
             return loss, ((logits > 0) == (wanted > 0)).sum()
         if kind == "ordinal":
-            more = (
-                targets[:, None] > torch.arange(logits.shape[1], device=logits.device)
-            ).float()  # (N, K - 1)
+            more = (targets[:, None] > torch.arange(logits.shape[1], device=logits.device)).float()  # (N, K - 1)
             losses = F.binary_cross_entropy_with_logits(logits, more, reduction="none").sum(1)
             loss = (losses if weight is None else losses * weight[targets]).sum()
             return loss, ((logits > 0) == (more > 0)).all(1).sum()
@@ -237,11 +229,7 @@ def span_scores(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def build(
-    config: Config,
-    shape: Shape,
-    weights: Mapping[str, Tensor] | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: Config, shape: Shape, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype
 ) -> Finetuner:
     """The module to train in fp32, its frozen encoder (if it is) in `dtype` on `device`.
 

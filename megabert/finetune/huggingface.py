@@ -47,9 +47,7 @@ def load(source: str | Path) -> Finetuned:
     if described.shape.head == "bilstm":
         missing = "BiLSTM head (--head bilstm); fine-tune with --head linear"
     elif described.config.data.masking.causal:
-        missing = (
-            "left-to-right encoder (data.masking.strategy=causal) under this head; start from a masked model"
-        )
+        missing = "left-to-right encoder (data.masking.strategy=causal) under this head; start from a masked model"
     if missing:
         raise ValueError(f"{found.folder}: Hugging Face's BERT has no {missing}")
     return found
@@ -109,9 +107,7 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
 
 def write(found: Finetuned, folder: Path) -> None:
     """Everything but the card."""
-    files = hf_tokenizer.files(
-        found.tokenizer, found.described.max_length, not found.described.config.model.modern
-    )
+    files = hf_tokenizer.files(found.tokenizer, found.described.max_length, not found.described.config.model.modern)
     files[CONFIG] = hf_tokenizer.as_json(config(found.described))
     for name, data in files.items():
         (folder / name).write_bytes(data)

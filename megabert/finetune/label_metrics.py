@@ -52,9 +52,7 @@ def ordered(truth: list[str], predictions: Sequence[str | None], labels: Sequenc
         return some(float(stats.spearmanr(true, found).statistic)) if len(true) > 1 else 0.0
 
     return {
-        "kappa": lambda: some(
-            metrics.cohen_kappa_score(true, found, labels=range(len(labels)), weights="quadratic")
-        ),
+        "kappa": lambda: some(metrics.cohen_kappa_score(true, found, labels=range(len(labels)), weights="quadratic")),
         "accuracy": lambda: (true == found).mean(),
         "within_one": lambda: (abs(true - found) <= 1).mean(),
         "spearman": spearman,

@@ -65,9 +65,7 @@ def decode(
     return predictions
 
 
-def windows_of(
-    examples: Sequence[Example], items: Sequence[Item], logits: Sequence[np.ndarray]
-) -> list[list[int]]:
+def windows_of(examples: Sequence[Example], items: Sequence[Item], logits: Sequence[np.ndarray]) -> list[list[int]]:
     """The items of each example in their order. Raises ValueError for logits that are not finite."""
     windows: list[list[int]] = [[] for _ in examples]
     for i, (item, values) in enumerate(zip(items, logits, strict=True)):
@@ -98,9 +96,7 @@ def _decided(task: Task, logits: np.ndarray, labels: Sequence[str]) -> Any:
     return labels[int(logits.argmax())]
 
 
-def _answer(
-    context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float
-) -> dict[str, Any]:
+def _answer(context: str, windows: Sequence[tuple[np.ndarray, np.ndarray]], threshold: float) -> dict[str, Any]:
     """The best answers over a question's windows, each a (char spans [p, 2], logits [p, 2]) pair."""
     best: dict[tuple[int, int], float] = {}
     null = math.inf
@@ -151,13 +147,9 @@ def score(
     if task.kind in ("classify", "choose"):
         figures = _classified([_truth(e.label, e) for e in given], predictions, labels or task.labels)
     elif task.kind == "multilabel":
-        figures = label_metrics.several(
-            [_truth(e.label, e) for e in given], predictions, labels or task.labels
-        )
+        figures = label_metrics.several([_truth(e.label, e) for e in given], predictions, labels or task.labels)
     elif task.kind == "ordinal":
-        figures = label_metrics.ordered(
-            [_truth(e.label, e) for e in given], predictions, labels or task.labels
-        )
+        figures = label_metrics.ordered([_truth(e.label, e) for e in given], predictions, labels or task.labels)
     elif task.kind == "rank":
         figures = label_metrics.ranked([_truth(e.label, e) for e in given], predictions)
     elif task.kind == "score":
@@ -203,9 +195,7 @@ def _classified(truth: list[str], predictions: Sequence[str | None], labels: Seq
     }
 
 
-def _correlated(
-    truth: list[float], predictions: Sequence[float | None], examples: Sequence[Example]
-) -> Figures:
+def _correlated(truth: list[float], predictions: Sequence[float | None], examples: Sequence[Example]) -> Figures:
     from scipy import stats
 
     for example, p in zip(examples, predictions, strict=True):

@@ -100,11 +100,7 @@ def probes(found: Finetuned) -> list[Item]:
     for length in sorted({longest, longest - 1, max(longest // 2, 6), 7, 6}, reverse=True):
         ids = draw.choice(ordinary, length).astype(np.int32)
         second = length // 2 if kind == "span" or described.task.pair else length
-        ids[[0, second - 1, length - 1]] = (
-            found.tokenizer.cls_id,
-            found.tokenizer.sep_id,
-            found.tokenizer.sep_id,
-        )
+        ids[[0, second - 1, length - 1]] = (found.tokenizer.cls_id, found.tokenizer.sep_id, found.tokenizer.sep_id)
         positions = {"tag": np.arange(1, length - 1), "span": np.append(0, np.arange(second, length - 1))}
         others = ((ids[::-1].copy(), length),) if kind in COMPARED else ()
         read = positions.get(kind, np.zeros(1 + len(others), np.int64))
@@ -144,9 +140,7 @@ def padded(described: Described, items: Sequence[Item]) -> dict[str, np.ndarray]
     return inputs
 
 
-def at_positions(
-    described: Described, items: Sequence[Item], outputs: Sequence[np.ndarray]
-) -> list[np.ndarray]:
+def at_positions(described: Described, items: Sequence[Item], outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """[p, K] of each item from the outputs of transformers' class for its batch."""
     if described.task.kind == "span":
         start, end = outputs[:2]

@@ -117,10 +117,7 @@ def predict_file(
     question that may have no answer gets none where its probability is above `null_threshold`. The same call goes on where one
     was killed, or `stopped` on a rank, which gives None. Raises ValueError naming what cannot be used; nothing is written then.
     """
-    for option, target, others in (
-        ("--output", output, [path]),
-        ("--scores", scores, [path, output]),
-    ):
+    for option, target, others in (("--output", output, [path]), ("--scores", scores, [path, output])):
         if target and Path(target).resolve() in [Path(other).resolve() for other in others]:
             raise ValueError(f"{option} {target}: is named twice and would be replaced; name another file")
     if not 0 <= null_threshold <= 1:
@@ -128,9 +125,7 @@ def predict_file(
     found = ready(source, world.device, precision)
     task = datasets.for_prediction(found.described.task, path, text, identity, choices)
     behind_them = Path(scores) if scores else None
-    return predict_with(
-        found, task, Path(path), Path(output), world, null_threshold, behind_them, precision, stopped
-    )
+    return predict_with(found, task, Path(path), Path(output), world, null_threshold, behind_them, precision, stopped)
 
 
 def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
@@ -174,15 +169,11 @@ def predict_with(
             log.info(f"{output}: goes on behind {done:,} of {total:,} examples")
         rest = islice(datasets.stream(task, path), done, None)
         chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
-        bar = tqdm(
-            total=total, initial=done, unit=" texts", disable=None if world.is_main else True, leave=False
-        )
+        bar = tqdm(total=total, initial=done, unit=" texts", disable=None if world.is_main else True, leave=False)
         stack.enter_context(bar)
         stack.enter_context(threads_apart())
         for examples, items in stack.enter_context(closing(chunks)):
-            logits = logits_of(
-                *(module, items, described.layout, world, BATCH_TOKENS), threads=workers(world.device)
-            )
+            logits = logits_of(*(module, items, described.layout, world, BATCH_TOKENS), threads=workers(world.device))
             logits = [reshape(x, task.kind) for x in logits]
             labels = described.labels
             predictions = metrics.decode(task, examples, items, logits, labels, null_threshold)

@@ -75,9 +75,7 @@ def check(settings: RunSettings) -> None:
         value, option = getattr(settings, name), name.replace("_", "-")
         if not least <= value < BELOW.get(name, float("inf")) or (name == "lr" and not value):
             limit = f" and below {BELOW[name]:g}" if name in BELOW else ""
-            raise ValueError(
-                f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}"
-            )
+            raise ValueError(f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}")
 
 
 def check_counts(args: argparse.Namespace) -> None:
@@ -87,17 +85,13 @@ def check_counts(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
 
 
-def configure(
-    model: Config, settings: RunSettings, items: int, world_size: int, log_interval: int = 20
-) -> Config:
+def configure(model: Config, settings: RunSettings, items: int, world_size: int, log_interval: int = 20) -> Config:
     """The engine's config for `items` training items; backends are this device's own, whatever the model was trained with.
 
     Raises ValueError naming the option that does not fit.
     """
     if settings.max_length > model.model.max_positions:
-        raise ValueError(
-            f"--max-length {settings.max_length}: the model has {model.model.max_positions} positions"
-        )
+        raise ValueError(f"--max-length {settings.max_length}: the model has {model.model.max_positions} positions")
     share = settings.batch // world_size
     if settings.batch % world_size:
         raise ValueError(f"--batch {settings.batch} cannot be split evenly over {world_size} ranks")
@@ -297,13 +291,7 @@ def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
     old = saved["progress"]
     best = {"step": old["best_step"], "scores": old["best"], "waited": old["waited"]}
     rows = {"row_digest": 0, "damaged_rows": 0, "losses": []}
-    counters = {
-        "cursor": old["step"],
-        "seconds": old["seconds"],
-        "bad": old["skipped"],
-        "skipped": 0,
-        "spiked": 0,
-    }
+    counters = {"cursor": old["step"], "seconds": old["seconds"], "bad": old["skipped"], "skipped": 0, "spiked": 0}
     return {"step": old["step"], "config": saved["config"], "best": best} | counters | rows
 
 

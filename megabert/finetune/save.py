@@ -53,9 +53,7 @@ class Described:
     @property
     def layout(self) -> Layout:
         """How its items become batches."""
-        return Layout(
-            self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm"
-        )
+        return Layout(self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm")
 
     def tree(self) -> dict[str, Any]:
         """As JSON."""
@@ -79,17 +77,11 @@ class Finetuned:
         """Examples as the model was trained on its own; `task` is its own, perhaps with other columns. Raises ValueError as
         `encoding.encode` does."""
         d = self.described
-        return encoding.encode(
-            *(task, examples, self.tokenizer, d.labels, d.max_length), stride=d.stride, long=d.long
-        )
+        return encoding.encode(*(task, examples, self.tokenizer, d.labels, d.max_length), stride=d.stride, long=d.long)
 
 
 def save(
-    folder: Path,
-    described: Described,
-    weights: Mapping[str, Tensor],
-    tokenizer: Tokenizer,
-    results: Mapping[str, Any],
+    folder: Path, described: Described, weights: Mapping[str, Tensor], tokenizer: Tokenizer, results: Mapping[str, Any]
 ) -> None:
     """Write the folder, in place of the one that an earlier call wrote there."""
     tree = described.tree() | {"tokenizer": tokenizer.sha256, "results": dict(results)}

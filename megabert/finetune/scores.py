@@ -35,10 +35,7 @@ def lines(
     for example, of, prediction in zip(examples, windows, predictions, strict=True):
         line: dict[str, Any] = {"id": example.id, "prediction": prediction}
         if task.kind == "span":
-            line = {
-                "id": example.id,
-                **({} if prediction is None else {"prediction": prediction["text"]} | prediction),
-            }
+            line = {"id": example.id, **({} if prediction is None else {"prediction": prediction["text"]} | prediction)}
             line.pop("text", None)
         elif task.kind == "tag":
             line["words"] = list(example.words)  # type: ignore[union-attr]

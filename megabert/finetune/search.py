@@ -200,9 +200,7 @@ def write_summary(
     write_json(output / SUMMARY, tree)
 
 
-def common_settings(
-    settings: RunSettings, grid: Mapping[str, Any], facts: Mapping[str, Any]
-) -> dict[str, Any]:
+def common_settings(settings: RunSettings, grid: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """What all runs of a command share: `facts` about model, task and files, and the settings off the grid."""
     plain = {k: v for k, v in asdict(settings).items() if k != "seed" and k not in grid}
     return {**facts, **plain, "grid": sorted(grid)}

@@ -54,9 +54,7 @@ class Task:
     metrics: tuple[str, ...] = ()  # (): the kind's first; the first one decides about early stopping
     unanswerable: bool = False  # a span's question may have no answer (SQuAD 2.0)
     cut_rows: bool = False  # the published table has rows cut at a tab or line end: they are left out
-    choices: tuple[
-        str, ...
-    ] = ()  # columns that are compared: the possible answers; the better text and the worse one
+    choices: tuple[str, ...] = ()  # columns that are compared: the possible answers; the better text and the worse one
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -155,12 +153,7 @@ _ENTITIES = ("f1", "precision", "recall", "accuracy")
 
 
 def _pair(
-    name: str,
-    text: tuple[str, str],
-    label: str,
-    labels: tuple[str, ...],
-    *metrics: str,
-    cut_rows: bool = False,
+    name: str, text: tuple[str, str], label: str, labels: tuple[str, ...], *metrics: str, cut_rows: bool = False
 ) -> Task:
     return Task(name, "classify", text, label, labels=labels, metrics=metrics, cut_rows=cut_rows)
 
@@ -186,9 +179,7 @@ PRESETS: dict[str, Task] = {
         Task("swag", "choose", ("sent1", "sent2"), "label", choices=tuple(f"ending{i}" for i in range(4))),
     )
 }
-LENGTHS = dict.fromkeys(
-    ("squad1.1", "squad2.0"), (384, 128)
-)  # tokens of a window, and to the next: Devlin et al. 2019
+LENGTHS = dict.fromkeys(("squad1.1", "squad2.0"), (384, 128))  # tokens of a window, and to the next: Devlin et al. 2019
 
 
 def preset(name: str) -> Task:

@@ -70,9 +70,7 @@ def outputs_of(task: Task, labels: Sequence[str]) -> int:
     return widths.get(task.kind, len(labels))
 
 
-def describe(
-    data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20
-) -> Described:
+def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
     """The model that a run will train. Raises ValueError naming the option that does not fit."""
     items = len(data.splits["train"].items)
     config = configure(start.config, settings, items, world_size, log_interval)

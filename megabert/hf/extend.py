@@ -92,18 +92,12 @@ def _sentencepiece(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenize
     messages: Any = sentencepiece_model_pb2
     proto = messages.ModelProto.FromString(tokenizer.data)
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
-        raise ValueError(
-            f"{tokenizer.path}: is a model of words or characters; only unigram and BPE take more"
-        )
+        raise ValueError(f"{tokenizer.path}: is a model of words or characters; only unigram and BPE take more")
     added: dict[str, list[int]] = {}
-    for word, apart, inside in zip(
-        words, tokenizer.encode_batch(words), tokenizer.encode_inside(words), strict=True
-    ):
+    for word, apart, inside in zip(words, tokenizer.encode_batch(words), tokenizer.encode_inside(words), strict=True):
         if len(word.split()) != 1:
             raise ValueError(f"{tokenizer.path}: {word!r:.40} is no single word, so no piece")
-        glued = writes_without_spaces(
-            word[0]
-        )  # found inside of a text; elsewhere a word begins with its space
+        glued = writes_without_spaces(word[0])  # found inside of a text; elsewhere a word begins with its space
         ids = inside if glued else apart
         piece = tokenizer.processor.normalize(word).replace(" ", WORD_START)
         if len(ids) > 1 or ids == [tokenizer.unk_id]:
@@ -162,10 +156,6 @@ def _merged(word: str, scores: dict[str, float]) -> list[str]:
 
 def _check(tokenizer: Tokenizer, words: Sequence[str]) -> None:
     """Raises ValueError for a word that is not one piece."""
-    for word, apart, inside in zip(
-        words, tokenizer.encode_batch(words), tokenizer.encode_inside(words), strict=True
-    ):
+    for word, apart, inside in zip(words, tokenizer.encode_batch(words), tokenizer.encode_inside(words), strict=True):
         if len(inside if writes_without_spaces(word[0]) else apart) != 1:
-            raise ValueError(
-                f"{tokenizer.path}: {word!r:.40} can be no one piece of this model; leave it out"
-            )
+            raise ValueError(f"{tokenizer.path}: {word!r:.40} can be no one piece of this model; leave it out")

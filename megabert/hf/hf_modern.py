@@ -22,12 +22,7 @@ HEAD = {
     "mlm.norm_bias": "head.norm.bias",
 }
 DECODER = "decoder.weight"  # the word embedding's where it is tied
-_LAYER = {
-    "qkv": "attn.Wqkv",
-    "attention_output": "attn.Wo",
-    "feed_forward": "mlp.Wi",
-    "feed_forward_output": "mlp.Wo",
-}
+_LAYER = {"qkv": "attn.Wqkv", "attention_output": "attn.Wo", "feed_forward": "mlp.Wi", "feed_forward_output": "mlp.Wo"}
 # Fields that must have a value for the model to be ours, and what they are without one.
 FIXED: dict[str, tuple[Any, Any]] = {
     "attention_bias": (True, False),
@@ -103,9 +98,7 @@ def refuse_other(tree: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: layers with local attention (layer_types) are not supported")
     said = tree.get("rope_parameters") or {}
     rope = said.get("full_attention", {}) if isinstance(said, dict) else {}
-    theta = (
-        rope.get("rope_theta", tree.get("global_rope_theta", 160_000.0)) if isinstance(rope, dict) else None
-    )
+    theta = rope.get("rope_theta", tree.get("global_rope_theta", 160_000.0)) if isinstance(rope, dict) else None
     if theta != THETA or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
         raise ValueError(
             f"{where}: the base of the rotation is {theta!r:.40}, only {THETA:g} without scaling is supported"

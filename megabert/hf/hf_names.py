@@ -21,10 +21,7 @@ from megabert.hf import hf_modern
 
 TYPES = {"post": "bert", "pre": "megatron-bert"}  # of kind bert
 CLASSES = {"post": "Bert", "pre": "MegatronBert"}
-CAUSAL = {
-    "post": "BertLMHeadModel",
-    "pre": "MegatronBertForCausalLM",
-}  # left to right; weights as ForMaskedLM's
+CAUSAL = {"post": "BertLMHeadModel", "pre": "MegatronBertForCausalLM"}  # left to right; weights as ForMaskedLM's
 _EMBEDDINGS = {
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.position": "bert.embeddings.position_embeddings.weight",
@@ -245,9 +242,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
             raise ValueError(f"{where}: {field} is not supported; save the model without it")
     hidden = _number(tree, "hidden_size", where, int)
     if tree.get("embedding_size", hidden) != hidden:
-        raise ValueError(
-            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}"
-        )
+        raise ValueError(f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}")
     fields = {
         "norm": kinds[kind],
         "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
@@ -320,6 +315,4 @@ def _take(state: dict[str, Tensor], name: str) -> Tensor:
 
 def _refuse_left(state: Mapping[str, Tensor]) -> None:
     if state:
-        raise ValueError(
-            f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights"
-        )
+        raise ValueError(f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights")

@@ -77,9 +77,7 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
     if found.kind == "wordpiece" and not tokenizer:
         refuse_other(tree, config_file)
     if doubt := found.doubt():
-        raise ValueError(
-            f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there'
-        )
+        raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
     if found.vocab_size != model.vocab_size:
         raise ValueError(
             f"{found.path}: {found.vocab_size} pieces, but {config_file} says vocab_size={model.vocab_size}"
@@ -127,28 +125,16 @@ def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tens
         raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
     try:
         if path.suffix == ".bin":
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # about the pickle's age; an error says what counts
+            with warnings.catch_warnings(action="ignore"):  # about the pickle's age; an error says what counts
                 found = torch.load(path, map_location="cpu", weights_only=True)
         else:
             found = load_file(path)
     except pickle.UnpicklingError as error:
-        reason = next(
-            (line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
-        )
+        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         raise ValueError(
             f"{path}: holds more than tensors, and a pickle can hold code: nothing of it was run ({reason.strip():.120})"
         ) from None
-    except (
-        SafetensorError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path}: cannot be read as weights ({first:.120})") from None
     if not isinstance(found, dict) or not all(isinstance(k, str) for k in found):
@@ -243,9 +229,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
             return Tokenizer.load(folder / name)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(
-            f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer"
-        )
+        raise ValueError(f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer")
     tree = read_json(path)
     model = tree.get("model")
     model = model if isinstance(model, dict) else {}
@@ -271,21 +255,13 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{path}: model.vocab does not number its pieces 0, 1, 2, …")
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     if any("\n" in piece for piece in pieces):
-        raise ValueError(
-            f"{path}: model.vocab has a piece with a line end in it, which a vocab.txt cannot hold"
-        )
-    return Tokenizer.parse(
-        "".join(f"{piece}\n" for piece in pieces).encode(), path, _casing(tree["normalizer"], path)
-    )
+        raise ValueError(f"{path}: model.vocab has a piece with a line end in it, which a vocab.txt cannot hold")
+    return Tokenizer.parse("".join(f"{piece}\n" for piece in pieces).encode(), path, _casing(tree["normalizer"], path))
 
 
 def _casing(normalizer: dict[str, Any], path: Path) -> dict[str, bool | None]:
     """What a tokenizer.json's BertNormalizer does, by the fields of `Casing`."""
-    fields = {
-        "lowercase": "lowercase",
-        "strip_accents": "strip_accents",
-        "ideographs": "handle_chinese_chars",
-    }
+    fields = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
     said = {name: normalizer.get(field) for name, field in fields.items()}
     for name, value in said.items():
         if value is not None and not isinstance(value, bool):

@@ -27,9 +27,7 @@ KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds 
 RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")  # normalization rules that are known to come out the same
 SEPARATOR = "\x01"  # every rule but identity deletes it
 DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"  # what those rules delete
-EXTENDS = (
-    r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"  # characters that join the cluster before them
-)
+EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"  # characters that join the cluster before them
 NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_PIECES}
 
 
@@ -44,9 +42,7 @@ def build(tokenizer: Tokenizer) -> Any:
 
     sentencepiece = tokenizer.kind == "sentencepiece"
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
-    controls = (
-        [piece for piece in _controls(tokenizer) if piece not in SPECIAL_PIECES] if sentencepiece else []
-    )
+    controls = [piece for piece in _controls(tokenizer) if piece not in SPECIAL_PIECES] if sentencepiece else []
     for piece in [*SPECIAL_PIECES, *controls]:
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
         strip = sentencepiece and piece == "[MASK]"
@@ -226,9 +222,5 @@ def _bpe(proto: Any) -> Any:
         cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
         merges += [(left, right) for left, right in cuts if left in scores and right in scores]
     return models.BPE(
-        vocab=ids,
-        merges=merges,
-        unk_token="[UNK]",
-        fuse_unk=True,
-        byte_fallback=proto.trainer_spec.byte_fallback,
+        vocab=ids, merges=merges, unk_token="[UNK]", fuse_unk=True, byte_fallback=proto.trainer_spec.byte_fallback
     )

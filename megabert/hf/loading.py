@@ -113,9 +113,7 @@ def _tokenizer(run_dir: Path, cfg: Config, sha256: str, named: str | Path) -> To
     if named:
         found = Tokenizer.load(named)
         if found.sha256 != sha256:
-            raise ValueError(
-                f"{named}: is not the tokenizer that {run_dir} was trained with (its SHA-256 differs)"
-            )
+            raise ValueError(f"{named}: is not the tokenizer that {run_dir} was trained with (its SHA-256 differs)")
         return found
     candidates = [run_dir / name for name in TOKENIZER_FILES]
     if cfg.data.path and Path(cfg.data.path, "manifest.json").is_file():

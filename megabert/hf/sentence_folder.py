@@ -62,9 +62,7 @@ def read(folder: str | Path) -> Pooling:
     text = (folder / MODULES).read_text()
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in _list(folder / MODULES, text)]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        raise ValueError(
-            f"{folder / MODULES}: {', '.join(kinds)}; only Transformer, Pooling and Normalize can be read"
-        )
+        raise ValueError(f"{folder / MODULES}: {', '.join(kinds)}; only Transformer, Pooling and Normalize can be read")
     tree = read_json(folder / POOLING)
     modes = [name for name, flag in NAMES.items() if tree.get(flag)]
     others = [key for key, on in tree.items() if key.startswith("pooling_mode_") and on is True]
@@ -75,9 +73,7 @@ def read(folder: str | Path) -> Pooling:
         modes[0] if modes and len(others) == 1 else "", ""
     )
     if not pool:
-        raise ValueError(
-            f"{folder / POOLING}: pools by {', '.join(others) or 'nothing'}; mean and cls can be read"
-        )
+        raise ValueError(f"{folder / POOLING}: pools by {', '.join(others) or 'nothing'}; mean and cls can be read")
     most = read_json(folder / CONFIG).get("max_position_embeddings")
     for name, field in (
         (LIMIT, "max_seq_length"),
@@ -93,13 +89,7 @@ def read(folder: str | Path) -> Pooling:
     return Pooling(pool, length, len(kinds) == 3)
 
 
-def write(
-    folder: str | Path,
-    start: Pretrained,
-    encoder: Mapping[str, Tensor],
-    pooling: Pooling,
-    card: str,
-) -> None:
+def write(folder: str | Path, start: Pretrained, encoder: Mapping[str, Tensor], pooling: Pooling, card: str) -> None:
     """Write the folder, in place of the one that an earlier call wrote there.
 
     `encoder`: fp32 weights by our names; pre-training heads are not in it, and the pooler stays `start`'s, whose

@@ -5,14 +5,7 @@ from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Backends, Choice, c
 from megabert.ops.feed_forward import BeforeGelu, gelu_linear
 from megabert.ops.fp8 import Linear8, Rounded, Scaling, linear, linear_gelu
 from megabert.ops.fp8 import support as fp8_support
-from megabert.ops.layer import (
-    bias_geglu,
-    bias_gelu,
-    dropout,
-    dropout_add_layer_norm,
-    norm_rounded,
-    rounds_norm,
-)
+from megabert.ops.layer import bias_geglu, bias_gelu, dropout, dropout_add_layer_norm, norm_rounded, rounds_norm
 from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.ops.packed import pack_weight, packed_linear, packs
 from megabert.ops.rotary import Rotation, rotate, rotation

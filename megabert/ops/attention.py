@@ -80,9 +80,7 @@ def attend(
     if backend == "fused_softmax":
         start, end = inputs
         scores, scale = q @ k.transpose(-1, -2), size**-0.5  # (B, H, T, T)
-        weights = fused_softmax_mask(
-            scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream
-        )
+        weights = fused_softmax_mask(scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream)
         return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
     if backend == "cudnn":
         mask, pad = inputs
@@ -96,9 +94,7 @@ def attend(
         out = (row_dropout.dropout(weights, p, seed, stream) @ v.float()).to(qkv.dtype)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    out = out.masked_fill(
-        ~mask.any(-1, keepdim=True), 0
-    )  # rows without a key, whatever the kernel gives there
+    out = out.masked_fill(~mask.any(-1, keepdim=True), 0)  # rows without a key, whatever the kernel gives there
     return out.transpose(1, 2).reshape(batch, width, heads * size)
 
 
@@ -109,9 +105,7 @@ def _register() -> None:
         heads: int, p: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, width, triple = qkv.shape
-        return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(
-            batch, heads, width, dtype=torch.float32
-        )
+        return qkv.new_empty(batch, width, triple // 3), qkv.new_empty(batch, heads, width, dtype=torch.float32)
 
     @torch.library.register_fake("megabert::attention_backward")
     def _(

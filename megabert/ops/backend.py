@@ -15,28 +15,16 @@ from typing import NamedTuple
 import torch
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_native.abi3.so"
-NATIVE_DTYPES = {
-    "cpu": (torch.bfloat16, torch.float32),
-    "cuda": (torch.bfloat16, torch.float16, torch.float32),
-}
+NATIVE_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 # role -> its backends and, for those in the native library, the operation of it that must have a kernel for them to run.
 # A role is a field of `Backends` and of OpsConfig (config/schema.py), in this order; its first backend always runs.
 ROLES: dict[str, dict[str, str]] = {
-    "attention": {
-        "sdpa": "",
-        "varlen": "",
-        "cudnn": "",
-        "native": "attention",
-        "fused_softmax": "softmax_mask",
-    },
+    "attention": {"sdpa": "", "varlen": "", "cudnn": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": "", "apex": ""},
     "feed_forward": {"torch": "", "triton": ""},
 }
-FLASH = {
-    "varlen": "variable-length flash attention",
-    "cudnn": "cuDNN's attention",
-}  # tensor cores of 16-bit types only
+FLASH = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's attention"}  # tensor cores of 16-bit types only
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
 
 
@@ -86,9 +74,7 @@ def choose(
     obstacle = obstacles(op, device, dtype, causal, head_size)
     if requested != "auto":
         if obstacle[requested]:
-            raise ValueError(
-                f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {obstacle[requested]}"
-            )
+            raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {obstacle[requested]}")
         return Choice(requested, "asked for")
     if op == "attention" and not obstacle["varlen"]:
         return Choice("varlen", f"flash attention over packed sequences on {device}")
@@ -100,9 +86,7 @@ def choose(
     return Choice(fused, f"fused {device} code for {_short(dtype)}")
 
 
-def obstacles(
-    op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64
-) -> dict[str, str]:
+def obstacles(op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> dict[str, str]:
     """Why each backend of `op` cannot run there; "" where it can."""
     found = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
     if op == "attention" and causal:

@@ -185,8 +185,7 @@ def _check(role: str, shapes: Shapes, device: torch.device, among: Sequence[Cand
     for dropout in (False, True) if drops else (False,):
         problem = PROBLEMS[role](shapes, device, rows, dropout)
         inputs, grads = (
-            [t[problem.sample] if t.dim() > 1 else t for t in tensors]
-            for tensors in (problem.inputs, problem.grads)
+            [t[problem.sample] if t.dim() > 1 else t for t in tensors] for tensors in (problem.inputs, problem.grads)
         )
         with device:  # the reference makes its ranges and masks where the default says
             exact = run(problem.exact, inputs, exact_type, grads)
@@ -282,9 +281,7 @@ def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-def in_turn(
-    passes: Mapping[str, Callable[[], object]], device: torch.device, seconds: float
-) -> dict[str, list[float]]:
+def in_turn(passes: Mapping[str, Callable[[], object]], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of single calls of each, in turn until `seconds` are over: at least 3 each, at most ROUNDS."""
     times: dict[str, list[float]] = {name: [] for name in passes}
     place: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

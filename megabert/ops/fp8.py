@@ -50,9 +50,7 @@ class Scaling:
     divided by the ranks afterwards. The history holds those of the update, so it does not depend on the number of ranks.
     """
 
-    def __init__(
-        self, linears: int, device: torch.device, gradient_unit: int = 1, backend: str = "auto"
-    ) -> None:
+    def __init__(self, linears: int, device: torch.device, gradient_unit: int = 1, backend: str = "auto") -> None:
         """`backend` of the casts: native, torch, or auto, which is native where it is built and its codes are torch's.
 
         Raises ValueError for a device without FP8.
@@ -63,10 +61,7 @@ class Scaling:
         if backend == "auto":
             backend = "native" if has_kernel("cast_transpose", device.type) else "torch"
             if backend == "native" and (wrong := wrong_cast(device)):
-                backend, self.how = (
-                    "torch",
-                    f"{self.how}; torch's casts: the native {wrong} gives other codes here",
-                )
+                backend, self.how = ("torch", f"{self.how}; torch's casts: the native {wrong} gives other codes here")
         self.backend = backend
         self.amax = torch.zeros(linears, 3, device=device)  # of the update so far
         self.history = torch.zeros(HISTORY, linears, 3, device=device)  # newest first
@@ -140,9 +135,7 @@ class Linear8:
         """
         if self.known:
             backend = self._scaling.backend
-            return self.take(
-                role, *cast_transpose(x, self._scale[role], FORMATS[role], straight, transposed, backend)
-            )
+            return self.take(role, *cast_transpose(x, self._scale[role], FORMATS[role], straight, transposed, backend))
         taken = self.take(role, x if straight else None, x.t() if transposed else None, largest(x))
         return taken._replace(inverse=torch.ones_like(taken.inverse))
 
@@ -192,9 +185,7 @@ def wrong_cast(device: torch.device) -> str:
     x, grad, bias = drawn(144, 264), drawn(144, 264), drawn(264)  # parts of tiles, too
     scale, seed = torch.full((), 4.0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     dx = library.bias_gelu_backward(grad, x, bias)[0]
-    y, _, _, _, *norm = library.dropout_add_layer_norm_cast(
-        x, bias, grad, bias, bias, seed, 0, 0.0, 1e-5, scale
-    )
+    y, _, _, _, *norm = library.dropout_add_layer_norm_cast(x, bias, grad, bias, bias, seed, 0, 0.0, 1e-5, scale)
     gelu = library.bias_gelu_cast(x, bias, scale)
     slope = library.bias_gelu_backward_cast(grad, x, bias, scale)[:3]
     cases = [
@@ -207,9 +198,7 @@ def wrong_cast(device: torch.device) -> str:
         right, right_turned, most = cast_transpose(plain, scale, kind, True, True, "torch")
         assert right is not None and right_turned is not None
         pairs = ((values, right), (turned, right_turned))
-        if not (
-            amax.amax() == most and all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in pairs)
-        ):
+        if not (amax.amax() == most and all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in pairs)):
             return name
     return ""
 
@@ -274,9 +263,7 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + bias; `given`: x is quantised already, and only says where its gradient goes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Linear8, *given: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Linear8, *given: Tensor) -> Tensor:
         left = Quantized(*given) if given else fp8.quantize(INPUT, x, transposed=ctx.needs_input_grad[1])
         y, kept = _forward(ctx, left, weight, bias, fp8, x.dtype)
         ctx.save_for_backward(*kept)
@@ -322,9 +309,7 @@ class Rounded(NamedTuple):
     eight: Quantized  # [tokens, K]
 
 
-def linear(
-    x: Tensor | Rounded, weight: Tensor, bias: Tensor | None = None, fp8: Linear8 | None = None
-) -> Tensor:
+def linear(x: Tensor | Rounded, weight: Tensor, bias: Tensor | None = None, fp8: Linear8 | None = None) -> Tensor:
     """x [..., K], weight [N, K], bias [N] -> x W^T + bias [..., N]; all three products in FP8 where `fp8` is given.
 
     Raises ValueError for FP8 sizes that are no multiple of 16.
@@ -335,9 +320,7 @@ def linear(
     return _Linear.apply(_flat(x), weight, bias, fp8, *given).view(*x.shape[:-1], len(weight))
 
 
-def linear_gelu(
-    x: Tensor | Rounded, weight: Tensor, bias: Tensor, fp8: Linear8, following: Linear8
-) -> Rounded:
+def linear_gelu(x: Tensor | Rounded, weight: Tensor, bias: Tensor, fp8: Linear8, following: Linear8) -> Rounded:
     """gelu(x W^T + bias) [..., N] for the product that has `following`, with the bits that its own cast would give.
 
     Both must know their scales, and the native library be there. Raises ValueError as `linear`.
@@ -358,9 +341,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _register() -> None:
-    def codes(
-        x: Tensor, kind: torch.dtype, straight: bool, transposed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def codes(x: Tensor, kind: torch.dtype, straight: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
         rows, width = x.shape
         tiles = -(-rows // 128) * (-(-width // 128) if x.is_cuda else min(width, 1))
         return (
@@ -370,9 +351,7 @@ def _register() -> None:
         )
 
     @torch.library.register_fake("megabert::cast_transpose")
-    def _(
-        x: Tensor, scale: Tensor, e5m2: bool, straight: bool, transposed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _(x: Tensor, scale: Tensor, e5m2: bool, straight: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
         return codes(x, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn, straight, transposed)
 
     @torch.library.register_fake("megabert::bias_gelu_cast")

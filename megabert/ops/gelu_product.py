@@ -70,8 +70,7 @@ def product_gelu_gradient(grad: Tensor, weight: Tensor, x: Tensor, bias: Tensor)
     dx, down = torch.empty_like(x), triton.cdiv(rows, TILE_ROWS)
     sums = x.new_empty(down, width, dtype=torch.float32)
     tensors = [
-        TensorDescriptor.from_tensor(tensor, tile)
-        for tensor, tile in zip((grad, weight, x, dx), tiles(), strict=True)
+        TensorDescriptor.from_tensor(tensor, tile) for tensor, tile in zip((grad, weight, x, dx), tiles(), strict=True)
     ]
     grid = (down * triton.cdiv(width, TILE_COLUMNS),)
     _product_gelu_gradient[grid](

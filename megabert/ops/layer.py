@@ -108,9 +108,7 @@ class _Norm(torch.autograd.Function):
         return y, y.view_as(y) if post else z, *eight
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor | None, second: Tensor | None, *_eight: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, second: Tensor | None, *_eight: None) -> tuple[Tensor | None, ...]:
         found = _norm_gradients(grad, second, ctx.of_z, ctx.saved_tensors, *ctx.numbers)
         return *found, None, None, None, None, None, None
 
@@ -245,9 +243,7 @@ def _register() -> None:
     ) -> tuple[Tensor | None, ...]:
         return *_norm_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
-    torch.library.register_autograd(
-        "megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context
-    )
+    torch.library.register_autograd("megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context)
 
 
 if not MISSING:

@@ -73,9 +73,7 @@ def _register() -> None:
         return *results(hidden, hidden.shape[0]), *gradients
 
     @torch.library.register_fake("megabert::mlm_loss_of_logits")
-    def _(
-        logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, need_grad: bool
-    ) -> tuple[Tensor, ...]:
+    def _(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, need_grad: bool) -> tuple[Tensor, ...]:
         rows, entries = logits.shape
         return *results(logits, rows), logits.new_empty(rows * need_grad, entries)
 

@@ -28,6 +28,4 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """x [..., in] -> x W^T + bias [..., out], or the exact GELU of it. No gradients."""
-    return torch.ops.mkldnn._linear_pointwise(
-        x, packed, bias, "gelu" if gelu else "none", [], "none" if gelu else ""
-    )
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "gelu" if gelu else "none", [], "none" if gelu else "")

@@ -130,9 +130,7 @@ def layer_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool
     def normal(*shape: int) -> Tensor:
         return _normal(*shape, like=shapes, device=device)
 
-    def chain(
-        norm: Callable[..., tuple[Tensor, Tensor]], gelu: Callable[[Tensor, Tensor], Tensor]
-    ) -> Function:
+    def chain(norm: Callable[..., tuple[Tensor, Tensor]], gelu: Callable[[Tensor, Tensor], Tensor]) -> Function:
         def function(*inputs: Tensor) -> list[Tensor]:
             (x1, b1, r, w1, s1), (h, b), (x2, b2, w2, s2) = inputs[:5], inputs[5:7], inputs[7:]
             normed, stream = norm(x1, b1, r, w1, s1, STREAM)
@@ -161,16 +159,12 @@ def layer_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool
         return normed, normed if post else z
 
     def call(backend: str) -> Function:
-        def norm(
-            x: Tensor, bias: Tensor, residual: Tensor, w: Tensor, s: Tensor, stream: int
-        ) -> tuple[Tensor, Tensor]:
+        def norm(x: Tensor, bias: Tensor, residual: Tensor, w: Tensor, s: Tensor, stream: int) -> tuple[Tensor, Tensor]:
             return dropout_add_layer_norm(x, bias, residual, w, s, p, shapes.eps, seed, stream, backend, post)
 
         return chain(norm, lambda x, bias: activation(x, bias, backend))
 
-    activation, exact = (
-        (bias_geglu, reference.bias_geglu) if shapes.gated else (bias_gelu, reference.bias_gelu)
-    )
+    activation, exact = (bias_geglu, reference.bias_geglu) if shapes.gated else (bias_gelu, reference.bias_gelu)
     wide, vector, into = (*tokens, shapes.hidden), (shapes.hidden,), shapes.ffn * (2 if shapes.gated else 1)
     inputs = [wide, vector, wide, vector, vector, (*tokens, into), (into,), wide, *[vector] * 3]
     outputs = [wide, (*tokens, shapes.ffn), wide, *([] if post else [wide])]
@@ -223,9 +217,7 @@ def mlm_loss_problem(shapes: Shapes, device: torch.device, rows: int, dropout: b
         grads=[torch.ones((), device=device)],
         call=call,
         plain=call("torch"),
-        exact=lambda hidden, weight, bias: [
-            reference.mlm_loss(hidden, weight, bias, labels, shapes.vocab)[0]
-        ],
+        exact=lambda hidden, weight, bias: [reference.mlm_loss(hidden, weight, bias, labels, shapes.vocab)[0]],
     )
 
 

@@ -38,9 +38,7 @@ def keep_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> Tens
     threshold = int(p * 65536 + 0.5)
     row = torch.arange(rows)[:, None]
     group = torch.arange(-(-columns // 8))[None]
-    words = philox(
-        (group.expand(rows, -1), row & _LOW, row >> 32, torch.tensor(stream)), (seed & _LOW, seed >> 32)
-    )
+    words = philox((group.expand(rows, -1), row & _LOW, row >> 32, torch.tensor(stream)), (seed & _LOW, seed >> 32))
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     values = torch.stack(halves, -1).flatten(1)[:, :columns]  # (rows, columns)
     return (values >= threshold).double() * (65536 / (65536 - threshold))

@@ -21,9 +21,7 @@ def error(value: Tensor, exact: Tensor) -> float:
     return (value.double() - exact.double()).abs().max().item() / scale
 
 
-def run(
-    function: Function, inputs: Sequence[Tensor], dtype: torch.dtype, grads: Sequence[Tensor]
-) -> list[Tensor]:
+def run(function: Function, inputs: Sequence[Tensor], dtype: torch.dtype, grads: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and input gradients of `function` with inputs cast to `dtype`."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
     outputs = [o for o in function(*leaves) if o.requires_grad]
@@ -34,11 +32,7 @@ def run(
 
 
 def verdict(
-    ours: Sequence[Tensor],
-    theirs: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    dtype: torch.dtype,
-    multiple: float,
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype, multiple: float
 ) -> str:
     """What is wrong with `ours` by the rule, `theirs` being plain torch's results in `dtype`; "" where nothing is."""
     for i, (a, b, t) in enumerate(zip(ours, theirs, exact, strict=True)):

@@ -25,9 +25,7 @@ def obstacle(config: Config, device: torch.device) -> str:
     if config.optimizer.name == "muon":
         return "apex has no Muon"
     if config.optimizer.name == "lamb" and config.zero.stage:
-        return (
-            f"at zero.stage={config.zero.stage} apex's LAMB would have one trust ratio for a whole partition"
-        )
+        return f"at zero.stage={config.zero.stage} apex's LAMB would have one trust ratio for a whole partition"
     if config.optimizer.split_qkv:
         return "apex's LAMB has one trust ratio a tensor; set optimizer.split_qkv=false"
     try:
@@ -42,10 +40,7 @@ def _kernels(name: str) -> tuple[Any, Any]:
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
 
-    return (
-        multi_tensor_applier,
-        amp_C.multi_tensor_lamb_mp if name == "lamb" else amp_C.multi_tensor_adam_capturable,
-    )
+    return (multi_tensor_applier, amp_C.multi_tensor_lamb_mp if name == "lamb" else amp_C.multi_tensor_adam_capturable)
 
 
 class _Apex(_Guarded):
@@ -111,10 +106,7 @@ class ApexLamb(_Apex):
         self, group: dict[str, Any], lists: list[list[Any]], skip: Tensor, lr: Tensor, step: Tensor, inverse: Tensor
     ) -> None:  # fmt: skip
         averaged = decoupled = corrected = 1
-        norm, limit = (
-            torch.zeros_like(lr),
-            torch.ones_like(lr),
-        )  # it clips where norm > limit, and clipping is ours
+        norm, limit = (torch.zeros_like(lr), torch.ones_like(lr))  # it clips where norm > limit, and clipping is ours
         self._apply(
             self._kernel, skip.int(), lists, lr, *group["betas"], group["eps"], step, corrected, group["weight_decay"],
             averaged, decoupled, norm, limit, False, skip, inverse,

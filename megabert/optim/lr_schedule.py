@@ -19,9 +19,7 @@ def share_used(schedule: ScheduleConfig, step: int, minutes: float = 0.0, tokens
     return min(step / schedule.total_steps, 1.0)
 
 
-def learning_rate(
-    schedule: ScheduleConfig, peak: float, step: int, minutes: float = 0.0, tokens: int = 0
-) -> float:
+def learning_rate(schedule: ScheduleConfig, peak: float, step: int, minutes: float = 0.0, tokens: int = 0) -> float:
     """Learning rate of update `step` (0 for the first), before which `minutes` and `tokens` were used.
 
     Warm-up is linear and reaches `peak` at update `warmup_steps` (never 0, so no update is wasted); decay runs from

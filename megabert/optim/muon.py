@@ -190,8 +190,7 @@ class Muon(AdamW):
         if world and reduce_on is not None:
             mine = [[[s.index, s.start, s.end, s.offset] for s in held] for held in own]
             self._everywhere = [
-                [tuple(Segment(*numbers) for numbers in held) for held in theirs]
-                for theirs in world.gather(mine)
+                [tuple(Segment(*numbers) for numbers in held) for held in theirs] for theirs in world.gather(mine)
             ]
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
 
@@ -266,9 +265,7 @@ class Muon(AdamW):
         found: dict[int, list[tuple[int, Tensor]]] = {}
         for part, piece in zip(parts, there.split([p.size for p in parts]), strict=True):
             found.setdefault(part.matrix, []).append((part.offset, piece))
-        return {
-            n: torch.cat([piece for _, piece in sorted(of, key=lambda p: p[0])]) for n, of in found.items()
-        }
+        return {n: torch.cat([piece for _, piece in sorted(of, key=lambda p: p[0])]) for n, of in found.items()}
 
     def _orthogonalize(self, exchange: Exchange, owned: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """This rank's matrices made orthogonal, flat; those of one shape in one batch."""
@@ -287,9 +284,7 @@ class Muon(AdamW):
     ) -> Iterable[tuple[Part, Tensor]]:
         """Every part that this rank holds with its update, fp32 on `home`."""
         wanted = chain.from_iterable(exchange.owned)
-        sent = self._pack(
-            [owned[p.matrix][p.offset : p.offset + p.size] for p in wanted], self._reduce_on or home
-        )
+        sent = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in wanted], self._reduce_on or home)
         parts = tuple(chain.from_iterable(exchange.held))
         there = self._travel(sent, exchange.owned, exchange.held).to(home, torch.float32)
         return zip(parts, there.split([p.size for p in parts]), strict=True)

@@ -53,9 +53,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build(
-    config: OptimizerConfig, model: nn.Module, apex: bool = False, dtype: torch.dtype = torch.float32
-) -> Any:
+def build(config: OptimizerConfig, model: nn.Module, apex: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The configured optimizer over `model`'s parameters, by our and torch's kernels or by apex's; it does nothing until
     `attach` is called. `dtype`: of Muon's matrix products."""
     betas = (config.beta1, config.beta2)

@@ -49,9 +49,7 @@ class Exchange:
         self._world = world
         self._asked: list[Asked] = []
 
-    def tell(
-        self, own: Report, problem: str, counts: Sequence[int] | None
-    ) -> tuple[list[Report], list[int] | None]:
+    def tell(self, own: Report, problem: str, counts: Sequence[int] | None) -> tuple[list[Report], list[int] | None]:
         """Send this rank's report on an update; what is known now, oldest first: the reports of the updates before and,
         with `counts` or on a lone rank, this one's. `counts` are given back summed over the ranks."""
         known, size = self.outstanding(), self._world.size

@@ -34,9 +34,7 @@ from megabert.ops.problems import Shapes
 from megabert.training import optimizer_candidates
 from megabert.training.exchange import refuse
 
-MEASURED_ON = (
-    "cuda",
-)  # device types; on the others `auto` is `ops.choose`'s, which costs nothing at the start
+MEASURED_ON = ("cuda",)  # device types; on the others `auto` is `ops.choose`'s, which costs nothing at the start
 RECORD = "backends.json"  # in the run folder
 ROLES = (*ops.BACKENDS, "optimizer")
 
@@ -68,9 +66,7 @@ class Entry(NamedTuple):
     def line(self) -> str:
         """The table in one line, the fastest first, the losers with their reasons."""
         timed = sorted((row.ms, row.name) for row in self.rows if row.ms is not None)
-        others = [
-            f"no {row.name}: {row.reason}" for row in self.rows if row.ms is None and row.name != self.name
-        ]
+        others = [f"no {row.name}: {row.reason}" for row in self.rows if row.ms is None and row.name != self.name]
         return "; ".join([", ".join(f"{name} {ms:.3g} ms" for ms, name in timed) or "nothing timed", *others])
 
 
@@ -152,11 +148,7 @@ def _asked(
     """What a choice depends on besides the place, and what measures it."""
     if role == "optimizer":
         update = {"name": config.optimizer.name, "decays": config.optimizer.weight_decay > 0}
-        shapes = update | {
-            "stage": config.zero.stage,
-            "ranks": world.size,
-            "model": config.model.model_dump(),
-        }
+        shapes = update | {"stage": config.zero.stage, "ranks": world.size, "model": config.model.model_dump()}
         return shapes, lambda reasons: optimizer_candidates.measure(config, world, reasons, seconds)
     asked = shapes_of(config, manifest)
     return asked.key(), lambda reasons: measure(role, asked, world.device, seconds, reasons)
@@ -178,10 +170,7 @@ def _choose(
         entry, source = _read(cache_file(key)), "from the cache"
     if entry is None or entry.key != key:
         if len(able) == 1:
-            rows = [
-                Row(role, name, reason=reason or "the only one that can run")
-                for name, reason in reasons.items()
-            ]
+            rows = [Row(role, name, reason=reason or "the only one that can run") for name, reason in reasons.items()]
             entry, source = Entry(role, able[0], key, rows), "the only one that can run"
         else:
             measured = measuring(reasons)
@@ -221,15 +210,8 @@ def place(device: torch.device) -> dict[str, Any]:
     """What decides how fast an operation is here, its shapes aside: device, driver, torch and its mode, native library."""
     library = hashlib.sha256(ops.LIBRARY.read_bytes()).hexdigest() if not ops.MISSING else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    here: dict[str, Any] = {
-        "device": name,
-        "driver": driver(),
-        "torch": torch.__version__,
-        "library": library,
-    }
-    return here | {
-        "deterministic": torch.are_deterministic_algorithms_enabled()
-    }  # some backends then cannot run
+    here: dict[str, Any] = {"device": name, "driver": driver(), "torch": torch.__version__, "library": library}
+    return here | {"deterministic": torch.are_deterministic_algorithms_enabled()}  # some backends then cannot run
 
 
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -254,9 +236,7 @@ def _broken(here: Mapping[str, Any], role: str) -> dict[str, str]:
     """Candidates that broke the device here before, with what to do about it."""
     path = _broken_file(here, role)
     saved = _json(path) or {}
-    return {
-        name: f"{reason}; remove {path} to try it again" for name, reason in saved.items() if name != "broken"
-    }
+    return {name: f"{reason}; remove {path} to try it again" for name, reason in saved.items() if name != "broken"}
 
 
 def _break(here: Mapping[str, Any], error: DeviceLost) -> Path:

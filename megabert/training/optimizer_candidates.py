@@ -18,12 +18,7 @@ from megabert.ops.tolerance import verdict
 from megabert.optim import apex_kernels, optimizers
 
 STEPS = 3  # of a check: the zero start of the moments, then what they have become
-CHECKED = (
-    (130, 70),
-    (9, 1024),
-    (257,),
-    (1,),
-)  # parameters of a check, with and without decay, sizes even and odd
+CHECKED = ((130, 70), (9, 1024), (257,), (1,))  # parameters of a check, with and without decay, sizes even and odd
 
 
 def obstacles(config: Config, device: torch.device) -> dict[str, str]:
@@ -55,12 +50,9 @@ def measure(config: Config, world: World, reasons: Mapping[str, str], seconds: f
             return verdict(_stepped(config, name, device, torch.float32), plain, exact, torch.float32, 2.0)
 
         checked = {
-            name: why or attempt("optimizer", name, device, partial(judge, name))
-            for name, why in reasons.items()
+            name: why or attempt("optimizer", name, device, partial(judge, name)) for name, why in reasons.items()
         }
-        return compare(
-            "optimizer", checked, lambda name: _step(config, name, shapes, device), device, seconds
-        )
+        return compare("optimizer", checked, lambda name: _step(config, name, shapes, device), device, seconds)
 
 
 def _built(config: Config, name: str, tensors: list[Tensor]) -> Any:
@@ -87,9 +79,7 @@ def _stepped(config: Config, name: str, device: torch.device, dtype: torch.dtype
     return [t.cpu() for tensors in found for t in tensors]
 
 
-def _step(
-    config: Config, name: str, shapes: list[tuple[int, ...]], device: torch.device
-) -> Callable[[], object]:
+def _step(config: Config, name: str, shapes: list[tuple[int, ...]], device: torch.device) -> Callable[[], object]:
     """One update of a rank's own sizes."""
     optimizer = _built(config, name, [torch.randn(shape, device=device) for shape in shapes])
     for group in optimizer.param_groups:

@@ -19,9 +19,7 @@ from megabert.distributed.process_group import World
 from megabert.training.sinks import STARTS
 
 
-def describe(
-    config: Config, dataset: AnyDataset, tokenizer: Tokenizer, backends: Mapping[str, str]
-) -> dict[str, Any]:
+def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, backends: Mapping[str, str]) -> dict[str, Any]:
     """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
     of each checkpoint."""
     return {

@@ -52,9 +52,7 @@ class HeldOutSamples:
                 samples.append(self._sample(batch, row_id, first, last + self._causal, chosen))
         return Part(batch, samples, torch.tensor(at, dtype=torch.int64))
 
-    def _sample(
-        self, batch: Batch, row_id: int, first: int, end: int, chosen: list[tuple[int, int]]
-    ) -> dict[str, Any]:
+    def _sample(self, batch: Batch, row_id: int, first: int, end: int, chosen: list[tuple[int, int]]) -> dict[str, Any]:
         """A sample as it is written, without what is said: its tokens as they are, and of each mask where and as what it
         stands in the input."""
         seen = [self._pieces[i] for i in batch.input_ids.flatten()[first:end].tolist()]

@@ -51,9 +51,7 @@ def run(command: Callable[[Session], int]) -> int:
     except RuntimeError as error:  # raised wherever this process is, also while it says what else is wrong
         if not str(error).startswith(DEAD_WORKER):
             raise
-        log.error(
-            f"a loader process died: {str(error).splitlines()[0]}"
-        )  # SIGBUS: a mapped file cannot be read
+        log.error(f"a loader process died: {str(error).splitlines()[0]}")  # SIGBUS: a mapped file cannot be read
         return errors.FAILED
 
 

@@ -22,10 +22,7 @@ from megabert.common.logs import log
 from megabert.config import Config
 
 METRICS, SAMPLES, NAMES = "metrics.jsonl", "samples.jsonl", "sinks.json"
-STARTS, TROUBLE = (
-    "starts.jsonl",
-    "trouble.jsonl",
-)  # of the run, which are no sinks: one line a start, one a trouble
+STARTS, TROUBLE = ("starts.jsonl", "trouble.jsonl")  # of the run, which are no sinks: one line a start, one a trouble
 CURVES = 64  # of as many ranks each has its own
 PACKAGES = ("wandb", "mlflow")  # optional ones, by their settings
 PARAMETERS_AT_ONCE = 100  # that MLflow takes
@@ -138,9 +135,7 @@ class TensorBoard(Sink):
 
     def conclude(self, results: Mapping[str, float]) -> None:
         flat = _flatten(self._config.model_dump())
-        self._writer.add_hparams(
-            flat, {f"final/{k.split('/')[-1]}": v for k, v in results.items()}, run_name="hparams"
-        )
+        self._writer.add_hparams(flat, {f"final/{k.split('/')[-1]}": v for k, v in results.items()}, run_name="hparams")
 
     def close(self) -> None:
         self._writer.close()
@@ -277,10 +272,7 @@ class Sinks:
             self._sinks.append(WeightsAndBiases(folder, config, fresh))
         if config.log.mlflow:
             self._sinks.append(MLflow(folder, config, fresh))
-        self._sinks += [
-            JsonLines(folder / METRICS, saved_step),
-            SampleLines(folder / SAMPLES, saved_step),
-        ]
+        self._sinks += [JsonLines(folder / METRICS, saved_step), SampleLines(folder / SAMPLES, saved_step)]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(folder / "tensorboard", config, step))
 

@@ -14,17 +14,10 @@ def squad(folder: Path, articles: int) -> Path:
     def paragraph(a: int, p: int) -> dict[str, Any]:
         context = f"Article{a} tells of place{a}x{p} and of nothing else."
         answer = {"text": f"place{a}x{p}", "answer_start": context.index("place")}
-        qas = [
-            {"id": f"{a}.{p}.{q}", "question": f"What{q} is place{a}x{p}?", "answers": [answer]}
-            for q in range(2)
-        ]
+        qas = [{"id": f"{a}.{p}.{q}", "question": f"What{q} is place{a}x{p}?", "answers": [answer]} for q in range(2)]
         return {"context": context, "qas": qas}
 
-    tree = {
-        "data": [
-            {"title": f"{a}", "paragraphs": [paragraph(a, p) for p in range(12)]} for a in range(articles)
-        ]
-    }
+    tree = {"data": [{"title": f"{a}", "paragraphs": [paragraph(a, p) for p in range(12)]} for a in range(articles)]}
     (folder / "squad.json.gz").write_bytes(gzip.compress(json.dumps(tree).encode()))
     return folder / "squad.json.gz"
 
@@ -35,9 +28,7 @@ def test_articles_are_cut_in_three_that_share_nothing(tmp_path) -> None:
     titles = {name: {article["title"] for article in part} for name, part in parts.items()}
     assert titles["test"] == {"0", "10"} and titles["dev"] == {"5", "25"} and len(titles["train"]) == 25
     assert not titles["train"] & (titles["dev"] | titles["test"])
-    questions = {
-        name: sum(len(p["qas"]) for a in part for p in a["paragraphs"]) for name, part in parts.items()
-    }
+    questions = {name: sum(len(p["qas"]) for a in part for p in a["paragraphs"]) for name, part in parts.items()}
     assert questions == {"train": 250, "dev": 12, "test": 48}
 
 

@@ -69,10 +69,7 @@ def test_sentences_of_tagged_words_stay_whole(tmp_path: Path) -> None:
 
 def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     articles = [
-        {
-            "title": f"t{a}",
-            "paragraphs": [{"context": f"{a} {p}", "qas": [{"id": f"{a}-{p}"}]} for p in range(8)],
-        }
+        {"title": f"t{a}", "paragraphs": [{"context": f"{a} {p}", "qas": [{"id": f"{a}-{p}"}]} for p in range(8)]}
         for a in range(30)
     ]
     (tmp_path / "squad1.1").mkdir()
@@ -86,9 +83,7 @@ def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert [a["title"] for a in reported] == ["t0", "t10", "t20"]
     assert [a["title"] for a in chosen_on] == ["t1", "t12", "t23"]
-    assert len(train) == 24 and not {a["title"] for a in train} & {
-        a["title"] for a in (*chosen_on, *reported)
-    }
+    assert len(train) == 24 and not {a["title"] for a in train} & {a["title"] for a in (*chosen_on, *reported)}
     assert [len(a["paragraphs"]) for a in train] == [4] * 24
     assert [len(a["paragraphs"]) for a in reported] == [2] * 3
 
@@ -163,9 +158,7 @@ def test_seeds_that_differ_widen_the_interval() -> None:
     unsteady = np.where(np.arange(5)[:, None] % 2, True, theirs)
     narrow, wide = (tallies.interval(runs(ours), runs(theirs)) for ours in (steady, unsteady))
     assert 0 < narrow["low"] < narrow["gain"] < narrow["high"]
-    assert (
-        wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"]) and wide["low"] <= 0 < wide["gain"]
-    )
+    assert wide["high"] - wide["low"] > 5 * (narrow["high"] - narrow["low"]) and wide["low"] <= 0 < wide["gain"]
 
 
 def test_other_items_are_not_compared() -> None:
@@ -197,10 +190,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
 def test_a_row_is_what_the_runs_report_of_the_other_items(finished: argparse.Namespace) -> None:
     files = cases.Files(Path("a"), Path("b"), finished.work / "dev.tsv")
     made, counted = bench.finetune(cases.CASES[0], "winner", Path("m"), "", files, finished)
-    assert made["scores"]["accuracy"]["mean"] == 0.75 and made["runs"] == [
-        {"accuracy": 1.0},
-        {"accuracy": 0.5},
-    ]
+    assert made["scores"]["accuracy"]["mean"] == 0.75 and made["runs"] == [{"accuracy": 1.0}, {"accuracy": 0.5}]
     assert counted == [[(1.0, 1.0), (1.0, 1.0)], [(1.0, 1.0), (0.0, 1.0)]]
     assert "--train a --dev b --test" in made["command"]
     (finished.work / "dev.tsv").write_text("label\tsentence\n0\ta\n0\tb\n")
@@ -210,17 +200,13 @@ def test_a_row_is_what_the_runs_report_of_the_other_items(finished: argparse.Nam
 
 def test_seeds_of_an_earlier_command_are_left_out(finished: argparse.Namespace) -> None:
     (finished.work / "sst-2-winner" / "seed10").mkdir()
-    (finished.work / "sst-2-winner" / "seed10" / "predictions-test.tsv").write_text(
-        "index\tprediction\n0\t0\n1\t1\n"
-    )
+    (finished.work / "sst-2-winner" / "seed10" / "predictions-test.tsv").write_text("index\tprediction\n0\t0\n1\t1\n")
     files = cases.Files(Path("a"), Path("b"), finished.work / "dev.tsv")
     _, counted = bench.finetune(cases.CASES[0], "winner", Path("m"), "", files, finished)
     assert counted == [[(1.0, 1.0), (1.0, 1.0)], [(1.0, 1.0), (0.0, 1.0)]]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"), [({"models": {"m": {"updates": "9"}}}, "models"), ({"seeds": 5}, "seeds")]
-)
+@pytest.mark.parametrize(("change", "said"), [({"models": {"m": {"updates": "9"}}}, "models"), ({"seeds": 5}, "seeds")])
 def test_rows_of_other_models_are_not_added_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
 ) -> None:  # fmt: skip
@@ -230,9 +216,7 @@ def test_rows_of_other_models_are_not_added_to(
     file, model = tmp_path / "finetune.json", {"updates": "5"}
     monkeypatch.setattr(bench, "described", lambda path: model)
     monkeypatch.setattr(bench, "finetune", train)
-    monkeypatch.setattr(
-        bench, "CASES", [cases.Case("SST-2", "", "accuracy", lambda *_: None, tallies.labels)]
-    )  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(bench, "CASES", [cases.Case("SST-2", "", "accuracy", lambda *_: None, tallies.labels)])  # type: ignore[arg-type,return-value]
     given = ["--models", "m=x", "--tasks", "t", "--work", str(tmp_path), "--seeds", "3", "--json", str(file)]
     monkeypatch.setattr("sys.argv", ["bench_finetune.py", *given, "--only", "SST-2"])
     file.write_text(json.dumps({"models": {"m": model}, "seeds": 3, "tasks": {}} | change))
@@ -281,16 +265,9 @@ def test_a_model_has_a_name_of_its_own(text: str) -> None:
 def test_the_table_has_a_line_a_task() -> None:
     gains = {"control": {"gain": 0.2512, "low": 0.2, "high": 0.3}}
     results = {
-        "A": {
-            "metric": "f1",
-            "rows": {"ours": row(0.7512, 0.0234), "control": row(0.5, 0.01)},
-            "gains": gains,
-        },
+        "A": {"metric": "f1", "rows": {"ours": row(0.7512, 0.0234), "control": row(0.5, 0.01)}, "gains": gains},
         "B": {"metric": "f1", "rows": {"ours": row(0.5, 0.01)}, "gains": {}},
     }
     lines = bench.table(results).splitlines()
     assert lines[0] == "| task | metric | ours | control |"
-    assert lines[2:] == [
-        "| A | f1 | 75.1 ± 2.3 | 50.0 ± 1.0 (+25.1, +20.0 to +30.0) |",
-        "| B | f1 | 50.0 ± 1.0 |  |",
-    ]
+    assert lines[2:] == ["| A | f1 | 75.1 ± 2.3 | 50.0 ± 1.0 (+25.1, +20.0 to +30.0) |", "| B | f1 | 50.0 ± 1.0 |  |"]

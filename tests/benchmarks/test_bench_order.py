@@ -13,9 +13,7 @@ from tests.helpers.rows import make_dataset, make_rows
 
 def test_rows_of_a_document_are_more_alike_than_others(tmp_path):
     ids, bounds, isnext = make_rows(1280, 32, 3)
-    words = np.random.default_rng(0).integers(
-        10, 2000, (20, 12)
-    )  # of each document, of 64 rows that follow each other
+    words = np.random.default_rng(0).integers(10, 2000, (20, 12))  # of each document, of 64 rows that follow each other
     drawn = np.random.default_rng(1).integers(0, 12, ids.shape)
     ids = np.where(ids > 9, words[np.arange(1280)[:, None] // 64, drawn], ids).astype(np.uint16)
     dataset = Dataset(make_dataset(tmp_path, 1280, arrays=(ids, bounds, isnext)))

@@ -37,14 +37,7 @@ def test_no_ratio_is_made_of_the_recorded_figure(tmp_path: Path) -> None:
     assert bench_prep.RECORDED["measured_in_this_run"] is False
     assert {"command", "hardware", "date", "mb_per_second_a_core"} <= bench_prep.RECORDED.keys()
     (tmp_path / "text").write_text("A sentence of a few words stands here. Another one follows it.\n\n" * 400)
-    command = [
-        sys.executable,
-        "benchmarks/bench_prep.py",
-        "--input",
-        str(tmp_path / "text"),
-        "--workers",
-        "1",
-    ]
+    command = [sys.executable, "benchmarks/bench_prep.py", "--input", str(tmp_path / "text"), "--workers", "1"]
     command += ["--repeats", "1", "--vocab", str(tmp_path / "none.txt")]
     tokenizer = tmp_path / "vocab.txt"
     wordpiece.write(tokenizer)

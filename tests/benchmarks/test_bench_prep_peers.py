@@ -40,9 +40,7 @@ def test_all_sides_read_the_same_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("\n\n".join(texts))
     command = [sys.executable, "benchmarks/bench_prep_peers.py", "--input", str(tmp_path / "text")]
     command += ["--vocab", str(tmp_path / "vocab.txt"), "--workers", "2", "--repeats", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "--json", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     sides = json.loads((tmp_path / "out.json").read_text())["sides"]
     assert sides.keys() == {"ours", "datasets", "datatrove"}

@@ -33,16 +33,7 @@ def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_ratio_of_two_trees(trees: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--base",
-        str(trees / "base"),
-        "--bench",
-        "data",
-        "--rounds",
-        "3",
-        "--json",
-        str(trees / "r.json"),
-    ]
+    options = ["--base", str(trees / "base"), "--bench", "data", "--rounds", "3", "--json", str(trees / "r.json")]
     for within, code in ((["--within", "0.03"], 1), (["--within", "0.1"], 0), ([], 0)):
         assert bench_revisions.main([*options, *within, "--", "--log", str(trees / "log")]) == code
     order = (trees / "log").read_text().split()
@@ -52,9 +43,7 @@ def test_the_ratio_of_two_trees(trees: Path, capsys: pytest.CaptureFixture[str])
     assert "0.945 to 0.955" in capsys.readouterr().out
 
 
-def test_a_benchmark_that_fails_and_a_revision_that_is_none(
-    trees: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_that_fails_and_a_revision_that_is_none(trees: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_revisions.main(["--base", str(trees / "base"), "--bench", "step"]) == 2
     assert "bench_step.py" in capsys.readouterr().err
     assert bench_revisions.main(["--base", "no-such-revision", "--bench", "data"]) == 2
@@ -64,12 +53,7 @@ def test_a_benchmark_that_fails_and_a_revision_that_is_none(
 def test_operations_are_compared_one_by_one_where_both_trees_have_them() -> None:
     def measured(**seconds: float) -> dict[str, float]:
         results = [
-            {
-                "op": op,
-                "size": "8 x 4",
-                "what": "forward",
-                "seconds": {"ours": {"p50": s}, "torch": {"p50": 9}},
-            }
+            {"op": op, "size": "8 x 4", "what": "forward", "seconds": {"ours": {"p50": s}, "torch": {"p50": 9}}}
             for op, s in seconds.items()
         ]
         return bench_revisions.RATES["ops"]({"results": results})

@@ -55,17 +55,9 @@ def opened(root: Path) -> pack.Pack:
     return pack.Pack(root / "build" / "pack")
 
 
-def test_wheels_bring_what_they_need_and_not_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheels_bring_what_they_need_and_not_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {
-        "alpha": (
-            "beta>=2",
-            "torch>=2.0",
-            "numpy",
-            "gamma; python_version < '3.12'",
-            "delta; extra == 'test'",
-        ),
+        "alpha": ("beta>=2", "torch>=2.0", "numpy", "gamma; python_version < '3.12'", "delta; extra == 'test'"),
         "beta": ("Epsilon_Zeta", "alpha", "tomli; sys_platform == 'win32'"),
         "epsilon-zeta": (),
     }
@@ -87,9 +79,7 @@ def test_wheels_of_another_python_are_not_put_in_the_way(tree: Path, tmp_path: P
     assert (tmp_path / "site" / "alpha.py").read_text() == "name = 'alpha'\n"
     record = tree / "build" / "pack" / pack.RECORD
     record.write_text(json.dumps(json.loads(record.read_text()) | {"python": "3.9"}))
-    assert (
-        opened(tree).unpack_wheels(tmp_path / "other") == f"not used: they are of Python 3.9, this is {HERE}"
-    )
+    assert opened(tree).unpack_wheels(tmp_path / "other") == f"not used: they are of Python 3.9, this is {HERE}"
     assert not (tmp_path / "other").exists()
 
 
@@ -114,12 +104,7 @@ def test_a_library_of_other_sources_is_not_loaded(tree: Path, monkeypatch: pytes
     ("probes", "builds", "expected", "tried"),
     [
         ({b"the pack's": ""}, "", "the pack's", ["the pack's"]),
-        (
-            {b"the pack's": "GLIBC_2.38 not found", b"built": ""},
-            "",
-            "built here",
-            ["the pack's", "built here"],
-        ),
+        ({b"the pack's": "GLIBC_2.38 not found", b"built": ""}, "", "built here", ["the pack's", "built here"]),
         ({b"the pack's": "no kernel image is available"}, "no nvcc", None, ["the pack's", "built here"]),
     ],
 )
@@ -151,9 +136,7 @@ def test_a_library_of_unknown_sources_in_the_tree_does_not_come_before_the_packs
     assert library.LIBRARY.read_bytes() == b"the pack's"
 
 
-def test_the_trees_library_is_taken_for_its_own_sources_alone(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trees_library_is_taken_for_its_own_sources_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the pack's is refused for its sources; and one of unknown sources is not left where it would be loaded."""
     where, source = str(tree / "build" / "pack"), tree / "csrc/gelu/cuda.cu"
     monkeypatch.setattr(library, "probe", lambda path, device: "")
@@ -177,9 +160,7 @@ def test_the_trees_library_is_taken_for_its_own_sources_alone(
 
 def test_a_build_records_the_digest_that_the_suite_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
-    assert runpy.run_path(str(hardware.ROOT / "setup.py"))["native_digest"]() == pack.digest(
-        pack.NATIVE_SOURCES
-    )
+    assert runpy.run_path(str(hardware.ROOT / "setup.py"))["native_digest"]() == pack.digest(pack.NATIVE_SOURCES)
 
 
 def test_an_unfinished_pack_is_none_and_a_folder_of_something_else_is_not_removed(
@@ -221,9 +202,7 @@ def test_what_is_too_large_to_travel_is_refused(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git on this machine")
-def test_the_tree_that_travels_is_what_git_does_not_ignore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_that_travels_is_what_git_does_not_ignore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_pack, "ROOT", tmp_path)
     gpu_pack.run(["git", "init", "-q"])
     (tmp_path / ".gitignore").write_text("build/\n")

@@ -14,9 +14,7 @@ from benchmarks.gpu import paper, plan
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def candidate(
-    role: str, name: str, seq_len: int, ms: float, dropout: float = 0.1
-) -> tuple[str, dict[str, Any]]:
+def candidate(role: str, name: str, seq_len: int, ms: float, dropout: float = 0.1) -> tuple[str, dict[str, Any]]:
     value = {"role": role, "name": name, "seq_len": seq_len, "dropout": dropout, "ms": ms}
     return f"operations/{role} {name} {seq_len} dropout {dropout:g}", {"state": "done", "value": value}
 
@@ -89,9 +87,7 @@ def test_each_line_says_what_it_was_expected_to_be() -> None:
 def test_nothing_measured_is_said_of_every_line() -> None:
     rows = paper.verdicts({})
     assert len(rows) == len(paper.LINES) >= 15
-    assert {row["verdict"] for row in rows} == {"not measured"} and {row["measured"] for row in rows} == {
-        None
-    }
+    assert {row["verdict"] for row in rows} == {"not measured"} and {row["measured"] for row in rows} == {None}
     table = paper.show(rows)
     assert "projected" in table.splitlines()[0] and len(table.splitlines()) == len(rows) + 1
 

@@ -92,17 +92,12 @@ def test_what_breaks_the_process_is_recorded_and_the_rest_goes_on(tmp_path: Path
         "hangs": "failed", "wrong": "failed", "lacking": "absent", "last": "done",
     }  # fmt: skip
     assert "illegal memory access" in results["spoils"]["reason"]
-    assert (
-        results["dies"]["reason"] == "the process ended by SIGSEGV"
-        and "last words" in results["dies"]["trace"]
-    )
+    assert results["dies"]["reason"] == "the process ended by SIGSEGV" and "last words" in results["dies"]["trace"]
     assert results["of the group"]["reason"] == "part/dies ended the process"
     assert results["hangs"]["reason"] == "no end after 1 s" and results["hangs"]["seconds"] < 10
     assert results["wrong"]["reason"] == "ValueError: 3 is not 4" and "broke" not in results["wrong"]
     caches = [set(results[name]["value"]["caches"]) for name in ("first", "second", "last")]
-    assert not caches[0] & caches[1] and not caches[1] & caches[2], (
-        "none goes on with another's compiled code"
-    )
+    assert not caches[0] & caches[1] and not caches[1] & caches[2], "none goes on with another's compiled code"
     assert not any(Path(folder).exists() for each in caches for folder in each)
     calls = [line.rsplit(" ", 1) for line in (tmp_path / "calls").read_text().splitlines()]
     assert [name for name, _ in calls] == ["first", "spoils", "second", "dies", "hangs", "last"], "each once"
@@ -125,25 +120,19 @@ def test_nothing_follows_a_needed_item_that_fails(tmp_path: Path) -> None:
     items = [item("wrong", "needed", tmp_path, needed=True), item("fine", "next", tmp_path)]
     assert runner.work(items, journal, {"part": time.time() + 30}, healthy) == runner.STOP
     assert list(journal.results()) == ["part/needed"]
-    assert runner.work(items, journal, {"part": time.time() + 30}, healthy) == runner.STOP, (
-        "nor in a new process"
-    )
+    assert runner.work(items, journal, {"part": time.time() + 30}, healthy) == runner.STOP, "nor in a new process"
     assert list(journal.results()) == ["part/needed"]
 
 
 def test_the_end_of_the_time_ends_the_item_at_work(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     code = "import sys, time; sys.path.insert(0, sys.argv[2]); from benchmarks.gpu import runner; from pathlib import Path; "
-    code += (
-        "j = runner.Journal(Path(sys.argv[1])); j.begin(runner.Item('part', 'slow', 'm:f')); time.sleep(600)"
-    )
+    code += "j = runner.Journal(Path(sys.argv[1])); j.begin(runner.Item('part', 'slow', 'm:f')); time.sleep(600)"
     command, start = [sys.executable, "-c", code, str(journal.path), str(ROOT)], time.time()
     runner.supervise(command, journal, tmp_path / "log", os.environ, start + 3, lambda: None)
     assert time.time() - start < 30
     found = journal.results()["part/slow"]
-    assert found["state"] == "skipped" and found["reason"] == runner.TIME_UP, (
-        "it did not fail: it had no time"
-    )
+    assert found["state"] == "skipped" and found["reason"] == runner.TIME_UP, "it did not fail: it had no time"
 
 
 def test_a_child_that_cannot_start_is_given_up(tmp_path: Path) -> None:

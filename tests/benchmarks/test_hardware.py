@@ -58,6 +58,4 @@ def test_a_changed_tree_may_not_but_where_it_is_allowed_and_said(tree: Path, cap
     parse()
     hardware.write_json(parse("--json", str(target), "--allow-dirty").json, {})
     about = json.loads(target.read_text())["about"]
-    assert about["revision"].endswith("+changes") and [line.split()[-1] for line in about["changes"]] == [
-        changed
-    ]
+    assert about["revision"].endswith("+changes") and [line.split()[-1] for line in about["changes"]] == [changed]

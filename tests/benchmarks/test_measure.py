@@ -70,9 +70,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, kernel: float) -> Cuda:
 
 
 @pytest.mark.parametrize(("kernel", "calls"), [(2e-6, 100), (20e-6, 42), (5e-3, 1)])
-def test_a_kernel_is_timed_without_its_launch(
-    monkeypatch: pytest.MonkeyPatch, kernel: float, calls: int
-) -> None:
+def test_a_kernel_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch, kernel: float, calls: int) -> None:
     cuda = installed(monkeypatch, kernel)
     times = measure.kernel_times({"call": cuda.call}, torch.device("cuda"), rounds=5, seconds=0.1)["call"]
     assert [graph.calls for graph in cuda.graphs] == [1, calls]

@@ -69,9 +69,7 @@ def test_a_checkpoint_from_before_a_field_of_the_model_is_what_it_always_was():
     check_compatible(saved, state(5, tiny.config()))
     other = json.loads(json.dumps(saved))
     other["config"]["model"]["activation"] = "relu2"
-    with pytest.raises(
-        ValueError, match=r"model.activation is 'gelu' but the checkpoint was made with 'relu2'"
-    ):
+    with pytest.raises(ValueError, match=r"model.activation is 'gelu' but the checkpoint was made with 'relu2'"):
         check_compatible(other, state(5, tiny.config()))
     with pytest.raises(ValueError, match=r"model.tied is False but the checkpoint was made with True"):
         check_compatible(saved, state(5, tiny.config(model__tied=False)))

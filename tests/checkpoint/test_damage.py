@@ -14,14 +14,7 @@ from safetensors.torch import save_file
 
 from megabert.checkpoint import Checkpoints, load_weights
 from megabert.common.canonical_json import canonical
-from tests.checkpoint.test_store import (
-    ALONE,
-    MOMENTS_FILE,
-    WEIGHTS_FILE,
-    FakeEngine,
-    saved_run,
-    settings,
-)
+from tests.checkpoint.test_store import ALONE, MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings
 
 
 def damages(path: Path):
@@ -119,16 +112,10 @@ def set_pieces(pieces: Any) -> Any:
 
 FORGERIES = {
     "a path": (rename_file("../../secret"), "which is no file of a checkpoint"),
-    "a folder": (
-        rename_file("engine/moments-00000-of-00001.safetensors"),
-        "which is no file of a checkpoint",
-    ),
+    "a folder": (rename_file("engine/moments-00000-of-00001.safetensors"), "which is no file of a checkpoint"),
     "an absolute path": (rename_file("/etc/passwd"), "which is no file of a checkpoint"),
     "another kind": (rename_file("model.pt"), "which is no file of a checkpoint"),
-    "other pieces": (
-        set_pieces({"w": [[0, 1, 2], [0, 1, 4]]}),
-        "holds other pieces than the manifest lists",
-    ),
+    "other pieces": (set_pieces({"w": [[0, 1, 2], [0, 1, 4]]}), "holds other pieces than the manifest lists"),
     "an unknown name": (set_pieces({"w": [[0, 1, 3], [0, 1, 3]], "x": [[0, 1, 1]]}), "holds other pieces"),
     "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
     "no numbers": (set_pieces({"w": [[0, 1, "3"], [0, 1, 3]]}), "manifest.json cannot be read"),
@@ -137,10 +124,7 @@ FORGERIES = {
     "ranks without number": (lambda body: body.update(ranks=10**12), "manifest.json cannot be read"),
     "other ranks": (lambda body: body.update(ranks=2), "which is no file of a checkpoint"),
     "the moments of fewer": (lambda body: body.update(first_moment_only=["w"]), "holds other pieces"),
-    "a negative size": (
-        lambda body: body["files"][MOMENTS_FILE].update(bytes=-1),
-        "manifest.json cannot be read",
-    ),
+    "a negative size": (lambda body: body["files"][MOMENTS_FILE].update(bytes=-1), "manifest.json cannot be read"),
     "no pieces": (lambda body: body["parameters"].pop("w"), "which is no file of a checkpoint"),
     "moments before an update": (
         lambda body: body["engine"].update(optimizer_steps=0),
@@ -192,9 +176,7 @@ def test_a_checkpoint_of_the_first_layout_gives_its_weights_only(tmp_path):
         "engine/states.pt": {"bytes": 10, "sha256": "0" * 64},
     }
     body = {"schema": 1, "files": files, "state": {"step": 10}}
-    (folder / "manifest.json").write_bytes(
-        canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
-    )
+    (folder / "manifest.json").write_bytes(canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()}))
     with pytest.raises(ValueError, match=r"earlier version .*layout 1.*init_from=.*step-00000010"):
         Checkpoints(tmp_path, ALONE).latest()
     for source in (tmp_path, folder):
@@ -228,9 +210,7 @@ def second_layout(folder: Path, updates: int = 1) -> Path:
             entries[name] |= pieces[number - 1]
     body = {"schema": 2, "files": entries, "state": {"step": 10}}
     body |= {"engine": {"optimizer_steps": updates, "averaged": 3}}
-    (folder / "manifest.json").write_bytes(
-        canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()})
-    )
+    (folder / "manifest.json").write_bytes(canonical(body | {"sha256": hashlib.sha256(canonical(body)).hexdigest()}))
     return folder
 
 

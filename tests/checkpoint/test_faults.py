@@ -194,9 +194,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(asynchronous, tmp_path, capsy
     """A real file system of 3 MB; the second checkpoint needs as much as the first, 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a file system needs root")
     try:
@@ -286,9 +284,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_none(
     if broken == "listing":
         monkeypatch.setattr(os, "listdir", failing(listed, lambda path: True))
     else:
-        monkeypatch.setattr(
-            store.Path, "read_bytes", failing(opened, lambda path: path.name == store.POINTER)
-        )
+        monkeypatch.setattr(store.Path, "read_bytes", failing(opened, lambda path: path.name == store.POINTER))
     with pytest.raises(OSError, match="Input/output error"):
         Checkpoints(tmp_path, ALONE).latest()
     left[0] = 3  # tried four times

@@ -73,9 +73,7 @@ def test_64_then_48_then_64_ranks_keep_every_bit(tmp_path: Path) -> None:
     assert len(expected) == 11
     for number, (ranks, stage) in enumerate(((64, 1), (48, 3), (64, 2), (6, 0))):
         path = save_as(path, tmp_path / f"{number}-of-{ranks}", 7, ranks, stage)
-        assert (
-            Checkpoints(path.parents[1], ALONE).latest() == path
-        )  # every file's bytes and pieces are verified
+        assert Checkpoints(path.parents[1], ALONE).latest() == path  # every file's bytes and pieces are verified
         assert len(list(path.glob("weights-*"))) > ranks // 2 and not list(path.glob("note-*"))
         assert bits(path) == expected, (ranks, stage)
     assert load_weights(path)[0]["e"].numpy().tobytes() == expected["weight e"]
@@ -93,9 +91,7 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     assert sum(sizes.values()) > 300e6
     held: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
-    for group in (
-        [list(sizes)] if stage == 1 else [[name] for name in sizes]
-    ):  # flat, or each parameter by itself
+    for group in [list(sizes)] if stage == 1 else [[name] for name in sizes]:  # flat, or each parameter by itself
         slice_size, position = -(-sum(sizes[name] for name in group) // ranks), 0
         for name in group:
             offset = 0
@@ -108,10 +104,7 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
     assert stage != 3 or sum(map(len, held)) > 100_000
     entry = {"bytes": 10**9, "sha256": "0" * 64}
     files = {
-        file_name(group, rank, ranks): entry
-        for group in (WEIGHTS, MOMENTS)
-        for rank in range(ranks)
-        if held[rank]
+        file_name(group, rank, ranks): entry for group in (WEIGHTS, MOMENTS) for rank in range(ranks) if held[rank]
     }
     layout = {"ranks": ranks, "files": files, "parameters": build(shapes, held), "first_moment_only": []}
     data = seal(layout, state(1, tiny.config()), {"optimizer_steps": 1})
@@ -120,12 +113,7 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
 
 
 def test_a_seal_is_the_digest_of_the_other_fields() -> None:
-    for tree in (
-        {},
-        {"a": 1},
-        {"z": [1, {"sha256": "x"}]},
-        {"a": {"t": 2}, "t": '\n "t": ', "u": [1], "sha256": 3},
-    ):
+    for tree in ({}, {"a": 1}, {"z": [1, {"sha256": "x"}]}, {"a": {"t": 2}, "t": '\n "t": ', "u": [1], "sha256": 3}):
         rest = {name: value for name, value in tree.items() if name != "sha256"}
         assert sealed(tree, "sha256") == canonical(rest | {"sha256": digest(tree, "sha256")})
 
@@ -193,9 +181,7 @@ def go_on(checkpoints: Checkpoints, until: Any) -> float:
     return spent
 
 
-def test_neither_a_commit_nor_a_removal_is_waited_for(
-    tmp_path: Path, held: dict[str, threading.Event]
-) -> None:
+def test_neither_a_commit_nor_a_removal_is_waited_for(tmp_path: Path, held: dict[str, threading.Event]) -> None:
     checkpoints = Checkpoints(tmp_path, ALONE, settings(1, asynchronous=True))
     for step in (1, 2, 3):
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))  # type: ignore[arg-type]

@@ -33,13 +33,7 @@ WEIGHTS_FILE, MOMENTS_FILE = (f"{group}-00000-of-00001.safetensors" for group in
 
 
 def state(step: int, cfg: Any, **more: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "seconds": 1.5,
-        "config": cfg.model_dump(),
-        "dataset": "d" * 64,
-        "tokenizer": "t" * 64,
-    } | more
+    return {"step": step, "seconds": 1.5, "config": cfg.model_dump(), "dataset": "d" * 64, "tokenizer": "t" * 64} | more
 
 
 def settings(keep: int = 3, asynchronous: bool = False, **more: Any) -> CheckpointConfig:
@@ -92,9 +86,7 @@ def at_moments(write: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", WEIGHTS_FILE])
-def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_one_is_taken(
-    name, tmp_path, monkeypatch
-):
+def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_one_is_taken(name, tmp_path, monkeypatch):
     saved_run(tmp_path)
     failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)]
     whole = Path.stat
@@ -123,9 +115,7 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
             precision=precision, zero__stage=stage, zero__offload=offload, optimizer__name=name,
             model__dropout=0.1, model__attention_dropout=0.1,
         )  # fmt: skip
-        run = Checkpoints(
-            Path(folder) / f"{precision}-{stage}-{offload}-{name}", world, settings(asynchronous=True)
-        )
+        run = Checkpoints(Path(folder) / f"{precision}-{stage}-{offload}-{name}", world, settings(asynchronous=True))
         first = tiny.engine(cfg, world)
         losses = tiny.train(first, range(3))
         run.save(first, state(3, cfg))
@@ -150,9 +140,7 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
 
 
 def equal(a: Snapshot, b: Snapshot) -> bool:
-    tensors = [
-        [tensor for piece in (*s.weights, *s.moments) for tensor in piece.values.values()] for s in (a, b)
-    ]
+    tensors = [[tensor for piece in (*s.weights, *s.moments) for tensor in piece.values.values()] for s in (a, b)]
     return a.counters == b.counters and all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
 
 

@@ -54,9 +54,7 @@ def make(folder: Path, kind: str = "BertForPreTraining", binary: bool = False, *
 @torch.no_grad()
 def hidden_states_differ(peer: Any, run: Path, length: int = 32) -> float:
     found = pretrained.load(run)
-    ids = torch.randint(
-        5, found.config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
-    )
+    ids = torch.randint(5, found.config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     segments = (torch.arange(length) > length // 3).long().expand(2, -1)
     whole = torch.full((2, length), length, dtype=torch.int32)
     ours = found.model(torch.device("cpu")).encode(
@@ -78,10 +76,7 @@ def test_weights_of_every_class_convert(kind: str, binary: bool, tmp_path: Path,
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
     assert hidden_states_differ(peer, tmp_path / "run") <= 1e-5
     said = capsys.readouterr().out
-    missing = {
-        "BertModel": "masked-LM head, next-sentence head",
-        "BertForMaskedLM": "pooler, next-sentence head",
-    }
+    missing = {"BertModel": "masked-LM head, next-sentence head", "BertForMaskedLM": "pooler, next-sentence head"}
     assert (f"initialised as in a new model: {missing.get(kind)}\n" in said) == (kind in missing), said
     assert ("initialised" in said) == (kind in missing)
     found = pretrained.load(tmp_path / "run")
@@ -135,9 +130,7 @@ def test_the_config_starts_from_the_run(tmp_path: Path) -> None:
 def test_without_nsp_pooler_and_head_are_left_out(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run"), "--no-nsp"]) == 0
-    assert (
-        "left out, as pre-training has no place for them: bert.pooler.dense.bias" in capsys.readouterr().out
-    )
+    assert "left out, as pre-training has no place for them: bert.pooler.dense.bias" in capsys.readouterr().out
     weights = pretrained.load(tmp_path / "run").weights
     assert not any(name.startswith(("pooler", "nsp")) for name in weights)
 
@@ -146,9 +139,7 @@ def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -
     """LayerNorm.gamma and .beta, saved position ids, half precision, a classifier on top."""
     peer = make(tmp_path / "hf", binary=True)
     state = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): t.half()
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t.half()
         for name, t in peer.state_dict().items()
     }
     state |= {"bert.embeddings.position_ids": torch.arange(40)[None], "classifier.weight": torch.zeros(2, 32)}
@@ -289,12 +280,10 @@ def test_a_full_run_folder_is_refused(tmp_path: Path, capsys) -> None:
 
 def test_names_without_a_prefix_are_those_of_the_encoder() -> None:
     assert (
-        hf_read.present_name("encoder.layer.0.output.LayerNorm.gamma")
-        == "bert.encoder.layer.0.output.LayerNorm.weight"
+        hf_read.present_name("encoder.layer.0.output.LayerNorm.gamma") == "bert.encoder.layer.0.output.LayerNorm.weight"
     )
     assert (
-        hf_read.present_name("cls.predictions.transform.LayerNorm.beta")
-        == "cls.predictions.transform.LayerNorm.bias"
+        hf_read.present_name("cls.predictions.transform.LayerNorm.beta") == "cls.predictions.transform.LayerNorm.bias"
     )
     assert hf_read.present_name("cls.predictions.bias") == "cls.predictions.bias"
 
@@ -304,7 +293,5 @@ def test_our_names_for_theirs_are_complete() -> None:
     cfg = config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
     written = to_huggingface(runs.model(cfg).state_dict(), cfg)
     shapes = hf_read.their_shapes(cfg)
-    assert {
-        name: tuple(t.shape) for name, t in written.items() if not name.startswith(hf_read.DECODER)
-    } == shapes
+    assert {name: tuple(t.shape) for name, t in written.items() if not name.startswith(hf_read.DECODER)} == shapes
     assert json.loads(json.dumps(BertConfig().to_dict()))["tie_word_embeddings"] is True

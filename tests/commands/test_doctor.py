@@ -40,9 +40,7 @@ def test_this_machine_is_reported_as_it_is() -> None:
         line = lines["packages", name]
         assert (line["state"], line["value"]) == ("ok", importlib.metadata.version(name))
     assert f"{len(os.sched_getaffinity(0))} usable cores" in lines["machine", "cpu"]["value"]
-    operations = {
-        name.split()[0]: line["value"] for (section, name), line in lines.items() if section == "operations"
-    }
+    operations = {name.split()[0]: line["value"] for (section, name), line in lines.items() if section == "operations"}
     assert set(config.OpsConfig.model_fields) <= set(operations)
     built = (ROOT / "megabert" / "_native.abi3.so").is_file()
     assert (lines["operations", "native library"]["state"] == "ok") == built

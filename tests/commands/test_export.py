@@ -117,9 +117,7 @@ def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, 
 
 
 @torch.no_grad()
-def test_a_modern_model_is_a_modernbert_with_a_tokenizer_that_gives_it_no_segments(
-    tmp_path: Path, caplog
-) -> None:
+def test_a_modern_model_is_a_modernbert_with_a_tokenizer_that_gives_it_no_segments(tmp_path: Path, caplog) -> None:
     run = runs.make(tmp_path / "run", kind="unigram", fields={"kind": "modern", "norm": "pre", "nsp": False})
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
     peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
@@ -141,9 +139,7 @@ def test_a_decoder_of_its_own_loads_by_itself(norm: Any, tmp_path: Path, caplog)
     peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
     weights, _ = load_weights(run)
-    assert peer.cls.predictions.decoder.weight.equal(
-        weights["embeddings.word.decoder"][: peer.config.vocab_size]
-    )
+    assert peer.cls.predictions.decoder.weight.equal(weights["embeddings.word.decoder"][: peer.config.vocab_size])
     back = hf_names.from_huggingface(peer.state_dict(), pretrained.load(run).config.model)
     assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
     again = pretrained.load(tmp_path / "hf")
@@ -154,9 +150,7 @@ def test_a_decoder_of_its_own_loads_by_itself(norm: Any, tmp_path: Path, caplog)
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
-def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
-    norm: str, tmp_path: Path, capsys, caplog
-) -> None:
+def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(norm: str, tmp_path: Path, capsys, caplog) -> None:
     run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
     assert export.main(["--model", str(run), "--output", str(folder)]) == 0
     assert "is_decoder=true" in capsys.readouterr().out
@@ -181,9 +175,7 @@ def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(
     goes_on = config.load(str(tmp_path / "back" / "config.toml"))
     assert goes_on.model == again.config.model and goes_on.data.masking.causal
     card = (folder / "README.md").read_text()
-    assert (
-        "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
-    )
+    assert "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
     assert "| next-token loss, held out | not measured |" in card and "| attention | left to right |" in card
 
 

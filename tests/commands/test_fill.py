@@ -161,9 +161,7 @@ def test_the_newest_checkpoint_is_followed(tmp_path: Path, capsys, monkeypatch) 
     captured = capsys.readouterr()
     assert texts[0].splitlines() == [f"-- {run}, step 0"] and len(texts[1].splitlines()) == 2
     lines = captured.out.splitlines()
-    assert (
-        lines[0] == "-- step 30" and lines[1:3] != texts[1].splitlines() and "follows the first" in lines[-1]
-    )
+    assert lines[0] == "-- step 30" and lines[1:3] != texts[1].splitlines() and "follows the first" in lines[-1]
     assert captured.err == "error: the text has no [MASK]; put one where a word is wanted\n"
     assert not (run / "checkpoints" / "step-00000000").exists()
 

@@ -55,9 +55,7 @@ def test_what_a_kill_left_is_in_nobodys_way_and_goes(tmp_path: Path) -> None:
         (first / "mark").write_text("2")
         with appearing(tmp_path / "best2", "mark"):
             pass
-        with appearing(
-            target, "mark", overwrite=True
-        ) as second:  # at work at the same time: neither takes the other's
+        with appearing(target, "mark", overwrite=True) as second:  # at work at the same time: neither takes the other's
             (second / "mark").write_text("3")
             assert first.exists()
     assert (target / "mark").read_text() == "2"

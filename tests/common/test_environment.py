@@ -38,18 +38,14 @@ def test_the_revision_says_whether_the_tree_differs_from_it(tmp_path: Path, monk
         (tmp_path / name).write_text("1")
     for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *args], cwd=tmp_path, check=True)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout[
-        :12
-    ]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout[:12]
     assert environment.revision() == head
     (tmp_path / "results" / "one").write_text("2")
     assert environment.revision() == f"{head}+changes" and environment.revision(["results"]) == head
     (tmp_path / "code").write_text("2")
     assert environment.revision(["results"]) == f"{head}+changes"
     assert environment.changes(["results"]) == [" M code"]
-    monkeypatch.setattr(
-        environment, "ROOT", tmp_path / "results"
-    )  # as installed somewhere in a repository of its user
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "results")  # as installed somewhere in a repository of its user
     assert environment.revision() == "unknown"
 
 

@@ -22,16 +22,12 @@ def os_error(number: int, path: str = "/data/file") -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-@pytest.mark.parametrize(
-    "name", ["EIO", "ESTALE", "ENOSPC", "EDQUOT", "EFBIG", "ESHUTDOWN", "ENOMEM", "ETIMEDOUT"]
-)
+@pytest.mark.parametrize("name", ["EIO", "ESTALE", "ENOSPC", "EDQUOT", "EFBIG", "ESHUTDOWN", "ENOMEM", "ETIMEDOUT"])
 def test_io_that_failed_is_worth_another_start(name: str) -> None:
     assert exit_code(os_error(getattr(errno, name))) == 4
 
 
-@pytest.mark.parametrize(
-    "name", ["ENOENT", "EACCES", "EPERM", "EISDIR", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "EROFS"]
-)
+@pytest.mark.parametrize("name", ["ENOENT", "EACCES", "EPERM", "EISDIR", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "EROFS"])
 def test_a_path_named_wrongly_is_a_mistake(name: str) -> None:
     assert exit_code(os_error(getattr(errno, name))) == 2
 
@@ -73,9 +69,7 @@ def test_an_error_is_described_by_path_and_reason() -> None:
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )
-def test_a_command_ends_with_one_line_and_its_code(
-    error: BaseException, code: int, said: str, capsys
-) -> None:
+def test_a_command_ends_with_one_line_and_its_code(error: BaseException, code: int, said: str, capsys) -> None:
     @command
     def main(argv: list[str] | None = None) -> int:
         raise error
@@ -124,23 +118,14 @@ def test_what_argparse_ends_with_is_left_too(end: SystemExit, code: int, tmp_pat
 
 @pytest.mark.parametrize(
     "start",
-    [
-        ("-m", "megabert", "train"),
-        ("-m", "megabert.train"),
-        ("megabert/train.py",),
-        ("-m", "data_prep", "verify"),
-    ],
+    [("-m", "megabert", "train"), ("-m", "megabert.train"), ("megabert/train.py",), ("-m", "data_prep", "verify")],
     ids=" ".join,
 )
 def test_every_way_of_starting_leaves_the_same_code(start: tuple[str, ...], tmp_path) -> None:
     """A mistyped option never reaches `main`'s own handling; a launcher would make 1 of its 2, and start it again."""
     environment = os.environ | {"MEGABERT_EXIT_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *start, "--no-such-option"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, *start, "--no-such-option"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2 and "usage: " in done.stderr
     assert [file.read_text() for file in tmp_path.iterdir()] == ["2\n"]

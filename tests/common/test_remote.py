@@ -31,14 +31,9 @@ def test_urls_are_told_from_paths():
 
 
 def test_what_is_above_and_below():
-    assert (
-        remote.parent("s3://bucket/a/b/") == "s3://bucket/a"
-        and remote.parent("s3://bucket/a") == "s3://bucket"
-    )
+    assert remote.parent("s3://bucket/a/b/") == "s3://bucket/a" and remote.parent("s3://bucket/a") == "s3://bucket"
     assert remote.parent("s3://bucket") == "s3://bucket"
-    assert remote.below("s3://bucket/", "a", "b") == "s3://bucket/a/b" and remote.below("d", "a") == Path(
-        "d/a"
-    )
+    assert remote.below("s3://bucket/", "a", "b") == "s3://bucket/a/b" and remote.below("d", "a") == Path("d/a")
 
 
 def test_a_file_is_read_by_ranges_that_grow_while_reading_goes_on(web):

@@ -58,10 +58,7 @@ def test_a_mistake_of_the_users_leaves_nothing(tmp_path: Path) -> None:
 
 def test_one_process_writes(tmp_path: Path) -> None:
     with Spool(tmp_path / "out", {}, ["x"]):
-        with (
-            pytest.raises(ValueError, match="another process is writing it"),
-            Spool(tmp_path / "out", {}, ["x"]),
-        ):
+        with pytest.raises(ValueError, match="another process is writing it"), Spool(tmp_path / "out", {}, ["x"]):
             raise AssertionError
         assert folder_of(tmp_path / "out").is_dir()
 
@@ -95,9 +92,7 @@ def test_without_locks_it_goes_on_with_a_warning(
     assert "lock: this file system has no locks (Function not implemented); let no second command" in said
 
 
-def test_a_state_that_cannot_be_read_is_not_thrown_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_cannot_be_read_is_not_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt), Spool(output, {}, ["x"]) as spool:
         spool.files["x"].write(b"one")

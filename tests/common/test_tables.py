@@ -34,9 +34,7 @@ def test_rows_come_before_the_rest_of_the_file_is_read(name: str, tmp_path: Path
 def test_empty_lines_are_rows_inside_a_tsv_and_nowhere_else(tmp_path: Path) -> None:
     path = tmp_path / "t.tsv"
     path.write_text("x\na\n\nb\n\n\n")
-    assert list(tables.rows(path, ["x"])) == [
-        (f"{path}, line {n}", [v]) for n, v in ((2, "a"), (3, ""), (4, "b"))
-    ]
+    assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (3, ""), (4, "b"))]
     for name, text in (("t.csv", "x\na\n\nb\n\n"), ("t.jsonl", '\n{"x": "a"}\n\n{"x": "b"}\n')):
         path = tmp_path / name
         path.write_text(text)

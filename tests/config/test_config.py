@@ -8,17 +8,7 @@ from megabert import config as c
 def test_every_preset_loads_and_divides_on_one_rank():
     names = c.presets()
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
-    assert names == [
-        "base",
-        "base_modern",
-        "large_24h",
-        "large_modern",
-        *large,
-        "mini",
-        "mini_modern",
-        "small",
-        "tiny",
-    ]
+    assert names == ["base", "base_modern", "large_24h", "large_modern", *large, "mini", "mini_modern", "small", "tiny"]
     for name in names:
         assert c.accumulation(c.load(name), 1) >= 1
 
@@ -78,12 +68,7 @@ LEFT_TO_RIGHT = ["objective.causal_share=0.4", "model.nsp=false"]
         ([*LEFT_TO_RIGHT, "cuda_graphs=true"], "cuda_graphs=true needs batches of one shape"),
         ([*LEFT_TO_RIGHT, "ops.attention=varlen"], "which objective.causal_share above 0 must not"),
         (
-            [
-                "schedule.name=wsd",
-                "schedule.total_steps=10",
-                "schedule.warmup_steps=5",
-                "schedule.decay_share=0.6",
-            ],
+            ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5", "schedule.decay_share=0.6"],
             "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget are more than all of it",
         ),
         (
@@ -101,10 +86,7 @@ def test_settings_of_a_recipe_that_contradict_each_other_are_named(overrides, me
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["model.layers=2"],
-            r"precision=fp8 keeps the first and the last layer in bf16: model\.layers=2 leaves none",
-        ),
+        (["model.layers=2"], r"precision=fp8 keeps the first and the last layer in bf16: model\.layers=2 leaves none"),
         (["model.hidden=776", "model.heads=8"], r"precision=fp8 needs multiples of 16: model\.hidden is 776"),
         (["model.intermediate=3000"], r"precision=fp8 needs multiples of 16: model\.intermediate is 3000"),
     ],
@@ -219,10 +201,7 @@ def test_a_users_deepspeed_file_may_add_but_not_contradict():
     ("user", "said"),
     [
         ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            r"f\.json: scheduler is not for this file; .* set schedule\.\*",
-        ),
+        ({"scheduler": {"type": "WarmupLR"}}, r"f\.json: scheduler is not for this file; .* set schedule\.\*"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             r"f\.json: zero_optimization\.offload_optimizer is not for this file; .* set zero\.offload=cpu",
@@ -238,9 +217,7 @@ def test_a_users_deepspeed_file_may_say_what_is_so_anyway():
     none = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
     c.merge_deepspeed(c.to_deepspeed(c.load("", ["zero.stage=2", "precision=bf16"]), 1), none, "f.json")
     ours = c.to_deepspeed(c.load("", ["zero.offload=cpu", "precision=bf16"]), 1)
-    assert (
-        c.merge_deepspeed(ours, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "") == ours
-    )
+    assert c.merge_deepspeed(ours, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "") == ours
 
 
 def test_a_deepspeed_file_that_is_none_is_named(tmp_path):
@@ -255,11 +232,7 @@ def test_a_deepspeed_file_that_is_none_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "by",
-    [
-        ["schedule.budget_minutes=1.0", "schedule.by=minutes"],
-        ["schedule.budget_tokens=10", "schedule.by=tokens"],
-    ],
+    "by", [["schedule.budget_minutes=1.0", "schedule.by=minutes"], ["schedule.budget_tokens=10", "schedule.by=tokens"]]
 )
 def test_a_warm_up_in_steps_binds_a_schedule_that_counts_steps_alone(by):
     short = ["schedule.total_steps=50"]

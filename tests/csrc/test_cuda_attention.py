@@ -28,14 +28,7 @@ def arbitrary(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    kernels: Kernels,
-    qkv: Tensor,
-    grad: Tensor,
-    start: Tensor,
-    end: Tensor,
-    heads: int,
-    p: float,
-    place: int = 0,
+    kernels: Kernels, qkv: Tensor, grad: Tensor, start: Tensor, end: Tensor, heads: int, p: float, place: int = 0
 ) -> list[Tensor]:
     """context, log-sum-exp, dqkv and the gradient of the bias"""
     (batch, width, triple), dtype = qkv.shape, qkv.dtype
@@ -73,23 +66,14 @@ ROWS = [
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("rows", "width", "heads", "size", "p", "kind"), ROWS)
 def test_attention(
-    kernels: Kernels,
-    rows: list[list[int]],
-    width: int,
-    heads: int,
-    size: int,
-    p: float,
-    kind: str,
-    dtype: torch.dtype,
+    kernels: Kernels, rows: list[list[int]], width: int, heads: int, size: int, p: float, kind: str, dtype: torch.dtype
 ) -> None:
     start, end, _ = bounds(*rows, width=width)
     if kind != "whole":
         start, end = (start, causal(start, end)) if kind == "causal" else arbitrary(len(rows), width)
     qkv = normal(len(rows), width, 3 * heads * size, seed=1, scale=1.5).to(dtype)
     grad = normal(len(rows), width, heads * size, seed=2).to(dtype)
-    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(
-        -1, heads, width, width
-    )
+    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(-1, heads, width, width)
     context, lse, dqkv, dbias = attend(kernels, qkv, grad, start, end, heads, p)
     x, exact = qkv.requires_grad_(), qkv.detach().double().requires_grad_()
     zero, none = (torch.zeros_like(t[0, 0]).requires_grad_() for t in (x, exact))
@@ -111,16 +95,11 @@ def test_attention(
 def test_rows_of_a_larger_batch_have_its_mask(kernels: Kernels) -> None:
     width, heads = 40, 2
     start, end, _ = bounds(*[[30, 10]] * 3, width=width)
-    qkv, grad = (
-        normal(3, width, 3 * heads * 16, seed=1).bfloat16(),
-        normal(3, width, heads * 16, seed=2).bfloat16(),
-    )
+    qkv, grad = (normal(3, width, 3 * heads * 16, seed=1).bfloat16(), normal(3, width, heads * 16, seed=2).bfloat16())
     with kernels.lines_of_a_row(heads * width):
         whole = attend(kernels, qkv, grad, start, end, heads, 0.3)
         part = attend(kernels, qkv[1:], grad[1:], start[1:], end[1:], heads, 0.3, place=1)
-    for ours, theirs in zip(
-        part[:3], whole[:3], strict=True
-    ):  # not the gradient of the bias, a sum over rows
+    for ours, theirs in zip(part[:3], whole[:3], strict=True):  # not the gradient of the bias, a sum over rows
         assert torch.equal(ours, theirs[1:])
 
 

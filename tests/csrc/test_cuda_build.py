@@ -43,9 +43,7 @@ needs_nvdisasm = pytest.mark.skipif(
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(architectures, marks=pytest.mark.slow) for architectures in (("90",), ("80", "100"))
-    ],
+    params=[pytest.param(architectures, marks=pytest.mark.slow) for architectures in (("90",), ("80", "100"))],
     ids="-".join,
 )
 def kernels(request: pytest.FixtureRequest) -> list[Kernel]:
@@ -174,11 +172,7 @@ def test_instructions_an_element(kernels: list[Kernel]) -> None:
 def test_the_library_brings_torchs_cuda_library() -> None:
     """It needs libtorch.so, which has nothing but torch's own libraries, the CUDA one where there is one: the linker
     drops it unless told not to, and then torch's stream and products are not found on a GPU."""
-    needed = {
-        name
-        for name in (b"libtorch.so", b"libtorch_cpu.so")
-        if b"\0" + name + b"\0" in ops.LIBRARY.read_bytes()
-    }
+    needed = {name for name in (b"libtorch.so", b"libtorch_cpu.so") if b"\0" + name + b"\0" in ops.LIBRARY.read_bytes()}
     assert needed == {b"libtorch.so", b"libtorch_cpu.so"}
 
 

@@ -50,9 +50,7 @@ def cast(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_cast_transpose(
-    kernels: Kernels, shape: tuple[int, int], kind: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_cast_transpose(kernels: Kernels, shape: tuple[int, int], kind: torch.dtype, dtype: torch.dtype) -> None:
     """Magnitudes from below the smallest subnormal to beyond the largest value."""
     x = (normal(*shape, seed=1) * 2 ** (8 * normal(*shape, seed=2))).clamp(-60000, 60000).to(dtype)
     scale = 4.0
@@ -111,17 +109,12 @@ def test_gelu_for_fp8_products(kernels: Kernels, shape: tuple[int, int], dtype: 
     ],
     ids=str,
 )
-def test_layer_norm_for_fp8_products(
-    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, p: float
-) -> None:
+def test_layer_norm_for_fp8_products(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, p: float) -> None:
     """What the plain kernel gives, bit for bit, and the codes that the cast of its result gives."""
     rows, width = shape
     sizes = (shape, (width,), shape, (width,), (width,))
     inputs = [normal(*size, seed=i).to(dtype) for i, size in enumerate(sizes)]
-    results = [
-        *(empty(*shape, dtype=dtype) for _ in range(2)),
-        *(empty(rows, dtype=torch.float32) for _ in range(2)),
-    ]
+    results = [*(empty(*shape, dtype=dtype) for _ in range(2)), *(empty(rows, dtype=torch.float32) for _ in range(2))]
     numbers = (rows, width, 1e-12, STREAM, p, seed_tensor())
     wanted = kernels.run("layer_norm", dtype, *inputs, *results, *numbers, outputs=(5, 6, 7, 8))
     codes = [torch.zeros(size, dtype=torch.uint8) for size in (shape, shape[::-1])]

@@ -49,9 +49,7 @@ def seed_tensor() -> Tensor:
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Outputs start as NaN or a large number, so that what is not written shows."""
     return (
-        torch.full(shape, float("nan"), dtype=dtype)
-        if dtype.is_floating_point
-        else torch.full(shape, 77, dtype=dtype)
+        torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else torch.full(shape, 77, dtype=dtype)
     )
 
 
@@ -193,12 +191,9 @@ SIZES = [(1, 1), (4, 3), (5, 1023), (7, 1024), (4, 2056)]
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_bias_gelu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
     x, bias, grad = (
-        t.to(dtype)
-        for t in (normal(rows, width, seed=1, scale=3), normal(width, seed=2), normal(rows, width, seed=3))
+        t.to(dtype) for t in (normal(rows, width, seed=1, scale=3), normal(width, seed=2), normal(rows, width, seed=3))
     )
-    (y,) = kernels.run(
-        "bias_gelu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,)
-    )
+    (y,) = kernels.run("bias_gelu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,))
     dx, dbias = kernels.run(
         "bias_gelu_backward", dtype, grad, x, bias, empty(rows, width, dtype=dtype),
         empty(3, width, dtype=torch.float32), empty(width, dtype=dtype), rows, width, outputs=(3, 5),
@@ -215,15 +210,9 @@ def test_bias_gelu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) 
 def test_bias_geglu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype) -> None:
     x, bias, grad = (
         t.to(dtype)
-        for t in (
-            normal(rows, 2 * width, seed=1, scale=3),
-            normal(2 * width, seed=2),
-            normal(rows, width, seed=3),
-        )
+        for t in (normal(rows, 2 * width, seed=1, scale=3), normal(2 * width, seed=2), normal(rows, width, seed=3))
     )
-    (y,) = kernels.run(
-        "bias_geglu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,)
-    )
+    (y,) = kernels.run("bias_geglu", dtype, x, bias, empty(rows, width, dtype=dtype), rows, width, outputs=(2,))
     dx, dbias = kernels.run(
         "bias_geglu_backward", dtype, grad, x, bias, empty(rows, 2 * width, dtype=dtype),
         empty(3, 2 * width, dtype=torch.float32), empty(2 * width, dtype=dtype), rows, width, outputs=(3, 5),
@@ -242,18 +231,14 @@ def test_bias_geglu(kernels: Kernels, rows: int, width: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "heads", "half"), [(1, 1, 1), (4, 3, 5), (5, 2, 12), (7, 16, 32), (4, 24, 64)]
-)
+@pytest.mark.parametrize(("rows", "heads", "half"), [(1, 1, 1), (4, 3, 5), (5, 2, 12), (7, 16, 32), (4, 24, 64)])
 def test_rotate(kernels: Kernels, rows: int, heads: int, half: int, back: bool, dtype: torch.dtype) -> None:
     x, angles = normal(rows, 6 * heads * half, seed=1).to(dtype), normal(rows, half, seed=2)
     cos, sin = angles.cos().float(), angles.sin().float()
     (y,) = kernels.run(
         "rotate", dtype, x, cos, sin, empty(*x.shape, dtype=dtype), rows, heads, half, back, outputs=(3,)
     )
-    both = [
-        reference.rotate(x.to(kind), cos, -sin if back else sin, heads) for kind in (dtype, torch.float64)
-    ]
+    both = [reference.rotate(x.to(kind), cos, -sin if back else sin, heads) for kind in (dtype, torch.float64)]
     check([y], [both[0]], [both[1]], dtype)
     assert y[:, 4 * heads * half :].equal(x[:, 4 * heads * half :]), "values are copied"
 
@@ -274,16 +259,7 @@ def test_rows_of_a_larger_batch_have_its_mask(kernels: Kernels) -> None:
     x, seed = normal(rows, width, seed=1).float(), torch.tensor([SEED, place])
     with kernels.lines_of_a_row(lines):
         (y,) = kernels.run(
-            "dropout",
-            x.dtype,
-            x,
-            empty(rows, width, dtype=x.dtype),
-            rows,
-            width,
-            STREAM,
-            0.3,
-            seed,
-            outputs=(1,),
+            "dropout", x.dtype, x, empty(rows, width, dtype=x.dtype), rows, width, STREAM, 0.3, seed, outputs=(1,)
         )
     keep = reference.keep_mask(SEED, STREAM, lines * place + rows, width, 0.3)[lines * place :]
     torch.testing.assert_close(y.double(), x.double() * keep, rtol=2 * FLOOR[x.dtype], atol=0)
@@ -295,12 +271,9 @@ WIDE = [(4, 4100, 0.1, "of y"), (4, 4104, 0.0, "of z"), (5, 8192, 0.1, "of y")] 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "width", "p", "second"),
-    [*((*size, *gradient) for size in SIZES for gradient in GRADIENTS), *WIDE],
+    ("rows", "width", "p", "second"), [*((*size, *gradient) for size in SIZES for gradient in GRADIENTS), *WIDE]
 )
-def test_layer_norm(
-    kernels: Kernels, rows: int, width: int, p: float, second: str, dtype: torch.dtype
-) -> None:
+def test_layer_norm(kernels: Kernels, rows: int, width: int, p: float, second: str, dtype: torch.dtype) -> None:
     x, residual, grad, more = (normal(rows, width, seed=s).to(dtype) for s in (1, 2, 7, 8))
     bias, weight, shift = (normal(width, seed=s).to(dtype) for s in (3, 4, 5))
     keep = reference.keep_mask(SEED, STREAM, rows, width, p)

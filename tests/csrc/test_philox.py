@@ -37,16 +37,9 @@ def native_mask(seed: int, stream: int, rows: int, columns: int, p: float) -> to
 
 @needs_library
 def test_native_mask_is_the_oracles() -> None:
-    for rows, columns, p, stream in [
-        (1, 1, 0.5, 0),
-        (3, 1023, 0.1, 7),
-        (257, 64, 0.9, 2**31),
-        (5, 100, 1e-9, 1),
-    ]:
+    for rows, columns, p, stream in [(1, 1, 0.5, 0), (3, 1023, 0.1, 7), (257, 64, 0.9, 2**31), (5, 100, 1e-9, 1)]:
         expected = reference.keep_mask(SEED, stream, rows, columns, p)
-        torch.testing.assert_close(
-            native_mask(SEED, stream, rows, columns, p), expected.float(), rtol=1e-7, atol=0
-        )
+        torch.testing.assert_close(native_mask(SEED, stream, rows, columns, p), expected.float(), rtol=1e-7, atol=0)
 
 
 @needs_library

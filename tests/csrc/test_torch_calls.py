@@ -55,9 +55,7 @@ def test_the_dispatcher_is_not_called_by_hand() -> None:
 
 def test_every_source_gives_torchs_own_reason() -> None:
     """`common/errors.h` comes before torch's headers, which use its check."""
-    users = [
-        path for path in ROOT.rglob("*.*") if "#include <torch/" in code(path) and path.name != "errors.h"
-    ]
+    users = [path for path in ROOT.rglob("*.*") if "#include <torch/" in code(path) and path.name != "errors.h"]
     assert len(users) >= 4
     for path in users:
         assert code(path).partition("#include <torch/")[0].count('#include "common/errors.h"') == 1, path.name

@@ -94,9 +94,7 @@ def test_every_row_exactly_once_an_epoch(reference):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores, on purpose
 @pytest.mark.parametrize("workers", [0, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_global_batches_are_identical_for_every_world_and_number_of_workers(
-    dataset, reference, world, workers
-):
+def test_global_batches_are_identical_for_every_world_and_number_of_workers(dataset, reference, world, workers):
     assert global_batches(dataset, 15, world, workers) == reference
 
 
@@ -106,9 +104,7 @@ def test_global_batches_are_identical_for_every_micro_batch(dataset, reference, 
 
 
 @pytest.mark.parametrize(("world", "micro", "workers"), [(5, 3, 0), (3, 7, 0), (1, 25, 1), (64, 1, 0)])
-def test_ranks_that_cannot_share_a_global_batch_evenly_have_the_same_rows(
-    dataset, reference, world, micro, workers
-):
+def test_ranks_that_cannot_share_a_global_batch_evenly_have_the_same_rows(dataset, reference, world, micro, workers):
     """Seats without a row hold fillers, which count for nothing, and are no damaged rows."""
     place = {"global_batch": GLOBAL, "micro_batch": micro, "seed": SEED, "world": world, "workers": workers}
     loaders = [Loader(dataset, vocabulary(), rank=rank, **place) for rank in range(world)]
@@ -211,14 +207,11 @@ def test_a_batch_equals_the_hand_computed_one(tmp_path):
     assert batch.mlm_positions.shape == batch.mlm_labels.shape == (2, 3)  # ceil(0.15 x 12) + 1
     original = dataset.read(np.arange(2)).ids.ravel()
     used = batch.mlm_labels >= 0
-    assert batch.predictions == int(used.sum()) and used[:, 0].all() and used[0, 1], (
-        "one prediction a sequence"
-    )
+    assert batch.predictions == int(used.sum()) and used[:, 0].all() and used[0, 1], "one prediction a sequence"
     assert (batch.mlm_labels[used].numpy() == original[batch.mlm_positions[used].numpy()]).all()
     assert (batch.mlm_positions[~used] == torch.tensor([[0], [12]]).expand(2, 3)[~used]).all()
     assert (
-        (batch.mlm_positions >= torch.tensor([[0], [12]]))
-        & (batch.mlm_positions < torch.tensor([[12], [24]]))
+        (batch.mlm_positions >= torch.tensor([[0], [12]])) & (batch.mlm_positions < torch.tensor([[12], [24]]))
     ).all()
     for name, tensor in batch.inputs().items():
         assert tensor.is_contiguous(), name
@@ -231,10 +224,7 @@ def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
     assert batch.input_ids.tolist() == [[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]]
     assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]
     assert batch.key_end.tolist() == [[*range(1, 11), 0, 0], list(range(1, 13))]
-    assert batch.mlm_labels.tolist() == [
-        [10, 11, 3, 12, 3, 13, 14, 3, *[-100] * 4],
-        [*range(20, 30), 3, -100],
-    ]
+    assert batch.mlm_labels.tolist() == [[10, 11, 3, 12, 3, 13, 14, 3, *[-100] * 4], [*range(20, 30), 3, -100]]
     assert batch.mlm_positions.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8, 0, 0, 0, 0], [*range(12, 23), 12]]
     assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
 
@@ -303,10 +293,7 @@ def test_from_config_takes_the_datasets_tokenizer_and_no_other(tmp_path):
 
     tokenizer = Tokenizer.load(train_tokenizer(tmp_path / "tokenizer.model"))
     entry = {"kind": "sentencepiece", "file": "tokenizer.model", "vocab_size": 60}
-    entry |= {
-        "special_ids": tokenizer.special_ids,
-        "sha256": hashlib.sha256(tokenizer.path.read_bytes()).hexdigest(),
-    }
+    entry |= {"special_ids": tokenizer.special_ids, "sha256": hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()}
     ids, bounds, isnext = (
         np.full((8, 16), 9, np.uint16),
         np.full((8, 2, 2), 0, np.uint16),
@@ -314,24 +301,13 @@ def test_from_config_takes_the_datasets_tokenizer_and_no_other(tmp_path):
     )
     ids[:, [0, 15]], bounds[:, 0] = (2, 3), 16
     folder = tmp_path / "data"
-    dataset = Dataset(
-        make_dataset(folder, 8, seq_len=16, slots=2, arrays=(ids, bounds, isnext), tokenizer=entry)
-    )
+    dataset = Dataset(make_dataset(folder, 8, seq_len=16, slots=2, arrays=(ids, bounds, isnext), tokenizer=entry))
     config = from_dict(
-        {
-            "batch": {"global_size": 8, "micro_size": 4},
-            "data": {"workers": 0, "masking": {"strategy": "word"}},
-        }
+        {"batch": {"global_size": 8, "micro_size": 4}, "data": {"workers": 0, "masking": {"strategy": "word"}}}
     )
     loader = Loader.from_config(config, dataset, tokenizer, start_step=2)
     plain = Loader(
-        dataset,
-        tokenizer,
-        global_batch=8,
-        micro_batch=4,
-        seed=config.seed,
-        masking=Masking("word"),
-        start_step=2,
+        dataset, tokenizer, global_batch=8, micro_batch=4, seed=config.seed, masking=Masking("word"), start_step=2
     )
     ours, theirs = next(loader), next(plain)
     assert ours.step == 2 and len(ours.batches) == 2

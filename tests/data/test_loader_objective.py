@@ -18,11 +18,7 @@ def dataset(tmp_path_factory):
     return Dataset(make_dataset(tmp_path_factory.mktemp("objective"), 180))
 
 
-KINDS = (
-    Masking("causal"),
-    Masking("token", 0.3, max_predictions=11),
-    Masking("word", 0.15, max_predictions=11),
-)
+KINDS = (Masking("causal"), Masking("token", 0.3, max_predictions=11), Masking("word", 0.15, max_predictions=11))
 
 
 def kind_of(step):

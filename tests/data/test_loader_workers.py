@@ -38,15 +38,7 @@ def no_fork_server():
 @start_methods
 def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset, start_method):
     """Nor does the server that forkserver keeps for them."""
-    loader = Loader(
-        dataset,
-        vocabulary(),
-        global_batch=48,
-        micro_batch=8,
-        seed=1,
-        workers=2,
-        start_method=start_method,
-    )
+    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2, start_method=start_method)
     next(loader)
     parents = {Path(f"/proc/{worker.pid}/stat").read_text().split()[3] for worker in loader._workers}
     servers = {int(parent) for parent in parents} - {os.getpid()}
@@ -88,15 +80,7 @@ def test_workers_end_with_a_killed_process(dataset, tmp_path, python, start_meth
 def test_workers_end_with_close_and_leave_the_global_generator_alone(dataset, start_method):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    loader = Loader(
-        dataset,
-        vocabulary(),
-        global_batch=48,
-        micro_batch=8,
-        seed=1,
-        workers=2,
-        start_method=start_method,
-    )
+    loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2, start_method=start_method)
     workers = list(loader._workers)
     next(loader)
     assert torch.equal(torch.get_rng_state(), before), "the model's dropout must not depend on the loader"

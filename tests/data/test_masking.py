@@ -22,13 +22,7 @@ def million():
 def masked(rows, strategy, seed=11, epoch=0, **options):
     ids, bounds, row_ids = rows
     return mask(
-        ids,
-        bounds,
-        row_ids,
-        seed=seed,
-        epoch=epoch,
-        vocabulary=vocabulary(),
-        masking=Masking(strategy, **options),
+        ids, bounds, row_ids, seed=seed, epoch=epoch, vocabulary=vocabulary(), masking=Masking(strategy, **options)
     )
 
 
@@ -245,10 +239,7 @@ def test_left_to_right_hides_nothing_and_predicts_every_next_id():
             expected += [(p, int(ids[row, p + 1])) for p in range(at, at + length - 1)]
             at += length
         count = int(out.counts[row])
-        assert (
-            list(zip(out.positions[row, :count].tolist(), out.labels[row, :count].tolist(), strict=True))
-            == expected
-        )
+        assert list(zip(out.positions[row, :count].tolist(), out.labels[row, :count].tolist(), strict=True)) == expected
         assert (out.labels[row, count:] == -100).all() and (out.positions[row, count:] == 0).all()
         assert 2 not in out.labels[row] and (out.labels[row] == 3).sum() == (ids[row] == 3).sum()
     assert masked((ids[:0], bounds[:0], row_ids[:0]), "causal").labels.shape == (0, 48)

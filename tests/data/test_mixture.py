@@ -70,11 +70,7 @@ def test_rows_of_all_parts_are_read_and_padded(folders):
 
 def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path):
     """Shards are not looked at: a plan may be made where there are none."""
-    counts = {
-        "a": (60, 4, 100),
-        "a/added-001": (20, 2, 60),
-        "b": (44, 8, 128),
-    }  # rows; sequences, tokens a row
+    counts = {"a": (60, 4, 100), "a/added-001": (20, 2, 60), "b": (44, 8, 128)}  # rows; sequences, tokens a row
     for name, (rows, sequences, tokens) in counts.items():
         made = {"sequences": rows * sequences, "tokens": rows * tokens, "fill": 0.5}
         make_dataset(tmp_path / name, rows, slots=8, seq_len=128, statistics=made)
@@ -105,13 +101,7 @@ def test_a_dataset_with_added_text_has_the_order_that_its_first_part_names(folde
 @pytest.mark.parametrize("world", [1, 2])
 def test_loaders_cut_a_mixture_as_they_cut_a_dataset(folders, world):
     def rows(world, micro, start):
-        options = {
-            "global_batch": 24,
-            "micro_batch": micro,
-            "seed": SEED,
-            "world": world,
-            "start_step": start,
-        }
+        options = {"global_batch": 24, "micro_batch": micro, "seed": SEED, "world": world, "start_step": start}
         dataset = open_mixture(folders[0], {folders[1]: 0.3})
         loaders = [Loader(dataset, vocabulary(), rank=rank, **options) for rank in range(world)]
         updates = [next(loader) for loader in loaders]
@@ -170,10 +160,7 @@ def test_another_dataset_another_share_or_less_text_is_no_resume(folders):
     less = Mixture([Dataset(folders[0]), Dataset(folders[1])], [0.7, 0.3])
     more = open_mixture(folders[0], {folders[1]: 0.3})
     assert mixture.resume(more, mixture.described(less), 5000)
-    assert more.parts[0].segments == [
-        Segment(1, 0, 0),
-        Segment(2, 5760, 96),
-    ]  # 2 windows of 2,867 are 95.6 epochs
+    assert more.parts[0].segments == [Segment(1, 0, 0), Segment(2, 5760, 96)]  # 2 windows of 2,867 are 95.6 epochs
 
 
 def test_datasets_that_do_not_fit_are_refused_by_name(folders, tmp_path):
@@ -189,9 +176,7 @@ def test_datasets_that_do_not_fit_are_refused_by_name(folders, tmp_path):
 
 def test_large_datasets_together_keep_few_files_open(tmp_path, monkeypatch):
     monkeypatch.setattr(mixture, "OPEN_SHARDS", 8)
-    names = [
-        str(make_dataset(tmp_path / name, 500, seed=i)) for i, name in enumerate("abcd")
-    ]  # 8 shards each
+    names = [str(make_dataset(tmp_path / name, 500, seed=i)) for i, name in enumerate("abcd")]  # 8 shards each
     make_dataset(tmp_path / "a" / "added-001", 100, seed=9)
     mixed = open_mixture(names[0], dict.fromkeys(names[1:], 0.25))
     before = len(os.listdir("/proc/self/fd"))

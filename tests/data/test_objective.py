@@ -41,10 +41,7 @@ def test_the_rate_falls_in_equal_steps_from_the_first_to_the_last() -> None:
     found = [masking_at(cfg, i / 1600, 128) for i in range(1601)]
     rates = [masking.rate for masking in found]
     assert rates == sorted(rates, reverse=True) and len(set(rates)) == 16
-    assert {rates.count(rate) for rate in set(rates)} == {
-        100,
-        101,
-    }  # the last share, 1, has the last rate too
+    assert {rates.count(rate) for rate in set(rates)} == {100, 101}  # the last share, 1, has the last rate too
     assert sorted(set(rates)) == pytest.approx([0.01 * n for n in range(15, 31)])
     assert rates[0] == 0.3 and rates[-1] == pytest.approx(0.15)
     assert {masking.capacity(128) for masking in found} == {40}  # ceil(0.3 x 128) + 1, of every update

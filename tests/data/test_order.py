@@ -11,9 +11,7 @@ from tests.helpers.streams import shuffled
 
 def independent_order(rows, block_rows, seed, epoch):
     """Blocks, then rows in windows of 16 permuted blocks, by plain lists and Python integers."""
-    blocks = [
-        list(range(b * block_rows, min(rows, (b + 1) * block_rows))) for b in range(-(-rows // block_rows))
-    ]
+    blocks = [list(range(b * block_rows, min(rows, (b + 1) * block_rows))) for b in range(-(-rows // block_rows))]
     blocks = shuffled(blocks, int.from_bytes(b"block"), seed, epoch)
     order = []
     for w in range(0, len(blocks), 16):

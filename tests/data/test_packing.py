@@ -40,9 +40,7 @@ def test_every_token_lies_where_it_is_said_to_and_pads_attend_to_nothing():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_gives_the_same_alone_and_packed(causal):
     cfg = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=90, max_positions=16)
-    model = BertForPreTraining(
-        cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch"), dtype=torch.float32
-    )
+    model = BertForPreTraining(cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch"), dtype=torch.float32)
     model.eval()
     texts, seconds = sequences(1)
     with torch.no_grad():

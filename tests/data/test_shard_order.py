@@ -71,9 +71,7 @@ def test_an_update_of_a_rank_opens_few_files():
     """A thousand million rows, 512 ranks with two loader processes each: 100 updates of 65,536 rows, counted."""
     shards, shard_rows, ranks, batch, updates, workers, micro = 15_259, 65_536, 512, 65_536, 100, 2, 64
     order = ShardOrder(np.full(shards, shard_rows), 256)
-    seats = (
-        np.arange(batch).reshape(-1, ranks, micro).swapaxes(0, 1).ravel()
-    )  # by rank, as the loader deals them out
+    seats = np.arange(batch).reshape(-1, ranks, micro).swapaxes(0, 1).ravel()  # by rank, as the loader deals them out
     rank = np.repeat(np.arange(ranks), batch // ranks)
     seen = np.zeros((workers, ranks, shards), bool)
     widest = 0

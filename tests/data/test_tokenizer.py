@@ -30,9 +30,7 @@ def train(path, **changes):
     model = io.BytesIO()
     options = {f"{k}_id": i for i, k in enumerate(PIECES)} | {f"{k}_piece": v for k, v in PIECES.items()}
     options |= {"control_symbols": ["[MASK]"], "vocab_size": 60, "model_type": "unigram"} | changes
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_writer=model, minloglevel=2, **options
-    )
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=model, minloglevel=2, **options)
     path.write_bytes(model.getvalue())
     return path
 
@@ -83,8 +81,7 @@ def test_offsets_outlive_normalisation(path, tmp_path):
     """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
     text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
     pieces, lower = (
-        Tokenizer.load(p).encode_with_offsets([text])[0][1]
-        for p in (path, wordpiece.write(tmp_path / "v.txt"))
+        Tokenizer.load(p).encode_with_offsets([text])[0][1] for p in (path, wordpiece.write(tmp_path / "v.txt"))
     )
     for offsets in (pieces, lower):
         covered = set().union(*(range(a, b) for a, b in offsets))
@@ -121,8 +118,7 @@ def test_pieces_joined_are_the_text(path):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}],
+    "changes", [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}]
 )
 def test_models_whose_pieces_depend_on_neighbours_say_so(tmp_path, changes):
     assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local
@@ -146,9 +142,7 @@ def test_every_malformed_file_is_one_line_naming_it(path, tmp_path):
         assert str(bad) in str(caught.value) and "\n" not in str(caught.value)
     rng = np.random.default_rng(0)
     refused = 0
-    for at in rng.integers(
-        0, len(whole), 200
-    ).tolist():  # a flipped bit is refused or gives another hash: no crash
+    for at in rng.integers(0, len(whole), 200).tolist():  # a flipped bit is refused or gives another hash: no crash
         data = bytearray(whole)
         data[at] ^= 1 << int(rng.integers(8))
         bad.write_bytes(data)
@@ -315,9 +309,7 @@ def test_a_vocabulary_is_cased_as_it_says_or_as_one_is_told(tmp_path, pieces, te
 
 def test_a_configuration_that_is_none_is_named(tmp_path):
     path = vocabulary(tmp_path / "v", KOREAN, do_lower_case="no")
-    with pytest.raises(
-        ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"):
         Tokenizer.load(path)
     path.with_name("tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match="is no JSON object"):

@@ -69,16 +69,7 @@ def tokenizer_file(topics, tmp_path_factory):
         (folder / f"{i:03}.txt").write_text(text, encoding="utf-8")
     output = folder / "out"
     result = run_command(
-        "build",
-        "--input",
-        folder / "*.txt",
-        "--output",
-        output,
-        "--vocab-size",
-        3000,
-        "--workers",
-        1,
-        "--quiet",
+        "build", "--input", folder / "*.txt", "--output", output, "--vocab-size", 3000, "--workers", 1, "--quiet"
     )
     assert result.returncode == 0, result.stderr
     return output / "tokenizer.model"

@@ -31,27 +31,14 @@ def prep(*arguments):
 def write(folder, first, last):
     folder.mkdir(exist_ok=True)
     for i in range(first, last):
-        lines = [
-            f"Document {i} says in its line {k} what no other one does: {i * 31 + k}." for k in range(12)
-        ]
+        lines = [f"Document {i} says in its line {k} what no other one does: {i * 31 + k}." for k in range(12)]
         (folder / f"{i:03}.txt").write_text("\n\n".join(lines))
 
 
 @pytest.fixture
 def base(tmp_path):
     write(tmp_path / "in", 0, 30)
-    options = (
-        "--tokenizer",
-        TOKENIZER,
-        "--no-nsp",
-        "--seq-len",
-        32,
-        48,
-        "--held-out",
-        0.1,
-        "--rows-per-shard",
-        256,
-    )
+    options = ("--tokenizer", TOKENIZER, "--no-nsp", "--seq-len", 32, 48, "--held-out", 0.1, "--rows-per-shard", 256)
     assert prep("--input", tmp_path / "in", "--output", tmp_path / "out", *options, "--workers", 1) == 0
     return tmp_path
 
@@ -66,9 +53,7 @@ def test_only_new_files_are_built_by_any_route(base, capsys):
     write(base / "in", 30, 40)
     assert prep("--add", "--output", base / "out", "--workers", 2) == 0  # the same input: what is new in it
     one = digests(base / "out" / "added-001")
-    assert {
-        name: digest for name, digest in digests(base / "out").items() if not name.startswith("added")
-    } == before
+    assert {name: digest for name, digest in digests(base / "out").items() if not name.startswith("added")} == before
     whole = open_versions(str(base / "out" / "seq32"))
     assert isinstance(whole, Versions) and [str(p.folder.relative_to(base)) for p in whole.parts] == [
         "out/seq32",
@@ -85,9 +70,7 @@ def test_only_new_files_are_built_by_any_route(base, capsys):
     assert datasets(base / "out") == [
         base / "out" / name for name in ("seq32", "seq48", "added-001/seq32", "added-001/seq48")
     ]
-    assert (
-        list(verify(base / "out" / "added-001" / "seq48")) == [] and main(["verify", str(base / "out")]) == 0
-    )
+    assert list(verify(base / "out" / "added-001" / "seq48")) == [] and main(["verify", str(base / "out")]) == 0
     capsys.readouterr()
     assert prep("--add", "--output", base / "out", "--workers", 1) == 0
     assert "holds all of this input already" in capsys.readouterr().out
@@ -121,10 +104,7 @@ def test_what_an_added_part_must_share_is_refused_by_name(base, capsys):
     assert "has no recipe.toml; give --input" in capsys.readouterr().err
     # A dataset of before: no recipe, no list of files.
     (base / "out" / "inputs.bin").unlink()
-    assert (
-        prep("--add", "--output", base / "out", *options, "--input", base / "in" / "03*.txt", "--workers", 1)
-        == 0
-    )
+    assert prep("--add", "--output", base / "out", *options, "--input", base / "in" / "03*.txt", "--workers", 1) == 0
     assert Dataset(base / "out" / "added-001" / "seq32").rows > 0
 
 

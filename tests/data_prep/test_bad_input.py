@@ -147,9 +147,7 @@ def test_a_worker_that_is_killed_ends_the_build_with_a_line():
 
 
 def test_a_corpus_smaller_than_a_row(build, tmp_path):
-    expect_error(
-        build(write(tmp_path / "tiny.txt", "Just one line. And another.")), "less than one row of 128"
-    )
+    expect_error(build(write(tmp_path / "tiny.txt", "Just one line. And another.")), "less than one row of 128")
     assert not (tmp_path / "out").exists()
 
 
@@ -226,9 +224,7 @@ def test_after_a_full_disk_the_same_command_goes_on(workers, limit, build, corpu
 def test_a_really_full_disk(build, corpus, undisturbed, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", out], capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", out], capture_output=True).returncode:
         pytest.skip("no right to mount a small tmpfs")
     try:
         expect_error(build(corpus), out, "disk is full", status=4)

@@ -75,9 +75,7 @@ def test_a_user_s_mistake_ends_all_ranks_with_one_line(corpus, tokenizer_file, c
         prefix=(MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2"),
     )  # fmt: skip
     assert result.returncode == 2
-    assert (
-        len(re.findall(r"^error: .*wiki_03: byte 1000000: invalid UTF-8", result.stderr, re.MULTILINE)) == 1
-    )
+    assert len(re.findall(r"^error: .*wiki_03: byte 1000000: invalid UTF-8", result.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in result.stderr and not list((tmp_path / "out").rglob("manifest.json"))
 
 
@@ -113,9 +111,7 @@ def test_rows_hold_the_text_and_every_true_next_follows(built, corpus):
         for body in re.findall(r"<doc [^>]*>\n.*\n\n((?:.|\n)*?)</doc>", path.read_text(encoding="utf-8")):
             bodies.append(body)
     # Each document as the string of its pieces; a part of a sequence must be found in it as it is.
-    joined = "\n".join(
-        "".join(tokenizer.processor.encode(" ".join(body.split()), out_type=str)) for body in bodies
-    )
+    joined = "\n".join("".join(tokenizer.processor.encode(" ".join(body.split()), out_type=str)) for body in bodies)
     checked = {0: 0, 1: 0}
     for ids, first, label in sequences(folder):
         assert ids[0] == 2 and ids[first - 1] == 3 and ids[-1] == 3
@@ -237,9 +233,7 @@ def test_a_published_vocabulary_feeds_the_same_path(corpus, command, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(pieces) + "\n", encoding="utf-8")
     output = tmp_path / "out"
-    result = command(
-        "build", "--input", folder, "--tokenizer", vocabulary, "--output", output, "--allow", "--quiet"
-    )
+    result = command("build", "--input", folder, "--tokenizer", vocabulary, "--output", output, "--allow", "--quiet")
     assert result.returncode == 0, result.stderr
     manifest = json.loads((output / "manifest.json").read_text())["tokenizer"]
     assert manifest["kind"] == "wordpiece" and manifest["file"] == "vocab.txt"
@@ -263,14 +257,8 @@ def test_a_build_after_another_in_one_process_encodes_by_its_own_tokenizer(topic
 
     def build(output, pieces):
         options = ["--vocab-size", str(pieces), "--seq-len", "32", "--workers", "1", "--quiet", "--overwrite"]
-        assert (
-            main(["build", "--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/{output}", *options])
-            == 0
-        )
-        return {
-            path.relative_to(tmp_path / output): path.read_bytes()
-            for path in (tmp_path / output).rglob("*.tar")
-        }
+        assert main(["build", "--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/{output}", *options]) == 0
+        return {path.relative_to(tmp_path / output): path.read_bytes() for path in (tmp_path / output).rglob("*.tar")}
 
     first = build("one", 300)
     assert build("one", 400) == build("two", 400) != first

@@ -30,10 +30,7 @@ def inputs(tmp_path):
         lines.append(" ".join(sentences))
     (tmp_path / "text.txt").write_text("\n".join(lines))
     (tmp_path / "sst.tsv").write_text(f"label\tcontent\n1\t{PLANTED[3]}\n0\tnot in it\n")
-    long = {
-        "paragraphs": [{"context": f"Before it. {PLANTED[20]} After it."}],
-        "qas": [{"question": PLANTED[10]}],
-    }
+    long = {"paragraphs": [{"context": f"Before it. {PLANTED[20]} After it."}], "qas": [{"question": PLANTED[10]}]}
     (tmp_path / "squad.json").write_text(json.dumps({"data": [long]}))
     return tmp_path
 
@@ -60,14 +57,10 @@ def test_planted_evaluation_texts_are_dropped_and_listed(inputs, tmp_path):
     report = json.loads((tmp_path / "1" / "report.json").read_text())
     assert report["dropped"]["reasons"] == {"evaluation text": 3}
     listed = [json.loads(line) for line in (tmp_path / "1" / "contaminated.jsonl").read_text().splitlines()]
-    assert [entry["evaluation"] for entry in listed] == [f"{inputs}/sst.tsv, line 2"] + [
-        f"{inputs}/squad.json"
-    ] * 2
+    assert [entry["evaluation"] for entry in listed] == [f"{inputs}/sst.tsv, line 2"] + [f"{inputs}/squad.json"] * 2
     for entry, number in zip(listed, PLANTED, strict=True):
         assert PLANTED[number][:20] in entry["text"] or number == 20
-        assert (
-            entry["document"] == " ".join((inputs / "text.txt").read_text().split("\n")[number].split())[:300]
-        )
+        assert entry["document"] == " ".join((inputs / "text.txt").read_text().split("\n")[number].split())[:300]
 
 
 def test_evaluation_files_are_part_of_what_a_build_is_known_by(inputs, tmp_path, capsys):

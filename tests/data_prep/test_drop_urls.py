@@ -65,10 +65,7 @@ def test_lists_are_no_part_of_a_build_without_them(inputs, tmp_path):
 def test_a_build_of_which_no_document_has_a_url_stops(inputs, tmp_path, capsys):
     lists = ("--drop-urls", f"{inputs}/hosts", "--workers", "1")
     assert build(inputs, tmp_path / "out", *lists, files=("a.jsonl",)) == 2
-    assert (
-        "none of 21 documents has a URL in its field 'url'; --url-field names another"
-        in capsys.readouterr().err
-    )
+    assert "none of 21 documents has a URL in its field 'url'; --url-field names another" in capsys.readouterr().err
     hosts = (inputs / "hosts").read_text()
     (inputs / "hosts").write_text(hosts + "site4.org\n")
     assert (

@@ -28,9 +28,7 @@ def code():
     rng = random.Random(1)
     for _ in range(40):
         found.append(
-            "".join(
-                rng.choice([" ", "  ", "\n", "\n    ", "\t", "x", "foo", "(", ".", "Bar "]) for _ in range(99)
-            )
+            "".join(rng.choice([" ", "  ", "\n", "\n    ", "\t", "x", "foo", "(", ".", "Bar "]) for _ in range(99))
         )
     return [text.replace("    ", "\t") if i % 4 == 0 else text for i, text in enumerate(found)]
 
@@ -58,9 +56,7 @@ def test_text_comes_back_from_its_ids_and_a_dataset_holds_the_ids_of_use(built):
     assert [tokenizer.decode(ids) for ids in used] == texts
     assert [ids for ids, _ in tokenizer.encode_with_offsets(texts)] == used
     encoder = WordEncoder(tokenizer, np.dtype("uint16"), "none")
-    paragraphs = [
-        clean.paragraphs(clean.decode(text.encode()).text, False, keep_whitespace=True) for text in texts
-    ]
+    paragraphs = [clean.paragraphs(clean.decode(text.encode()).text, False, keep_whitespace=True) for text in texts]
     for its in paragraphs:
         encoder.add(its)
     batch = encoder.finish()
@@ -109,10 +105,7 @@ def test_whitespace_is_kept_by_those_alone_who_say_so(built, capsys):
         ),
         (("--tokenizer", other, *kept), f"--keep-whitespace: {other} was not trained to keep whitespace"),
         (("--tokenizer", f"{built}/vocab.txt", *kept), "vocab.txt is WordPiece, which forgets whitespace"),
-        (
-            ("--model-type", "wordpiece", *kept),
-            "--keep-whitespace: WordPiece forgets whitespace; take --model-type",
-        ),
+        (("--model-type", "wordpiece", *kept), "--keep-whitespace: WordPiece forgets whitespace; take --model-type"),
         (("--keep-whitespace",), "--keep-whitespace: takes --normalization none"),
     ):
         assert main(arguments(built, "refused", *options)) == 2

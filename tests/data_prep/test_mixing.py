@@ -76,11 +76,7 @@ def test_tokens_add_up(mixed):
         assert d["tokens"] - 3 * d["sequences"] == own
         dataset = Dataset(folder / f"seq{n}")
         assert int((dataset.read(np.arange(dataset.rows)).ids > 0).sum()) == d["tokens"]
-        for unit, name in (
-            ("documents", "documents"),
-            ("sentences", "sentences"),
-            ("tokens", "corpus_tokens"),
-        ):
+        for unit, name in (("documents", "documents"), ("sentences", "sentences"), ("tokens", "corpus_tokens")):
             kept = d[name] - d["repeated"][unit] + d["held_out"][unit]
             assert report["read"][unit] == kept + report["dropped"][unit]
 
@@ -100,9 +96,7 @@ def test_sampling_balances_corpora():
 
 
 def test_a_compressed_corpus_counts_with_its_unpacked_bytes(tmp_path):
-    text = "".join(
-        f"Line {i} of a text that packs to a fraction of its size.\n" for i in range(20_000)
-    ).encode()
+    text = "".join(f"Line {i} of a text that packs to a fraction of its size.\n" for i in range(20_000)).encode()
     (tmp_path / "a.txt").write_bytes(text)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text))
     found = [Corpus(name, (str(tmp_path / name),)) for name in ("a.txt", "b.txt.gz")]

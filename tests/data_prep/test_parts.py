@@ -25,9 +25,7 @@ def given(topics, tmp_path, monkeypatch):
         (folder / f"{i:02}.txt").write_text(text, encoding="utf-8")
     large = "".join(f'<doc id="{i}">\nT\n\n{text}\n</doc>\n' for i, text in enumerate(topics[30:]))
     (folder / "large").write_bytes(gzip.compress(large.encode()))
-    options = BuildOptions(
-        vocab_size=600, model_type="bpe", sample_megabytes=1, held_out=0.05, rows_per_shard=256
-    )
+    options = BuildOptions(vocab_size=600, model_type="bpe", sample_megabytes=1, held_out=0.05, rows_per_shard=256)
     return [Corpus("input", (str(folder),))], options
 
 
@@ -41,9 +39,7 @@ def test_parts_in_any_order_and_a_last_job_give_the_same_bytes(given, tmp_path):
     output = tmp_path / "in parts"
     for k in (3, 1):
         build_part(corpora, output, options, Pool(1), (k, 3), progress=False)
-    with pytest.raises(
-        Unfinished, match=r"--merge: \d+ of \d+ tasks are not read yet; first start --part 2/3"
-    ):
+    with pytest.raises(Unfinished, match=r"--merge: \d+ of \d+ tasks are not read yet; first start --part 2/3"):
         build(corpora, output, options, Pool(1), progress=False, parts_read=True)
     with pytest.raises(BadInput, match="--part 2/4: other parts of this build are of 3"):
         build_part(corpora, output, options, Pool(1), (2, 4), progress=False)

@@ -51,9 +51,7 @@ def test_a_build_that_failed_keeps_what_came(options, tmp_path, monkeypatch, cap
     assert main(["build", "--input", "-", "--output", str(output), *options]) == 2
     assert f"{kept}: is there already; go on with --input {kept}" in caplog.text
     kept.write_bytes(TEXT)
-    assert (
-        main(["build", "--input", str(kept), "--output", str(output), *options, "--encoding", "utf-8"]) == 0
-    )
+    assert main(["build", "--input", str(kept), "--output", str(output), *options, "--encoding", "utf-8"]) == 0
     assert shards_of(output) and kept.read_bytes() == TEXT
 
 

@@ -38,9 +38,7 @@ def inputs(tmp_path_factory):
         for i in range(60):
             inside = {"abstract": f"Abstract {i}. {TEXT * 3}"} if i != 7 else None
             file.write(json.dumps({"title": f"Title {i}", "inner": inside, "body": "wrong field"}) + "\n")
-    (folder / "notes.txt").write_bytes(
-        "\n\n".join(f"Élan {i}. {TEXT * 2}" for i in range(60)).encode("latin-1")
-    )
+    (folder / "notes.txt").write_bytes("\n\n".join(f"Élan {i}. {TEXT * 2}" for i in range(60)).encode("latin-1"))
     (folder / "lines.txt").write_text("\n".join(f"Line {i}. {TEXT}" for i in range(60)) + "\nshort one\n")
     return folder
 
@@ -68,14 +66,8 @@ def test_each_corpus_is_read_in_its_own_way(inputs, tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text(recipe(inputs, **COMMON))
     assert build(tmp_path / "recipe.toml", "--output", tmp_path / "out") == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {name: c["documents"] for name, c in report["corpora"].items()} == {
-        "papers": 60,
-        "notes": 60,
-        "lines": 61,
-    }
-    assert report["dropped"]["reasons"] == {
-        "min-words": 1
-    }  # "short one"; "Title 7" alone is a paper and stays
+    assert {name: c["documents"] for name, c in report["corpora"].items()} == {"papers": 60, "notes": 60, "lines": 61}
+    assert report["dropped"]["reasons"] == {"min-words": 1}  # "short one"; "Title 7" alone is a paper and stays
     dataset, tokenizer = Dataset(tmp_path / "out"), Tokenizer.load(TOKENIZER)
     text = " ".join(tokenizer.decode(ids) for ids in dataset.read(np.arange(dataset.rows)).ids)
     assert "wrong field" not in text and text.count("lan 31.") == 1 and text.count("Line 31.") == 2
@@ -101,7 +93,9 @@ def test_a_recipe_and_a_command_line_give_the_same_bytes(inputs, tmp_path):
 
 
 def test_lines_are_dropped_and_addresses_masked_and_everything_adds_up(tmp_path):
-    body = "Write to a.b@c.org today, or do not write at all.\nThis line has no end mark\nSo be it now.[3] And it is so.\n"
+    body = (
+        "Write to a.b@c.org today, or do not write at all.\nThis line has no end mark\nSo be it now.[3] And it is so.\n"
+    )
     notice = "Please enable JavaScript to see it all.\n"
     page = body + notice + f"{TEXT * 2}\n" * 4
     pages = [page.replace("today", f"on day {i}") for i in range(40)] + [
@@ -109,18 +103,7 @@ def test_lines_are_dropped_and_addresses_masked_and_everything_adds_up(tmp_path)
         page + "A {curly} bracket is in this line.\n",
     ]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in pages))
-    options = (
-        "--filters",
-        "c4",
-        "--mask",
-        "citations",
-        "emails",
-        "--no-nsp",
-        "--seq-len",
-        32,
-        "--held-out",
-        0,
-    )
+    options = ("--filters", "c4", "--mask", "citations", "emails", "--no-nsp", "--seq-len", 32, "--held-out", 0)
     files = ("--input", tmp_path / "t.jsonl", "--tokenizer", TOKENIZER, "--output", tmp_path / "out")
     assert build(*files, *options) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -116,9 +116,7 @@ def test_a_network_that_fails_is_never_skipped(web):
     web.files["/c/a.txt"] = TEXTS[0].encode()
     pieces = [piece for task in plan([f"{web.url}/c/a.txt"]) for piece in task.pieces]
     web.faults = [503, 503]
-    assert [d.text.decode() for d in tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("skip"))] == [
-        TEXTS[0]
-    ]
+    assert [d.text.decode() for d in tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("skip"))] == [TEXTS[0]]
     web.faults = [503] * 4
     with pytest.raises(Failed, match="503"):
         list(tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("skip")))
@@ -148,9 +146,7 @@ def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file
     for number, root in enumerate((folder, url)):
         output = tmp_path / f"out{number}"
         options = ["--tokenizer", str(tokenizer_file), "--workers", "1", "--quiet", "--dedup", "none"]
-        assert (
-            main(["build", "--input", str(root), "--output", str(output), "--held-out", "0.1", *options]) == 0
-        )
+        assert main(["build", "--input", str(root), "--output", str(output), "--held-out", "0.1", *options]) == 0
         digests.append(
             {
                 str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()

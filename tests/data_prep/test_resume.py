@@ -117,10 +117,7 @@ def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments,
 def interrupted(arguments, output):
     """A build that is stopped (SIGSTOP) once it has read something."""
     process = subprocess.Popen(
-        [*arguments, "--output", output],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
+        [*arguments, "--output", output], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
     )
     journal = output / ".work" / "journal" / "read"
     while not (journal.is_dir() and any(journal.iterdir())):

@@ -32,10 +32,7 @@ MORE = {  # scripts whose ends alone are tried: Burmese, Khmer, Tibetan, Ethiopi
     "am-ascii": ["ይህ መጽሐፍ ነው::", "እኔ አነበብኩት፡፡", "አዎ።"],
     "hy-ascii": ["Սա գիրք է:", "Ես կարդացի այն:"],
     "ja-half": ["天気がいい｡", "散歩しましょう｡"],
-    "en-lower": [
-        "this text has no capitals at all, as some corpora have been made.",
-        "its sentences end all the same.",
-    ]
+    "en-lower": ["this text has no capitals at all, as some corpora have been made.", "its sentences end all the same."]
     * 8,
 }
 
@@ -48,9 +45,7 @@ def documents(language, count=100):
     """Documents of 15 to 60 sentences in paragraphs of 3 to 6."""
     rng, glue = random.Random(3), "" if language in NO_SPACE else " "
     return [
-        "\n".join(
-            glue.join(rng.choices(lines(language), k=rng.randint(3, 6))) for _ in range(rng.randint(5, 10))
-        )
+        "\n".join(glue.join(rng.choices(lines(language), k=rng.randint(3, 6))) for _ in range(rng.randint(5, 10)))
         for _ in range(count)
     ]
 
@@ -72,8 +67,7 @@ def test_sentences_end_where_their_script_ends_them(language):
 
 def test_what_an_english_text_quotes_changes_nothing_in_it():
     text = (
-        "It is called 東京。 in Japan. The word (Thai: ไทย แลนด์) is older. see below. "
-        + "Nothing else is here. " * 20
+        "It is called 東京。 in Japan. The word (Thai: ไทย แลนด์) is older. see below. " + "Nothing else is here. " * 20
     )
     assert split(text) == [s for p in text.replace("。", "。\n").split("\n") for s in sentences.split(p)]
 
@@ -85,17 +79,7 @@ def built(request, tmp_path_factory):
     texts = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(request.param))
     (folder / "text.jsonl").write_text("".join(texts), encoding="utf-8")
     command = ["build", "--input", folder / "text.jsonl", "--output", folder / "out", "--seq-len", SEQ_LEN]
-    command += [
-        "--vocab-size",
-        400,
-        "--model-type",
-        "bpe",
-        "--character-coverage",
-        1,
-        "--workers",
-        1,
-        "--quiet",
-    ]
+    command += ["--vocab-size", 400, "--model-type", "bpe", "--character-coverage", 1, "--workers", 1, "--quiet"]
     assert main([*map(str, command)]) == 0
     return request.param, folder / "out"
 
@@ -132,9 +116,7 @@ def test_masks_are_spread_over_each_sequence(built, strategy):
     vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
     row_ids = np.arange(dataset.manifest.rows)
     rows = dataset.read(row_ids)
-    masked = mask(
-        rows.ids, rows.bounds, row_ids, seed=1, epoch=0, vocabulary=vocabulary, masking=Masking(strategy)
-    )
+    masked = mask(rows.ids, rows.bounds, row_ids, seed=1, epoch=0, vocabulary=vocabulary, masking=Masking(strategy))
     places, share = [], []
     for bounds, positions, count in zip(rows.bounds, masked.positions, masked.counts, strict=True):
         length = int(bounds[0, 0])
@@ -153,8 +135,7 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
     language, folder = built
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     texts = [
-        tuple("".join(text.split()) if writes_without_spaces(text[0]) else text.split())
-        for text in lines(language)
+        tuple("".join(text.split()) if writes_without_spaces(text[0]) else text.split()) for text in lines(language)
     ]
     examples = [Words(str(i), "", words, ("O",) * len(words)) for i, words in enumerate(texts)]
     task = Task(name="tags", kind="tag", text=("0",), label="1", metrics=("accuracy",))
@@ -163,43 +144,24 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
         for word, piece in zip(words, item.ids[item.positions].tolist(), strict=True):
             shown = tokenizer.pieces[piece].strip()
             assert shown and clean.clean_word(word, "NFKC").startswith(shown), (word, shown)
-        if writes_without_spaces(
-            words[0][0]
-        ):  # a space before the sentence and none inside, as in pre-training
+        if writes_without_spaces(words[0][0]):  # a space before the sentence and none inside, as in pre-training
             assert not tokenizer.word_start[item.ids[2:-1]].any()
 
 
-def test_a_vocabulary_that_does_not_say_how_it_is_cased_is_refused_and_one_that_does_stays_whole(
-    tmp_path, capsys
-):
+def test_a_vocabulary_that_does_not_say_how_it_is_cased_is_refused_and_one_that_does_stays_whole(tmp_path, capsys):
     letters = sorted({c for line in lines("hi") for c in line if not c.isspace()})
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
     (tmp_path / "in.txt").write_text("\n".join(documents("hi", 9)), encoding="utf-8")
     out = tmp_path / "out"
-    command = [
-        "build",
-        "--input",
-        tmp_path / "in.txt",
-        "--output",
-        out,
-        "--tokenizer",
-        tmp_path / "vocab.txt",
-    ]
+    command = ["build", "--input", tmp_path / "in.txt", "--output", out, "--tokenizer", tmp_path / "vocab.txt"]
     command = [*map(str, command), "--workers", "1", "--quiet", "--text-documents", "line"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert (
-        "no tokenizer_config.json beside it" in said
-        and "--tokenizer-case cased" in said
-        and said.count("\n") == 1
-    )
+    assert "no tokenizer_config.json beside it" in said and "--tokenizer-case cased" in said and said.count("\n") == 1
     assert main([*command, "--tokenizer-case", "cased"]) == 0
     tokenizer = Tokenizer.load(Dataset(out).tokenizer_path)
     assert tokenizer.decode(tokenizer.encode_texts(["किताबें"])[0]).replace(" ", "") == "किताबें"
-    assert (
-        tokenizer.sha256 == Dataset(out).manifest.tokenizer["sha256"]
-        and main(["verify", str(out), "--quiet"]) == 0
-    )
+    assert tokenizer.sha256 == Dataset(out).manifest.tokenizer["sha256"] and main(["verify", str(out), "--quiet"]) == 0
     (out / "tokenizer_config.json").unlink()  # what the rows were made with is lost, and that is seen
     assert main(["verify", str(out), "--quiet"]) == 1

@@ -47,9 +47,7 @@ def test_groups_of_some_ranks_count_for_their_members_only() -> None:
     assert list(find_failed_ranks(ranks(entered=entered))) == [6]
 
 
-@pytest.mark.parametrize(
-    "own", [{"0": 39, "1": 22}, {"0": 38, "1": 24}], ids=["one left out", "several left out"]
-)
+@pytest.mark.parametrize("own", [{"0": 39, "1": 22}, {"0": 38, "1": 24}], ids=["one left out", "several left out"])
 def test_the_rank_that_enters_collectives_in_another_order_is_named(own: dict[str, int]) -> None:
     found = find_failed_ranks(ranks(entered={2: own}))
     assert list(found) == [2] and "collectives in another order" in found[2]
@@ -61,9 +59,7 @@ def test_halves_that_wait_for_each_other_are_both_named() -> None:
 
 def test_the_rank_that_entered_another_collective_under_the_same_number_is_named() -> None:
     found = find_failed_ranks(ranks(unfinished={6: {"0": "nccl:all_reduce of [[4095]] Float"}}))
-    assert found == {
-        6: f"entered nccl:all_reduce of [[4095]] Float of group 0 where 7 of 8 ranks entered {SUM}"
-    }
+    assert found == {6: f"entered nccl:all_reduce of [[4095]] Float of group 0 where 7 of 8 ranks entered {SUM}"}
 
 
 def test_all_are_named_where_all_entered_what_does_not_finish() -> None:

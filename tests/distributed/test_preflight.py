@@ -46,10 +46,7 @@ def test_another_version_on_one_node_stops_and_is_named() -> None:
     other = VERSIONS | {"torch": "2.12.1"}
     line = lines(places(versions={4: other, 5: other}))["versions differ"]
     assert line == Line(
-        "versions differ",
-        "missing",
-        "torch: 2.12.1 on n2; 2.13.0 elsewhere",
-        "make torch the same on all nodes",
+        "versions differ", "missing", "torch: 2.12.1 on n2; 2.13.0 elsewhere", "make torch the same on all nodes"
     )
 
 

@@ -21,13 +21,7 @@ import torch.distributed
 
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
 from megabert.distributed import process_group
-from megabert.distributed.process_group import (
-    World,
-    _share_cores,
-    discover,
-    first_host,
-    init,
-)
+from megabert.distributed.process_group import World, _share_cores, discover, first_host, init
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import free_port
 
@@ -92,13 +86,7 @@ def test_a_contradictory_environment_is_named(environment, message):
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1-2]", "n1"),
-        ("gpu[007,009-012].x,login", "gpu007.x"),
-        ("a-b[3]", "a-b3"),
-    ],
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[1-2]", "n1"), ("gpu[007,009-012].x,login", "gpu007.x"), ("a-b[3]", "a-b3")],
 )
 def test_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
@@ -110,18 +98,14 @@ def test_an_odd_node_list_is_refused(nodelist):
         first_host(nodelist)
 
 
-@pytest.mark.parametrize(
-    "reason", ["the server socket has failed to listen: EADDRINUSE", "connection timed out"]
-)
+@pytest.mark.parametrize("reason", ["the server socket has failed to listen: EADDRINUSE", "connection timed out"])
 def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
     def fail(*args: Any, **options: Any) -> None:
         raise torch.distributed.DistNetworkError(f"{reason}\nand more")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
     world = World(1, 1, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", 29500))
-    with pytest.raises(
-        ConnectionError, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:29500"
-    ) as found:
+    with pytest.raises(ConnectionError, match=r"rank 1 cannot meet the others at 127\.0\.0\.1:29500") as found:
         init(world)
     assert reason in str(found.value) and exit_code(found.value) == FAILED
 
@@ -158,9 +142,7 @@ def test_rank_0_says_at_once_that_it_is_not_where_the_ranks_are_to_meet() -> Non
     """203.0.113.0/24 is nobody's (RFC 5737). The others would look for it there for 20 minutes."""
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "MASTER_ADDR": "203.0.113.1"}
-    with pytest.raises(
-        ValueError, match=r"203\.0\.113\.1, which is no address of .*unset MASTER_ADDR"
-    ) as found:
+    with pytest.raises(ValueError, match=r"203\.0\.113\.1, which is no address of .*unset MASTER_ADDR") as found:
         init(discover(environment))
     assert exit_code(found.value) == USER_ERROR and not torch.distributed.is_initialized()
 
@@ -200,10 +182,7 @@ def agreements(world: Any) -> dict[str, Any]:
         "any": [world.agree_any(world.rank == 2), world.agree_any(False)],
         "sum": world.sum_ints([world.rank, 10**15]),
         "max": world.max_ints([world.rank, -world.rank]),
-        "begun": [
-            pending.result()
-            for pending in [world.start_max_ints([world.rank, -world.rank]) for _ in range(2)]
-        ],
+        "begun": [pending.result() for pending in [world.start_max_ints([world.rank, -world.rank]) for _ in range(2)]],
         "slots": world.sum_ints(world.slots(world.rank + 5)),
         "gather": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
         "ints": world.gather_ints(range(world.rank)),
@@ -277,18 +256,14 @@ process_group.shutdown()
 def launch(tmp_path: Path, script: str, *head: str) -> tuple[list[Any], str]:
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
-    clean = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    }
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     done = subprocess.run(
         [*head, str(file), str(tmp_path)],
         env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return [
-        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
-    ], done.stdout + done.stderr
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)], done.stdout + done.stderr
 
 
 @pytest.mark.dist
@@ -313,11 +288,7 @@ def test_deepspeed_launcher_trains_quietly(tmp_path):
     ranks, output = launch(tmp_path, TRAIN, *head)
     assert [r[:2] for r in ranks] == [["deepspeed", 2]] * 2 and ranks[0] == ranks[1]
     assert all(loss > 0 for pair in ranks[0][2] for loss in pair)
-    noise = [
-        line
-        for line in output.splitlines()
-        if "engine.py" in line or "MA " in line or "FutureWarning" in line
-    ]
+    noise = [line for line in output.splitlines() if "engine.py" in line or "MA " in line or "FutureWarning" in line]
     assert not noise, noise
 
 

@@ -103,9 +103,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
 def gradient_types(engine: Any) -> list[str]:
     """Filled with the type of the accumulated gradient after each micro-step."""
     seen: list[str] = []
-    next(engine.module.parameters()).register_post_accumulate_grad_hook(
-        lambda p: seen.append(str(p.grad.dtype))
-    )
+    next(engine.module.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad.dtype)))
     return seen
 
 
@@ -218,14 +216,7 @@ def plain() -> dict[str, Any]:
     batch = tiny.batch(99, range(tiny.ROWS))
     with torch.no_grad():
         out = model(**batch.inputs())
-    sums = [
-        out.mlm_loss_sum,
-        out.mlm_correct,
-        batch.predictions,
-        out.nsp_loss_sum,
-        out.nsp_correct,
-        batch.nsp_pairs,
-    ]
+    sums = [out.mlm_loss_sum, out.mlm_correct, batch.predictions, out.nsp_loss_sum, out.nsp_correct, batch.nsp_pairs]
     return {"losses": losses, "norms": norms, "eval": [float(v) for v in sums]}
 
 

@@ -105,24 +105,16 @@ def test_the_key_asks_torch_and_cublas_for_it(traced: dict[str, Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_every_operation_of_the_model_is_in_the_table(
-    attention: Any, rest: Any, device: str, norm: Any
-) -> None:
+def test_every_operation_of_the_model_is_in_the_table(attention: Any, rest: Any, device: str, norm: Any) -> None:
     """Forward and backward on `meta`, with dropout, and recomputation in one of them."""
     cfg = ModelConfig(**SMALL | {"norm": norm, "activation_checkpointing": norm == "pre"})
     with torch.device("meta"):
-        built = BertForPreTraining(
-            cfg, OpsConfig(attention=attention, mlm_loss=rest, layer=rest), device
-        ).bfloat16()
+        built = BertForPreTraining(cfg, OpsConfig(attention=attention, mlm_loss=rest, layer=rest), device).bfloat16()
     inputs = {name: tensor.to("meta") for name, tensor in batch([[9, 20, 1], [32]], 32).items()}
     with Trace() as trace:
         out = built(**inputs)
         (out.mlm_loss_sum + out.nsp_loss_sum).backward()
-    attention_own = {
-        "sdpa": "bmm",
-        "varlen": "_flash_attention_backward",
-        "native": "megabert::attention_backward",
-    }
+    attention_own = {"sdpa": "bmm", "varlen": "_flash_attention_backward", "native": "megabert::attention_backward"}
     assert attention_own.get(attention, "megabert::softmax_mask_backward") in trace.names
     missing = unlisted(trace.names)
     assert not missing, f"say of {sorted(missing)} in {PAGE.name} whether they repeat on CUDA"
@@ -144,11 +136,7 @@ def test_flash_attention_has_a_deterministic_form_in_this_torch() -> None:
 def test_our_kernels_add_nothing_atomically() -> None:
     sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cu", ".cuh", ".h")]
     assert len(sources) > 10
-    atomic = [
-        p.name
-        for p in sources
-        if re.search(r"\batomic\w*\(|\bred\.\w+", re.sub(r"//[^\n]*", "", p.read_text()))
-    ]
+    atomic = [p.name for p in sources if re.search(r"\batomic\w*\(|\bred\.\w+", re.sub(r"//[^\n]*", "", p.read_text()))]
     assert not atomic, f"{atomic}: sums are taken in a fixed order (docs/reproducibility.md)"
 
 

@@ -106,9 +106,7 @@ def newest(checkpoints: Checkpoints) -> Path:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(stages, marks=pytest.mark.slow) for stages in ((1,), (0, 2, 3))],
-    ids=str,
+    scope="module", params=[pytest.param(stages, marks=pytest.mark.slow) for stages in ((1,), (0, 2, 3))], ids=str
 )
 def runs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Sequence[int]]:
     folder, resumed = (str(tmp_path_factory.mktemp(name)) for name in ("one", "two"))

@@ -79,6 +79,4 @@ def two() -> list[dict[str, Any]]:
 def test_stage_1_sums_what_stage_2_does_while_the_backward_pass_runs(way, two):
     assert two[0][way] == two[1][way] == two[0]["stage 2"]
     for launched, buckets in two[0][f"{way}, early"]:
-        assert (
-            buckets > 10 and launched == buckets
-        )  # all but what the very last parameter completes were under way
+        assert buckets > 10 and launched == buckets  # all but what the very last parameter completes were under way

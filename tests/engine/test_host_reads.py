@@ -24,9 +24,7 @@ CASES = [
     *(("adamw", "bf16", stage) for stage in range(4)),
     *(("adamw", "fp32", stage) for stage in range(3)),
     *(("lamb", "bf16", stage) for stage in (0, 1)),
-    *(
-        ("muon", "bf16", stage) for stage in (0, 3, 1)
-    ),  # the last one also shows that what is asked for is counted
+    *(("muon", "bf16", stage) for stage in (0, 3, 1)),  # the last one also shows that what is asked for is counted
 ]
 # DeepSpeed's own waits at stage 3, for the streams that it gathers weights and reduces gradients on: none of them reads.
 STAGE_3 = {"stage3.py", "partition_parameters.py", "partitioned_param_coordinator.py"}

@@ -38,10 +38,7 @@ def test_a_replay_reads_the_buffers_alone_and_they_never_move():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (
-            {"x": torch.zeros(4)},
-            r"x is \(\(4,\), torch.float32\) and was recorded as \(\(3,\), torch.float32\)",
-        ),
+        ({"x": torch.zeros(4)}, r"x is \(\(4,\), torch.float32\) and was recorded as \(\(3,\), torch.float32\)"),
         ({"x": torch.zeros(3).double()}, r"x is \(\(3,\), torch.float64\)"),
         ({}, "x is None and was recorded"),
         ({"x": torch.zeros(3), "y": torch.zeros(1)}, "y is .* and was recorded as None"),

@@ -70,9 +70,7 @@ def stay(
                 ):  # 64 ranks went on from here, then 48 and 64 again, and did not train
                     if world.is_main:
                         for ranks, zero in MANY:
-                            newest = save_as(
-                                newest, Path(folder) / f"{kind}-{ranks}-{zero}", 10 * first, ranks, zero
-                            )
+                            newest = save_as(newest, Path(folder) / f"{kind}-{ranks}-{zero}", 10 * first, ranks, zero)
                     newest = Path(world.broadcast(str(newest)))
                 assert run.load(engine, newest)["step"] == 10 * first
                 run.save(engine, state(10 * first + 1, cfg))
@@ -113,9 +111,7 @@ def test_losses_do_not_see_the_moves(kind, moved):
     straight = moved[1][0][f"{kind} straight"]
     assert len(losses) == len(straight) == STEPS * PLACES
     worst = max(
-        abs(a - b) / b
-        for ours, theirs in zip(losses, straight, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
+        abs(a - b) / b for ours, theirs in zip(losses, straight, strict=True) for a, b in zip(ours, theirs, strict=True)
     )
     assert worst < (5e-3 if "16" in kind else 1e-5), worst
     assert straight[-1][0] < straight[0][0] - 0.1  # it learns, so a seam would show

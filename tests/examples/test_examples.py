@@ -24,19 +24,16 @@ from megabert.hf.sentence_folder import Pooling
 from tests.helpers import runs
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = "model.hidden=32 schedule.total_steps=8 schedule.warmup_steps=2 log.interval=4 eval.rows=64 batch.global_size=32"
+SMALL = (
+    "model.hidden=32 schedule.total_steps=8 schedule.warmup_steps=2 log.interval=4 eval.rows=64 batch.global_size=32"
+)
 
 
 def run(*command: object, **env: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "2"} | env
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -86,9 +83,7 @@ def test_what_it_learned(tmp_path, capsys) -> None:
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
     rows = Dataset(OLD).read(np.arange(536)).ids.ravel()
     most = int(np.bincount(rows[rows > 4]).argmax())
-    cfg = ModelConfig(
-        layers=1, hidden=16, heads=1, vocab_size=tokenizer.vocab_size, max_positions=64, nsp=False
-    )
+    cfg = ModelConfig(layers=1, hidden=16, heads=1, vocab_size=tokenizer.vocab_size, max_positions=64, nsp=False)
     weights = runs.model(cfg).state_dict()
     weights["embeddings.word.bias"][most] = 1e3
     state = {
@@ -110,14 +105,10 @@ def test_what_it_learned(tmp_path, capsys) -> None:
     assert 150 < int(figures[2]) < 0.16 * held_out.size
     assert shown.count("[MASK]") == 1 + 3 and shown.count("untrained: ") == shown.count("  trained:   ") == 3
     assert all(
-        line.split(": ")[1].lstrip().startswith("'' 100%")
-        for line in shown.splitlines()
-        if "  trained:" in line
+        line.split(": ")[1].lstrip().startswith("'' 100%") for line in shown.splitlines() if "  trained:" in line
     )
     curve = [line.split("|")[1] for line in shown.splitlines()[1:9]]
-    assert curve[0].startswith("*") and curve[-1].endswith("*") and len(curve[-1]) == 60, (
-        "down, from left to right"
-    )
+    assert curve[0].startswith("*") and curve[-1].endswith("*") and len(curve[-1]) == 60, "down, from left to right"
     assert shown.splitlines()[1].startswith("   8.90 |") and shown.splitlines()[8].startswith("   3.00 |")
 
 

@@ -76,10 +76,7 @@ GLUE = {
         "index\tsentence1\tsentence2\tlabel\n0\tNo W.\tW.\tnot_entailment\n1\tA.\tB.\tentailment\n",
         *("not_entailment", "W."),
     ),
-    "wnli": (
-        "index\tsentence1\tsentence2\tlabel\n0\tI stuck.\tIt hurt.\t1\n1\tA.\tB.\t0\n",
-        *("1", "It hurt."),
-    ),
+    "wnli": ("index\tsentence1\tsentence2\tlabel\n0\tI stuck.\tIt hurt.\t1\n1\tA.\tB.\t0\n", *("1", "It hurt.")),
 }
 
 
@@ -87,20 +84,14 @@ GLUE = {
 def test_glues_files_are_read_as_published(tmp_path, name) -> None:
     content, label, second = GLUE[name]
     examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
-    assert [e.id for e in examples] == [
-        "0",
-        "3" if name == "qqp" else "1",
-    ]  # numbered as the rows of the file are
+    assert [e.id for e in examples] == ["0", "3" if name == "qqp" else "1"]  # numbered as the rows of the file are
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
 
 
 def test_the_two_first_columns_are_not_taken_for_the_others(tmp_path) -> None:
     cola = read(PRESETS["cola"], write(tmp_path, "train.tsv", GLUE["cola"][0]))
-    assert [(e.a, e.label) for e in cola] == [
-        ("Our friends won't buy this.", "1"),
-        ("They drank the pub.", "0"),
-    ]
+    assert [(e.a, e.label) for e in cola] == [("Our friends won't buy this.", "1"), ("They drank the pub.", "0")]
     mnli = replace(PRESETS["mnli"], label="label1")
     assert read(mnli, write(tmp_path, "dev_matched.tsv", GLUE["mnli"][0]))[0].a == "Cream."
 
@@ -122,20 +113,14 @@ def test_the_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
     if packed:
         path = write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))
     examples = read(PLAIN, path)
-    assert [(e.id, e.a, e.b, e.label) for e in examples] == [
-        ("0", 'say "hi', None, "x"),
-        ("1", "b, c", None, "y"),
-    ]
+    assert [(e.id, e.a, e.b, e.label) for e in examples] == [("0", 'say "hi', None, "x"), ("1", "b, c", None, "y")]
     assert examples[0].where.startswith(f"{path}, line ")
 
 
 def test_lines_end_where_files_end_them(tmp_path) -> None:
     """Other line ends of Unicode's are text; in CSV a quoted field may hold a line end."""
     odd = "one\u2028two\x85three\x0bfour"
-    for name, content in {
-        "t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n",
-        "t.csv": f"text,label\n{odd},x\nb,y\n",
-    }.items():
+    for name, content in {"t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n", "t.csv": f"text,label\n{odd},x\nb,y\n"}.items():
         assert read(PLAIN, write(tmp_path, name, content))[0].a == odd
     lines = read(PLAIN, write(tmp_path, "l.csv", 'text,label\n"one\ntwo",x\nb,y\n'))
     assert [e.a for e in lines] == ["one\ntwo", "b"]
@@ -300,9 +285,7 @@ def test_a_mistake_in_squads_json_is_one_line(tmp_path, case) -> None:
 
 
 @pytest.mark.parametrize("name", ["qqp", "mrpc"])
-def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(
-    tmp_path, name, caplog
-) -> None:
+def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(tmp_path, name, caplog) -> None:
     task = PRESETS[name]
     header = GLUE[name][0].splitlines()[0].removeprefix("\ufeff")
     row = "\t".join(["1"] * len(header.split("\t")))
@@ -358,9 +341,7 @@ def test_sentence_polarity_is_read_once_its_two_files_are_a_table(tmp_path) -> N
     folder = DATA / "sentence_polarity" / "sentence_polarity"
     if not folder.is_dir():
         pytest.skip(f"sentence_polarity is not in {DATA}; MEGABERT_DATA names the folder above")
-    with pytest.raises(
-        ValueError, match=r"rt-polarity\.pos: no column 'text'; its columns are the rock is destined"
-    ):
+    with pytest.raises(ValueError, match=r"rt-polarity\.pos: no column 'text'; its columns are the rock is destined"):
         read(PLAIN, folder / "rt-polarity.pos")
     rows = [
         f"{line}\t{label}"

@@ -156,16 +156,7 @@ def test_answers_are_where_their_characters_are(tokenizer) -> None:
     context = "Café ﬁfty\u00a0foxes  jump;\tthe <sea> of “Ada” shells, \u200bnear (the) river bank!"
     asked = "which foxes?"
     prefix = len(tokenizer.encode_batch([asked])[0]) + 2
-    for answer in (
-        "Café",
-        "foxes",
-        "foxes  jump",
-        "Ada",
-        "shells",
-        "shells, \u200bnear",
-        "the) river",
-        "bank!",
-    ):
+    for answer in ("Café", "foxes", "foxes  jump", "Ada", "shells", "shells, \u200bnear", "the) river", "bank!"):
         (item,) = encode(SPAN, [question(context, answer, asked=asked)], tokenizer, (), 256)
         start, end = item.targets
         got = context[item.char_spans[start, 0] : item.char_spans[end, 1]]
@@ -179,9 +170,7 @@ def test_an_answer_is_in_each_window_that_holds_it_whole(tokenizer) -> None:
     context = " ".join(CORPUS[:5]) + " zebra stripes " + " ".join(CORPUS[5:9])
     asked = "q " * 200
     items = encode(SPAN, [question(context, "zebra stripes", asked=asked)], tokenizer, (), 48, 7)
-    assert all(
-        i.second == 2 + 22 and len(i.ids) <= 48 for i in items
-    )  # a question takes half the window at most
+    assert all(i.second == 2 + 22 and len(i.ids) <= 48 for i in items)  # a question takes half the window at most
     holding = 0
     for item in items:
         inside = [context[a:b] for a, b in item.char_spans[1:]]
@@ -211,17 +200,13 @@ def test_questions_without_answers_or_labels(tokenizer) -> None:
 
 def test_a_label_that_training_had_not_is_one_line(tokenizer) -> None:
     with pytest.raises(
-        ValueError,
-        match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y; .*--labels",
+        ValueError, match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y; .*--labels"
     ):
         encode(PLAIN, [text("a", label="z")], tokenizer, ("x", "y"), 64)
     sentence = Words("0", "t.conll, line 9", ("a",), ("B-z",))
     with pytest.raises(ValueError, match=r"^t\.conll, line 9: label 'B-z' is not in the training file"):
         encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
-    for length, stride, says in (
-        (7, 128, "7 tokens a sequence are too few"),
-        (64, 0, "a stride of 0 tokens"),
-    ):
+    for length, stride, says in ((7, 128, "7 tokens a sequence are too few"), (64, 0, "a stride of 0 tokens")):
         with pytest.raises(ValueError, match=says):
             encode(PLAIN, [text("a")], tokenizer, ("x",), length, stride)
 

@@ -71,9 +71,7 @@ def test_a_text_goes_through_the_pretrained_pooler() -> None:
     model = tiny.model(cfg)
     model.load_state_dict(start)
     positions = torch.arange(n, dtype=torch.int32)[None]
-    hidden = model.eval().encode(
-        ids, torch.zeros_like(ids), positions, torch.zeros_like(full), full, full[:, :1]
-    )
+    hidden = model.eval().encode(ids, torch.zeros_like(ids), positions, torch.zeros_like(full), full, full[:, :1])
     pooled = torch.tanh(model.pooler(hidden[0, 0]))
     want = module.head.output.weight @ pooled + module.head.output.bias
     found = module.logits(**collate([item], layout(SHAPES["classify"])).reading())[0]
@@ -83,12 +81,7 @@ def test_a_text_goes_through_the_pretrained_pooler() -> None:
 def test_a_model_without_pooler_gets_a_new_one() -> None:
     module = build(SHAPES["score"], model__nsp=False)
     assert module.head.pooler.weight.std() > 0.01
-    assert module.logits(
-        **collate(finetune_items.items("score", 2), layout(SHAPES["score"])).reading()
-    ).shape == (
-        2,
-        1,
-    )
+    assert module.logits(**collate(finetune_items.items("score", 2), layout(SHAPES["score"])).reading()).shape == (2, 1)
 
 
 def test_scores_have_a_squared_loss_and_no_right_answers() -> None:

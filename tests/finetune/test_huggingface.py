@@ -40,18 +40,14 @@ def problem(kind: str, folder: Path) -> tuple[Task, Path]:
             for i, question in enumerate(("who jumps over the dog", "who"))
         ]
         path = folder / "squad.json"
-        path.write_text(
-            json.dumps({"version": "1.1", "data": [{"paragraphs": [{"context": CONTEXT, "qas": qas}]}]})
-        )
+        path.write_text(json.dumps({"version": "1.1", "data": [{"paragraphs": [{"context": CONTEXT, "qas": qas}]}]}))
         return tasks.preset("squad1.1"), path
     path = folder / "texts.tsv"
     if kind == "tag":
         tags = ("O", "B-A", "I-A")
         words = [text.split() for text in TEXTS]
         path.write_text(
-            "\n".join(
-                "".join(f"{word} {tags[i % 3]}\n" for i, word in enumerate(sentence)) for sentence in words
-            )
+            "\n".join("".join(f"{word} {tags[i % 3]}\n" for i, word in enumerate(sentence)) for sentence in words)
         )
         return tasks.custom("tag", metrics=["accuracy"]), path
     labels = {"score": ["1.5", "2", "0", "4"], "multilabel": ["bad,old", "good", "", "bad"]}
@@ -94,9 +90,7 @@ def encoded(found: Finetuned, path: Path, long: str = "pool") -> tuple[list[Any]
 def loaded(kind: str, folder: Path) -> Any:
     auto = AUTO.get(kind, transformers.AutoModelForSequenceClassification)
     model, info = auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(
-        info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     return model.eval()
 
 
@@ -107,9 +101,7 @@ def some(first: list[Any], others: list[Any]) -> list[Any]:
 
 SHORT = [(kind, "uncased", "post") for kind in ("classify", "tag", "span")]
 SHORT += [(kind, "unigram", "modern") for kind in ("pair", "tag", "span")]
-ALL = [
-    (kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"), ("unigram", "modern"))
-]
+ALL = [(kind, *one) for kind in KINDS for one in (("uncased", "post"), ("unigram", "pre"), ("unigram", "modern"))]
 MODERN: dict[str, Any] = {"kind": "modern", "norm": "pre", "nsp": False}
 CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert"}
 
@@ -185,17 +177,11 @@ def test_the_tagging_pipeline_gives_our_tags_by_the_rule_of_the_card(vocabulary:
 def test_the_answer_of_the_cards_code_is_ours(tmp_path: Path, capsys) -> None:
     found, folder, path = exported("span", tmp_path)
     context = "The quick brown fox jumps over the lazy dog"
-    tree = {
-        "data": [
-            {"paragraphs": [{"context": context, "qas": [{"id": "1", "question": "who", "answers": []}]}]}
-        ]
-    }
+    tree = {"data": [{"paragraphs": [{"context": context, "qas": [{"id": "1", "question": "who", "answers": []}]}]}]}
     path.write_text(json.dumps(tree))
     examples = datasets.read(found.described.task, path, labelled=False)
     items = encoding.encode(found.described.task, examples, found.tokenizer, (), finetuned.LENGTH)
-    logits = [
-        reshape(x, "span") for x in logits_of(found.module, items, found.described.layout, discover({}))
-    ]
+    logits = [reshape(x, "span") for x in logits_of(found.module, items, found.described.layout, discover({}))]
     (want,) = metrics.decode(found.described.task, examples, items, logits, ())
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     code = code.replace(f'"{folder.name}"', repr(str(folder))).replace("Where is the Eiffel Tower?", "who")
@@ -227,10 +213,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     "made, said",
     [
-        (
-            {"settings": {"head": "bilstm", "freeze": True, "width": 8}, "layers": 4},
-            "BERT has no BiLSTM head",
-        ),
+        ({"settings": {"head": "bilstm", "freeze": True, "width": 8}, "layers": 4}, "BERT has no BiLSTM head"),
         ({"causal": True}, "BERT has no left-to-right encoder"),
     ],
 )
@@ -275,9 +258,7 @@ def test_onnx_in_onnxruntime_and_in_8_bits(kind: str, tmp_path: Path, capsys) ->
     assert max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1e-4
     rough = onnx.logits_of(tmp_path / "hf" / "onnx" / "model_quantized.onnx", found.described, items)
     assert 1e-4 < max(np.abs(a - b).max() for a, b in zip(ours, rough, strict=True)) < 2
-    decoded = metrics.decode(
-        task, examples, items, [reshape(x, task.kind) for x in rough], found.described.labels
-    )
+    decoded = metrics.decode(task, examples, items, [reshape(x, task.kind) for x in rough], found.described.labels)
     score = metrics.score(task, examples, decoded, found.described.labels)[metric]
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"| {score:.4f} |" in card and "| | fp32 | int8 | loss |" in card

@@ -16,17 +16,7 @@ from torch.nn import functional as F
 
 from megabert import hf as pretrained
 from megabert.distributed.process_group import discover
-from megabert.finetune import (
-    class_weights,
-    datasets,
-    encoding,
-    heads,
-    metrics,
-    prediction,
-    save,
-    scores,
-    tasks,
-)
+from megabert.finetune import class_weights, datasets, encoding, heads, metrics, prediction, save, scores, tasks
 from megabert.finetune.__main__ import parse, settings_of
 from megabert.finetune.batches import Layout, collate
 from megabert.finetune.encoding import NO_SPANS, Item
@@ -52,12 +42,8 @@ def write(path: Path, text: str) -> Path:
 def test_several_labels_are_commas_or_a_list_and_may_be_none(tmp_path: Path) -> None:
     task = tasks.custom("multilabel", ["t"], "y")
     table = write(tmp_path / "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
-    lines = write(
-        tmp_path / "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n'
-    )
-    parquet.write_table(
-        pa.table({"t": ["x", "y", "z"], "y": [["b", "a"], [], ["c"]]}), tmp_path / "a.parquet"
-    )
+    lines = write(tmp_path / "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
+    parquet.write_table(pa.table({"t": ["x", "y", "z"], "y": [["b", "a"], [], ["c"]]}), tmp_path / "a.parquet")
     for path in (table, lines, tmp_path / "a.parquet"):
         examples = datasets.read(task, path)
         assert [e.label for e in examples] == [("b", "a"), (), ("c",)]
@@ -90,10 +76,7 @@ def test_choices_and_pairs_become_one_item_of_several_sequences(tmp_path: Path) 
     (example,) = datasets.read(task, path)
     (item,) = encoding.encode(task, [example], tokenizer, (), 8)
     shown = [[tokenizer.pieces[i].strip() for i in ids] for ids, _ in item.sequences]
-    assert shown == [
-        ["[CLS]", "w1", "w2", "[SEP]", "w3", "[SEP]"],
-        ["[CLS]", "w1", "w2", "[SEP]", "w4", "w5", "[SEP]"],
-    ]
+    assert shown == [["[CLS]", "w1", "w2", "[SEP]", "w3", "[SEP]"], ["[CLS]", "w1", "w2", "[SEP]", "w4", "w5", "[SEP]"]]
     assert item.targets.tolist() == [0] and [second for _, second in item.sequences] == [4, 4]
     assert item.tokens == 13 and item.positions.tolist() == [0, 0]
     batch = collate([item, item], Layout("rank", 8))
@@ -121,10 +104,7 @@ def test_words_and_questions_come_from_tables_of_lists_too(tmp_path: Path) -> No
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"tokens": [["a", "b"], ["c"]], "tags": [["O", "B-X"], ["O"]]}), path)
     task = tasks.custom("tag", ["tokens"], "tags")
-    assert [(e.words, e.tags) for e in datasets.read(task, path)] == [
-        (("a", "b"), ("O", "B-X")),
-        (("c",), ("O",)),
-    ]
+    assert [(e.words, e.tags) for e in datasets.read(task, path)] == [(("a", "b"), ("O", "B-X")), (("c",), ("O",))]
     parquet.write_table(pa.table({"tokens": [["a", "b"]], "tags": [["O"]]}), path)
     with pytest.raises(ValueError, match="row 0: has 2 words and 1 tags"):
         datasets.read(task, path)
@@ -148,18 +128,14 @@ def items_of(kind: str, count: int = 5) -> list[Item]:
     draw, found = np.random.default_rng(5), []
     for i in range(count):
         first, *rest = made[3 * i : 3 * i + 3] if kind in tasks.COMPARED else made[i : i + 1]
-        targets = (
-            draw.integers(0, 2, 3).astype(np.float32) if kind == "multilabel" else draw.integers(0, 3, 1)
-        )
+        targets = draw.integers(0, 2, 3).astype(np.float32) if kind == "multilabel" else draw.integers(0, 3, 1)
         others = tuple((item.ids, item.second) for item in rest)
         positions = np.zeros(1 + len(rest), np.int64)
         found.append(Item(i, first.ids, first.second, positions, targets, NO_SPANS, others))
     return found
 
 
-def expected(
-    kind: str, logits: torch.Tensor, items: list[Item], weights: tuple[float, ...]
-) -> tuple[float, int]:
+def expected(kind: str, logits: torch.Tensor, items: list[Item], weights: tuple[float, ...]) -> tuple[float, int]:
     """The loss and the right answers by their definitions, one item after the other."""
     total, right = 0.0, 0
     rows = logits.view(len(items), -1).double()
@@ -215,9 +191,7 @@ def test_the_loss_is_what_its_definition_says(kind: str, outputs: int, weights: 
 
 def test_two_choices_have_ranknets_loss() -> None:
     values = torch.tensor([[1.5, 0.25]])
-    assert F.cross_entropy(values, torch.tensor([0])).item() == pytest.approx(
-        math.log1p(math.exp(0.25 - 1.5))
-    )
+    assert F.cross_entropy(values, torch.tensor([0])).item() == pytest.approx(math.log1p(math.exp(0.25 - 1.5)))
 
 
 def test_class_weights_are_given_or_balanced(tmp_path: Path) -> None:
@@ -225,9 +199,7 @@ def test_class_weights_are_given_or_balanced(tmp_path: Path) -> None:
     task = tasks.custom("classify", ["t"], "y")
     train = datasets.read(task, path)
     weights = class_weights.weights_of(["balanced"], task, ("x", "y"), train)
-    assert (
-        weights == (4 / (2 * 3), 4 / (2 * 1)) and class_weights.weights_of([], task, ("x", "y"), train) == ()
-    )
+    assert weights == (4 / (2 * 3), 4 / (2 * 1)) and class_weights.weights_of([], task, ("x", "y"), train) == ()
     assert class_weights.weights_of(["1", "2.5"], task, ("x", "y"), train) == (1.0, 2.5)
     several = tasks.custom("multilabel", ["t"], "y")
     texts = datasets.read(several, path)
@@ -309,9 +281,7 @@ def test_predictions_and_the_probabilities_behind_them(kind: str, tmp_path: Path
     described = save.load(source, CPU).described
     if kind == "rank":
         assert head == "index\tu\tt"
-        assert [[float(v) for v in line.split("\t")[1:]] for line in lines] == [
-            x["prediction"] for x in found
-        ]
+        assert [[float(v) for v in line.split("\t")[1:]] for line in lines] == [x["prediction"] for x in found]
         prediction.predict_file(source, path, tmp_path / "one.tsv", discover({}), choices=["u"])
         alone = (tmp_path / "one.tsv").read_text().splitlines()
         assert alone[0] == "index\tprediction"

@@ -97,9 +97,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(changes, word, base, tmp_path,
 def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
     described = task_of(parse(arguments(base, tmp_path, labels="odd even", id="number", metric="f1")))
     assert described == custom("classify", ["text"], "label", ["f1"], id="number", labels=["odd", "even"])
-    preset = task_of(
-        parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n"))
-    )
+    preset = task_of(parse(arguments(base, tmp_path, kind="", text="", task="sst2", labels="bad good", id="n")))
     assert (preset.labels, preset.id, preset.label) == (("bad", "good"), "n", "label")
 
 
@@ -119,9 +117,7 @@ def test_a_folder_with_other_things_is_left_as_it_is(base, capsys) -> None:
     assert [path.name for path in (base / "other").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "model, word", [("run", "is no fine-tuned model"), ("absent", "is no fine-tuned model")]
-)
+@pytest.mark.parametrize("model, word", [("run", "is no fine-tuned model"), ("absent", "is no fine-tuned model")])
 def test_predicting_needs_a_fine_tuned_model(model, word, base, tmp_path, capsys) -> None:
     given = ["--model", str(base / model), "--predict", str(base / "dev.tsv")]
     assert main([*given, "--output", str(tmp_path / "x")]) == USER_ERROR

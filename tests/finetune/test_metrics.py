@@ -32,9 +32,7 @@ def sentences(tags) -> list[Words]:
 
 def questions(answers) -> list[Question]:
     return [
-        Question(
-            f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found)
-        )
+        Question(f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found))
         for i, found in enumerate(answers)
     ]
 
@@ -55,9 +53,7 @@ def test_figures_of_two_classes_by_hand() -> None:
     turned = score(CLASSES, texts(truth), list(found), ("1", "0"))
     assert turned == pytest.approx(figures)  # as symmetric as the counts
     uneven = "1100000000"
-    f1 = {
-        names: score(CLASSES, texts(truth), list(uneven), names)["f1"] for names in (("0", "1"), ("1", "0"))
-    }
+    f1 = {names: score(CLASSES, texts(truth), list(uneven), names)["f1"] for names in (("0", "1"), ("1", "0"))}
     assert f1 == pytest.approx({("0", "1"): 2 * 2 / (5 + 2), ("1", "0"): 2 * 5 / (5 + 8)})
 
 
@@ -87,10 +83,7 @@ def test_matthews_of_several_classes_is_gorodkins() -> None:
     for _ in range(20):
         truth, found = ([rng.choice("abc") for _ in range(30)] for _ in range(2))
         confusion = np.array(
-            [
-                [sum(t == x and p == y for t, p in zip(truth, found, strict=True)) for y in "abc"]
-                for x in "abc"
-            ]
+            [[sum(t == x and p == y for t, p in zip(truth, found, strict=True)) for y in "abc"] for x in "abc"]
         )
         s, c = confusion.sum(), confusion.trace()
         t, p = confusion.sum(1), confusion.sum(0)
@@ -160,12 +153,7 @@ def conlleval(tags: list[str]) -> set[tuple[str, int, int]]:
 
 def test_the_oracle_on_cases_by_hand() -> None:
     assert conlleval(["I-A", "I-A", "B-A", "I-B", "O"]) == {("A", 0, 1), ("A", 2, 2), ("B", 3, 3)}
-    assert conlleval(["S-A", "B-A", "E-A", "E-A", "I-A"]) == {
-        ("A", 0, 0),
-        ("A", 1, 2),
-        ("A", 3, 3),
-        ("A", 4, 4),
-    }
+    assert conlleval(["S-A", "B-A", "E-A", "E-A", "I-A"]) == {("A", 0, 0), ("A", 1, 2), ("A", 3, 3), ("A", 4, 4)}
 
 
 @pytest.mark.parametrize("prefixes", ["BI", "I", "BIES", "IES"])
@@ -175,9 +163,7 @@ def test_entities_are_conllevals(prefixes) -> None:
     for _ in range(50):
         truth = [[rng.choice(tags) for _ in range(rng.randint(1, 8))] for _ in range(4)]
         found = [[t if rng.random() < 0.6 else rng.choice(tags) for t in sentence] for sentence in truth]
-        gold, ours = (
-            {(i, *chunk) for i, s in enumerate(each) for chunk in conlleval(s)} for each in (truth, found)
-        )
+        gold, ours = ({(i, *chunk) for i, s in enumerate(each) for chunk in conlleval(s)} for each in (truth, found))
         figures = score(TAG, sentences(truth), found)
         both = len(gold & ours)
         assert figures["precision"] == pytest.approx(both / len(ours) if ours else 0.0)
@@ -214,9 +200,7 @@ def test_answers_are_normalized_as_squad_does() -> None:
 
 
 def test_overlap_counts_words_as_often_as_both_have_them() -> None:
-    assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(
-        2 * (2 / 2) * (2 / 3) / (1 + 2 / 3)
-    )
+    assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(2 * (2 / 2) * (2 / 3) / (1 + 2 / 3))
     assert overlap("no no no", "no no", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
     assert overlap("cat", "dog", False) == overlap("cat", "dog", True) == 0.0
     for one, other, by_1, by_2 in (
@@ -251,13 +235,7 @@ def test_the_best_threshold_by_hand() -> None:
     task = replace(SQUAD2, metrics=("best_f1",))
     asked = questions([["Rome"], [], ["sea"], ["old bank"], []])
     given = [
-        *(
-            said("", 0.1, "Rome"),
-            said("", 0.2, "x"),
-            said("", 0.3, "sea"),
-            said("", 0.6, "bank"),
-            said("", 0.9, "y"),
-        ),
+        *(said("", 0.1, "Rome"), said("", 0.2, "x"), said("", 0.3, "sea"), said("", 0.6, "bank"), said("", 0.9, "y"))
     ]
     # nothing answered: 2 right; + Rome 3; - q1 2; + sea 3; + bank's 2/3; - the last
     figures = score(task, asked, given)

@@ -11,12 +11,7 @@ from tests.finetune.test_datasets import write
 
 def test_a_file_to_predict_may_have_its_own_columns(tmp_path) -> None:
     path = write(tmp_path, "t.tsv", "n\tsaid\nx1\tSo it is.\n")
-    for task in (
-        PRESETS["sst2"],
-        PRESETS["cola"],
-        custom("classify", ["3"], "1"),
-        custom("score", ["a"], "b"),
-    ):
+    for task in (PRESETS["sst2"], PRESETS["cola"], custom("classify", ["3"], "1"), custom("score", ["a"], "b")):
         (example,) = read(for_prediction(task, path, ["said"], "n"), path, labelled=False)
         assert (example.id, example.a) == ("x1", "So it is.")
     with pytest.raises(ValueError, match=r"no column 'sentence\|content'; its columns are n, said"):
@@ -34,9 +29,7 @@ def test_a_file_to_predict_may_be_of_the_other_form(tmp_path) -> None:
         (sentence,) = read(for_prediction(task, path, [text]), path, labelled=False)
         assert isinstance(sentence, Words) and sentence.words == ("Ada", "ran")
     table = write(tmp_path, "new.tsv", "x\ty\tz\n")
-    by_name, by_number = (
-        custom("choose", *c[:2], choices=c[2]) for c in (("a", "l", "bc"), ("0", "9", "12"))
-    )
+    by_name, by_number = (custom("choose", *c[:2], choices=c[2]) for c in (("a", "l", "bc"), ("0", "9", "12")))
     for task, path, names in ((by_name, table, "012"), (by_number, lines, "abc")):
         meant = for_prediction(task, path, names[0], choices=names[1:])
         (choices,) = read(meant, path, labelled=False)

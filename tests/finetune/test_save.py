@@ -99,9 +99,7 @@ def test_saving_again_replaces_the_folder(folder: Path, tmp_path: Path) -> None:
         ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nw\n", "is not the tokenizer of this model"),
     ],
 )
-def test_a_damaged_folder_is_named(
-    file: str, content: bytes, word: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_folder_is_named(file: str, content: bytes, word: str, folder: Path, tmp_path: Path) -> None:
     for path in (folder / "best").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / file).write_bytes(content) if content else (tmp_path / file).unlink()
@@ -201,9 +199,7 @@ def test_a_prediction_that_was_stopped_goes_on_to_the_same_bytes(
     for chunks in (2, 1):
         answers = iter([False] * (chunks - 1) + [True])
         assert (
-            prediction.predict_file(
-                model, file, output, world, scores=str(scores[1]), stopped=partial(next, answers)
-            )
+            prediction.predict_file(model, file, output, world, scores=str(scores[1]), stopped=partial(next, answers))
             is None
         )
         assert not output.exists()

@@ -21,7 +21,7 @@ def test_the_presets_are_glues_nine_squad_conll_and_swag() -> None:
     first = {name: task.metrics[0] for name, task in PRESETS.items()}
     assert first.pop("cola") == "matthews" and first.pop("stsb") == "pearson"
     assert {name for name, metric in first.items() if metric == "f1"} == {
-        *("mrpc", "qqp", "squad1.1", "squad2.0", "conll2003"),
+        *("mrpc", "qqp", "squad1.1", "squad2.0", "conll2003")
     }
     assert {metric for name, metric in first.items() if name in GLUE - {"mrpc", "qqp"}} == {"accuracy"}
     assert preset("mnli").labels == ("contradiction", "entailment", "neutral")
@@ -44,10 +44,7 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"kind": "cluster"},
-            "'cluster' is none of classify, multilabel, ordinal, score, tag, span, choose, rank",
-        ),
+        ({"kind": "cluster"}, "'cluster' is none of classify, multilabel, ordinal, score, tag, span, choose, rank"),
         ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
         ({"text": ()}, "one or two text columns and a label column"),
         ({"text": ("a", "b", "c")}, "one or two text columns"),
@@ -62,16 +59,10 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
         ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
         ({"kind": "span", "metrics": ()}, "no columns to name"),
         ({"choices": ("b", "c")}, "choices are for choose and rank"),
-        (
-            {"kind": "choose", "metrics": ()},
-            "one or two text columns, two or more choices and a label column",
-        ),
+        ({"kind": "choose", "metrics": ()}, "one or two text columns, two or more choices and a label column"),
         ({"kind": "choose", "metrics": (), "choices": ("b",)}, "two or more choices"),
         ({"kind": "choose", "metrics": (), "choices": ("b", "1")}, "all columns by name or all by number"),
-        (
-            {"kind": "choose", "metrics": (), "choices": ("b", "c"), "labels": ("x",)},
-            "1 labels for 2 choices",
-        ),
+        ({"kind": "choose", "metrics": (), "choices": ("b", "c"), "labels": ("x",)}, "1 labels for 2 choices"),
         ({"kind": "rank", "metrics": (), "choices": ("b", "c")}, "at most one text column, and no label"),
         ({"kind": "rank", "metrics": (), "label": ""}, "the better and the worse text as choices"),
         ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),

@@ -60,9 +60,7 @@ def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTI
 def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
     start = pretrained.load(base / "run")
     data = data_of(base, kind, start, settings)
-    return FineTuning(folder, "name", data, start, settings, world, 2).train(
-        stop or StopAt(), unwatched(world)
-    )
+    return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
 
 
 def unwatched(world: World) -> Watchdog:
@@ -96,8 +94,7 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     found = save.load(tmp_path, world.device)
     assert (
         found.results["dev"] == result["scores"]["dev"]
-        and found.described.labels
-        == ({"classify": ("even", "odd"), "tag": ("B-A", "B-B", "O"), "span": ()}[kind])
+        and found.described.labels == ({"classify": ("even", "odd"), "tag": ("B-A", "B-B", "O"), "span": ()}[kind])
     )
     if kind == "tag":
         assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
@@ -133,11 +130,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
     def figures(folder: Path) -> list[dict[str, Any]]:
         """Each is the mean over its window, whatever happened in between."""
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [
-            {k: v for k, v in line.items() if k.startswith("train/")}
-            for line in lines
-            if "train/loss" in line
-        ]
+        return [{k: v for k, v in line.items() if k.startswith("train/")} for line in lines if "train/loss" in line]
 
     assert len(figures(tmp_path / "parts")) > 3 and figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
@@ -247,9 +240,7 @@ def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> No
     # 60 items in batches of 8: the last update of an epoch holds 4, fewer than there are ranks x micro-steps
     alone, settings = tmp_path / "alone", change(zero=1, dropout=0.0)
     run(base, "classify", alone, world, settings)
-    results = run_ranks(
-        2, train_on_ranks, str(base), str(tmp_path / "ranks"), replace(settings, micro_batch=1)
-    )
+    results = run_ranks(2, train_on_ranks, str(base), str(tmp_path / "ranks"), replace(settings, micro_batch=1))
     assert results[0] == results[1]
     one, other = weights(alone), weights(tmp_path / "ranks")
     worst = max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -43,9 +43,7 @@ def sentences(count: int, seed: int) -> list[list[str]]:
 
 def write_texts(path: Path, count: int, seed: int) -> Path:
     """Label `even` or `odd`: the number of the first word."""
-    rows = [
-        ("even", "odd")[int(words[0][1:]) % 2] + "\t" + " ".join(words) for words in sentences(count, seed)
-    ]
+    rows = [("even", "odd")[int(words[0][1:]) % 2] + "\t" + " ".join(words) for words in sentences(count, seed)]
     path.write_text("label\ttext\n" + "".join(f"{row}\n" for row in rows))
     return path
 

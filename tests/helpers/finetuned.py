@@ -33,8 +33,6 @@ def make(
     module = heads.build(described.config, described.shape, start.weights, torch.device("cpu"), torch.float32)
     for parameter in module.head.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
-    weights = module.state_dict() | (
-        heads.frozen_weights(module, start.weights) if described.shape.frozen else {}
-    )
+    weights = module.state_dict() | (heads.frozen_weights(module, start.weights) if described.shape.frozen else {})
     save.save(base / "best", described, weights, start.tokenizer, {"step": 3, "dev": {"accuracy": 0.75}})
     return base / "best"

@@ -39,15 +39,9 @@ def write_folder(folder: Path, train: int = 20, dev: int = 8, test: int = 5) -> 
             write(folder / name / f"dev{part}.tsv", *(dev_row or labelled), dev, 10 + seed)
             write(folder / name / f"test{part}.tsv", *unlabelled, test, 20 + seed)
 
+    task("CoLA", ("", lambda n, a, b: f"gj04\t{n % 2}\t\t{a}"), ("index\tsentence", lambda n, a, b: f"{n}\t{a}"))
     task(
-        "CoLA",
-        ("", lambda n, a, b: f"gj04\t{n % 2}\t\t{a}"),
-        ("index\tsentence", lambda n, a, b: f"{n}\t{a}"),
-    )
-    task(
-        "SST-2",
-        ("sentence\tlabel", lambda n, a, b: f"{a} \t{n % 2}"),
-        ("index\tsentence", lambda n, a, b: f"{n}\t{a}"),
+        "SST-2", ("sentence\tlabel", lambda n, a, b: f"{a} \t{n % 2}"), ("index\tsentence", lambda n, a, b: f"{n}\t{a}")
     )
     task(
         "MRPC",
@@ -62,19 +56,13 @@ def write_folder(folder: Path, train: int = 20, dev: int = 8, test: int = 5) -> 
     )
     task(
         "QQP",
-        (
-            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
-            lambda n, a, b: f"{n}\t3\t4\t{a}\t{b}\t{n % 2}",
-        ),
+        ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", lambda n, a, b: f"{n}\t3\t4\t{a}\t{b}\t{n % 2}"),
         ("id\tquestion1\tquestion2", lambda n, a, b: f"{n}\tcut" if n == 2 else f"{n}\t{a}\t{b}"),
     )
     before = "5\t5e\tfiction\t(\t(\t(\t("
     task(
         "MNLI",
-        (
-            f"{MNLI}\tlabel1\tgold_label",
-            lambda n, a, b: f"{n}\t{before}\t{a}\t{b}\t{of_three(n)}\t{of_three(n)}",
-        ),
+        (f"{MNLI}\tlabel1\tgold_label", lambda n, a, b: f"{n}\t{before}\t{a}\t{b}\t{of_three(n)}\t{of_three(n)}"),
         (MNLI, lambda n, a, b: f"{n}\t{before}\t{a}\t{b}"),
         (
             f"{MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label",

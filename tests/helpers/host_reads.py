@@ -96,12 +96,10 @@ def pretend_device(reads: HostReads) -> None:
         yield
 
     made = {
-        name: lambda *args, **kwargs: Queue(reads)
-        for name in ("Stream", "Event", "current_stream", "default_stream")
+        name: lambda *args, **kwargs: Queue(reads) for name in ("Stream", "Event", "current_stream", "default_stream")
     }
     answers = {
-        name: lambda self: False
-        for name in ("is_synchronized_device", "resolves_data_dependency", "use_host_timers")
+        name: lambda self: False for name in ("is_synchronized_device", "resolves_data_dependency", "use_host_timers")
     }
     kind = type(get_accelerator())
     for name, value in made.items():

@@ -40,9 +40,7 @@ def _die_with_the_test() -> None:
 class Job:
     """Ranks of `megabert/train.py`; `driver` runs before its `main` in every rank and may wrap functions."""
 
-    def __init__(
-        self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", head=(), **env: str
-    ):
+    def __init__(self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", head=(), **env: str):
         arguments = ["--config", "tiny", "--data", str(data), "--run", str(run), *SMALL, *map(str, extra)]
         program = ["megabert/train.py", *arguments]
         if driver:

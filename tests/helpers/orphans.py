@@ -13,13 +13,7 @@ from tests.helpers.rows import vocabulary
 
 if __name__ == "__main__":
     loader = Loader(
-        Dataset(sys.argv[1]),
-        vocabulary(),
-        global_batch=48,
-        micro_batch=8,
-        seed=1,
-        workers=2,
-        start_method=sys.argv[2],
+        Dataset(sys.argv[1]), vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2, start_method=sys.argv[2]
     )
     batches = [next(loader).batches[0].input_ids.tolist() for _ in range(3)]
     print(*(worker.pid for worker in loader._workers))

@@ -16,8 +16,7 @@ def write(path: Path, count: int, seed: int) -> Path:
     """Columns `a`, `b` and `wrong`, which belongs to another one."""
     texts = list(dict.fromkeys(" ".join(words[:4]) for words in sentences(count, seed)))
     rows = [
-        f"{text}\t{partner(text)}\t{partner(other)}"
-        for text, other in zip(texts, texts[1:] + texts[:1], strict=True)
+        f"{text}\t{partner(text)}\t{partner(other)}" for text, other in zip(texts, texts[1:] + texts[:1], strict=True)
     ]
     path.write_text("a\tb\twrong\n" + "".join(f"{row}\n" for row in rows))
     return path

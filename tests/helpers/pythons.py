@@ -26,10 +26,7 @@ def other_pythons() -> list[Any]:
         name = f"python{version}"
         if version == "{}.{}".format(*sys.version_info):
             continue
-        folders = [
-            *os.environ.get("PATH", "").split(os.pathsep),
-            *sorted(pyenv.glob(f"versions/{version}.*/bin")),
-        ]
+        folders = [*os.environ.get("PATH", "").split(os.pathsep), *sorted(pyenv.glob(f"versions/{version}.*/bin"))]
         paths = dict.fromkeys(shutil.which(name, path=str(folder)) for folder in folders)
         reasons = {path: _lacks(path, version) for path in paths if path}
         good = [path for path, reason in reasons.items() if not reason]
@@ -57,14 +54,9 @@ def bare_python(version: str) -> str:
     found = (
         [given]
         if given
-        else [
-            shutil.which(f"python{version}"),
-            *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))),
-        ]
+        else [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
     )
-    code = (
-        f"import sys, numpy, torch; sys.exit(sys.version_info[:2] != {tuple(map(int, version.split('.')))})"
-    )
+    code = f"import sys, numpy, torch; sys.exit(sys.version_info[:2] != {tuple(map(int, version.split('.')))})"
     for python in filter(None, found):
         if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
             return python

@@ -7,9 +7,7 @@ import os
 import sys
 
 # Read when the libraries load. One thread a rank: several ranks share the machine.
-os.environ.update(
-    CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"
-)
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
 for name in ("deepspeed", "megabert.pretraining", "megabert.ops", "pytest"):

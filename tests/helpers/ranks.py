@@ -27,9 +27,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
     """
     results: Any = CONTEXT.Queue()
     folder, here = tempfile.mkdtemp(prefix="ranks-"), (os.getcwd(), dict(os.environ))
-    meeting = os.path.join(
-        folder, "store"
-    )  # a file: a port that is free now may be another program's a moment later
+    meeting = os.path.join(folder, "store")  # a file: a port that is free now may be another program's a moment later
     workers = [
         CONTEXT.Process(target=_rank, args=(here, rank, size, meeting, results, function, args), daemon=True)
         for rank in range(size)

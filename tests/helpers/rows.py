@@ -78,9 +78,7 @@ def make_dataset(
     return folder
 
 
-def manifest(
-    rows: int, seq_len: int, slots: int, block_rows: int, shards: list[dict[str, Any]]
-) -> dict[str, Any]:
+def manifest(rows: int, seq_len: int, slots: int, block_rows: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "schema": 1,
         "seq_len": seq_len,

@@ -22,11 +22,7 @@ TEXT = [
     "A language model learns which words follow which, and how often they do so (naïvely).",
 ] * 50
 PLAIN = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
-KEPT = {
-    "user_defined_symbols": "\n,\t",
-    "remove_extra_whitespaces": False,
-    "normalization_rule_name": "identity",
-}
+KEPT = {"user_defined_symbols": "\n,\t", "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
 OTHERS = {  # the last one cannot be expressed in tokenizer.json
     "whitespace": KEPT,
     "nfkc": {"normalization_rule_name": "nfkc"},
@@ -71,11 +67,7 @@ def model(cfg: ModelConfig, seed: int = 1, ops: OpsConfig = PLAIN) -> BertForPre
 
 
 def make(
-    folder: Path,
-    kind: str = "unigram",
-    causal: bool = False,
-    fields: dict[str, Any] | None = None,
-    **others: Any,
+    folder: Path, kind: str = "unigram", causal: bool = False, fields: dict[str, Any] | None = None, **others: Any
 ) -> Path:
     """`folder`, a run of 2 layers of 32 with the checkpoint of step 0; `causal`: as if trained left to right; `kind` is the
     tokenizer's, `fields` and `others` the model's."""

@@ -14,14 +14,7 @@ from megabert.checkpoint.tensors import Stored
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import (
-    WEIGHT,
-    Master,
-    Piece,
-    ZeroLayout,
-    _offsets,
-    _slice_of_group,
-)
+from megabert.engine.zero_layout import WEIGHT, Master, Piece, ZeroLayout, _offsets, _slice_of_group
 from megabert.optim.optimizers import MOMENTS, Segment
 
 
@@ -49,9 +42,7 @@ def layout_of(
     return ZeroLayout(tuple(shapes), sizes, tuple(masters), stage > 0)
 
 
-def read_part(
-    stored: Stored, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]
-) -> list[Piece]:
+def read_part(stored: Stored, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]) -> list[Piece]:
     """What a rank saves of `kinds`, after it has read its own part; the parameters in `single` have no second moment."""
     values = {}
     for number, master in enumerate(layout.masters):

@@ -12,28 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
-SPECIAL = {
-    "[PAD]": 0,
-    "[UNK]": 6,
-    "[CLS]": 7,
-    "[SEP]": 8,
-    "[MASK]": 9,
-}  # with [unused] pieces between, as published
-WORDS = (
-    "over",
-    "the",
-    "fox",
-    "sea",
-    "river",
-    "words",
-    "##es",
-    "##ing",
-    "##er",
-    "cafe",
-    "strasse",
-    "##ox",
-    "中",
-)
+SPECIAL = {"[PAD]": 0, "[UNK]": 6, "[CLS]": 7, "[SEP]": 8, "[MASK]": 9}  # with [unused] pieces between, as published
+WORDS = ("over", "the", "fox", "sea", "river", "words", "##es", "##ing", "##er", "cafe", "strasse", "##ox", "中")
 RANGES = [  # of code points: everything a cleaner treats differently
     (0x00, 0x20), (0x20, 0x7F), (0x7F, 0xA1), (0xA1, 0x250), (0x300, 0x370), (0x370, 0x400), (0x400, 0x500),
     (0x590, 0x700), (0x1E00, 0x1F00), (0x2000, 0x2070), (0x2100, 0x2200), (0x3000, 0x3100), (0x4E00, 0x9FFF),
@@ -70,26 +50,8 @@ def peer(path: Path):
 def odd_texts(count: int, seed: int = 0) -> list[str]:
     """Texts of words, accents, CJK, control characters, emoji and words around BERT's limit of 100 characters."""
     rng = random.Random(seed)
-    texts = [
-        "",
-        " ",
-        "naïve café Strasse",
-        "a" * 100,
-        "a" * 101,
-        "é" * 101,
-        "fox\u0301es",
-        "\ufeffthe",
-        "中文fox",
-    ]
-    texts += [
-        "the\x00fox",
-        "\u200bsea",
-        "ﬁne İstanbul ΣΑΣ",
-        "👩‍👩‍👧 river",
-        "the\u2028fox",
-        "Ⅳ ℝ ǅ",
-        "x" * 5000,
-    ]
+    texts = ["", " ", "naïve café Strasse", "a" * 100, "a" * 101, "é" * 101, "fox\u0301es", "\ufeffthe", "中文fox"]
+    texts += ["the\x00fox", "\u200bsea", "ﬁne İstanbul ΣΑΣ", "👩‍👩‍👧 river", "the\u2028fox", "Ⅳ ℝ ǅ", "x" * 5000]
     while len(texts) < count:
         parts = []
         for _ in range(rng.randint(1, 12)):

@@ -41,9 +41,7 @@ def test_words_are_added_to_tokenizer_and_model(kind: str, tied: bool, tmp_path:
     assert new.vocab_size == size + len(added) == after.config.model.vocab_size and new.sha256 != old.sha256
     assert new.encode_batch(added) == [[size + i] for i in range(len(added))]
     assert new.encode_batch(TEXTS) == old.encode_batch(TEXTS) and new.special_ids == old.special_ids
-    rows = {"embeddings.word.weight", "embeddings.word.bias"} | (
-        set() if tied else {"embeddings.word.decoder"}
-    )
+    rows = {"embeddings.word.weight", "embeddings.word.bias"} | (set() if tied else {"embeddings.word.decoder"})
     for name in rows:
         was, now = before.weights[name], after.weights[name]
         assert now[:size].equal(was[:size])
@@ -68,20 +66,14 @@ BPE_WORDS = ["seafoxes", "riverbanks", "foxriver", "photosynthesis", "日本語�
 
 
 @pytest.mark.parametrize("changes", [{}, {"byte_fallback": True, "vocab_size": 400}])
-def test_a_bpe_model_takes_words_and_keeps_the_ids_of_all_other_text(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_bpe_model_takes_words_and_keeps_the_ids_of_all_other_text(changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(runs.sentencepiece_model(model_type="bpe", **changes))
     old = Tokenizer.load(tmp_path / "m")
     new, parts = extend.extended(old, BPE_WORDS)
     size, added = old.vocab_size, BPE_WORDS[:-1]
     assert new.vocab_size == size + len(parts) and new.pieces[:size] == old.pieces
     ids = [ids[0] for ids in new.encode_batch(added[:4])] + new.encode_inside(added[4:])[0]
-    assert (
-        len(set(ids)) == 5
-        and min(ids) >= size
-        and new.decode(new.encode_batch(["a foxriver"])[0]) == "a foxriver"
-    )
+    assert len(set(ids)) == 5 and min(ids) >= size and new.decode(new.encode_batch(["a foxriver"])[0]) == "a foxriver"
     assert ids[4] in new.encode_batch(["は日本語学です"])[0]
     for i, was in zip(ids, [*old.encode_batch(added[:4]), *old.encode_inside(added[4:])], strict=True):
         assert parts[i - size] == was
@@ -89,17 +81,13 @@ def test_a_bpe_model_takes_words_and_keeps_the_ids_of_all_other_text(
     now = extend.rows_of(rows, parts)["bert.embeddings.word_embeddings.weight"]
     assert torch.allclose(now[ids[0]], now[:size][old.encode_batch(added[:1])[0]].mean(0))
     texts = [
-        line
-        for path in (ROOT / "README.md", ROOT / "data_prep" / "README.md")
-        for line in path.read_text().split("\n")
+        line for path in (ROOT / "README.md", ROOT / "data_prep" / "README.md") for line in path.read_text().split("\n")
     ]
     texts += [*TEXTS, "photosynthetic photosynthesi seafox foxriv riverbank", "日本語 学"]
     assert new.encode_batch(texts) == old.encode_batch(texts)
     again, more = extend.extended(new, ["photosynthesi", "seafoxes"])
     assert again.vocab_size == new.vocab_size + len(more)
-    assert len(again.encode_batch(["photosynthesi"])[0]) == 1 and again.encode_batch(
-        added
-    ) == new.encode_batch(added)
+    assert len(again.encode_batch(["photosynthesi"])[0]) == 1 and again.encode_batch(added) == new.encode_batch(added)
 
 
 def test_what_is_on_the_way_to_new_bpe_words_changes_no_other_text(tmp_path: Path) -> None:
@@ -112,10 +100,7 @@ def test_what_is_on_the_way_to_new_bpe_words_changes_no_other_text(tmp_path: Pat
     texts = []
     for _ in range(2000):
         a, b, c = (rng.choice(known) for _ in range(3))
-        texts += [
-            a[rng.randrange(len(a)) :] + b[: rng.randint(1, len(b))] + c,
-            a + b[: rng.randint(1, len(b))],
-        ]
+        texts += [a[rng.randrange(len(a)) :] + b[: rng.randint(1, len(b))] + c, a + b[: rng.randint(1, len(b))]]
     texts = [text for text in texts if not text.startswith(tuple(words))]
     assert len(texts) > 3500 and new.encode_batch(texts) == old.encode_batch(texts)
 
@@ -125,21 +110,12 @@ def test_a_model_goes_on_with_a_larger_bpe_vocabulary(tmp_path: Path) -> None:
     export.export(run, tmp_path / "hf")
     before = pretrained.load(run)
     (tmp_path / "words.txt").write_text("foxes\nriverbanks\n")
-    arguments = [
-        "--model",
-        tmp_path / "hf",
-        "--run",
-        tmp_path / "more",
-        "--add-words",
-        tmp_path / "words.txt",
-    ]
+    arguments = ["--model", tmp_path / "hf", "--run", tmp_path / "more", "--add-words", tmp_path / "words.txt"]
     assert convert.main([str(argument) for argument in arguments]) == 0
     after = pretrained.load(tmp_path / "more")
     assert after.tokenizer.encode_batch(TEXTS) == before.tokenizer.encode_batch(TEXTS)
     was, now = (model.weights["embeddings.word.weight"] for model in (before, after))
-    for ids, (new,) in zip(
-        *(m.tokenizer.encode_batch(["foxes", "riverbanks"]) for m in (before, after)), strict=True
-    ):
+    for ids, (new,) in zip(*(m.tokenizer.encode_batch(["foxes", "riverbanks"]) for m in (before, after)), strict=True):
         assert new >= before.tokenizer.vocab_size and torch.allclose(now[new], was[ids].mean(0))
     assert now[: before.tokenizer.vocab_size].equal(was[: before.tokenizer.vocab_size])
 

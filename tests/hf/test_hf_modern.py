@@ -30,10 +30,7 @@ def test_names_go_there_and_back_bit_equal(tied: bool) -> None:
     assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
     assert (peer.decoder.weight.data_ptr() == peer.model.embeddings.tok_embeddings.weight.data_ptr()) == tied
     again = hf_names.from_huggingface_config(peer.config.to_dict(), "config.json")
-    assert (
-        again.model_copy(update={"intermediate": 0}) == built.cfg
-        and again.intermediate == built.cfg.ffn == 64
-    )
+    assert again.model_copy(update={"intermediate": 0}) == built.cfg and again.intermediate == built.cfg.ffn == 64
 
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
@@ -42,9 +39,7 @@ def test_names_go_there_and_back_bit_equal(tied: bool) -> None:
 def test_logits_are_transformers_own_however_sequences_are_packed(choice: OpsConfig) -> None:
     built = runs.model(ModelConfig(**MODERN), ops=choice)
     for parameter in built.parameters():  # so that a bias or a norm that goes astray shows
-        parameter.add_(
-            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) * 0.05
-        )
+        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) * 0.05)
     built.embeddings.word.weight[300:] = 0
     peer = peer_of(built)
     lengths = [[5, 12, 7], [1, 2, 3, 18], [24]]

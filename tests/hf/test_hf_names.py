@@ -42,10 +42,7 @@ def test_round_trip_through_hugging_face_is_bit_equal(norm: Any, nsp: bool) -> N
     state = built.state_dict()
     assert back.keys() == state.keys()
     assert all(back[name].equal(state[name]) for name in state)
-    assert (
-        peer.cls.predictions.decoder.weight.data_ptr()
-        == peer.bert.embeddings.word_embeddings.weight.data_ptr()
-    )
+    assert peer.cls.predictions.decoder.weight.data_ptr() == peer.bert.embeddings.word_embeddings.weight.data_ptr()
 
 
 @pytest.mark.parametrize(("norm", "nsp"), CASES)
@@ -59,9 +56,7 @@ def packed(lengths: list[list[int]], width: int) -> dict[str, Tensor]:
     """Rows of sequences of the given lengths, the second half of each in segment 1, padding behind them."""
     draw = torch.Generator().manual_seed(3)
     shape = (len(lengths), width)
-    row = {
-        name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "segment_ids", "position_ids")
-    }
+    row = {name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "segment_ids", "position_ids")}
     row |= {name: torch.zeros(shape, dtype=torch.int32) for name in ("key_start", "key_end")}
     for r, parts in enumerate(lengths):
         start = 0
@@ -99,9 +94,7 @@ def test_both_kinds_of_decoder_go_there_and_back_and_compute_the_same(norm: Any,
 @pytest.mark.parametrize("ops", OPS, ids=["torch", "native"])
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(
-    "lengths",
-    [[[24], [24]], [[24], [7], [1]], [[5, 12, 7], [1, 2, 3, 18], [10, 10]]],
-    ids=["full", "padded", "packed"],
+    "lengths", [[[24], [24]], [[24], [7], [1]], [[5, 12, 7], [1, 2, 3, 18], [10, 10]]], ids=["full", "padded", "packed"]
 )
 @torch.no_grad()
 def test_logits_are_transformers_own(norm: Any, lengths: list[list[int]], ops: OpsConfig) -> None:
@@ -140,9 +133,7 @@ def test_a_pre_training_checkpoint_loads_without_its_nsp_head() -> None:
 def test_wrong_weights_are_named() -> None:
     built = runs.model(ModelConfig(**SHAPE))
     state = to_huggingface(built.state_dict(), built.cfg)
-    with pytest.raises(
-        ValueError, match=r"no tensor named bert.encoder.layer.2.attention.output.dense.weight"
-    ):
+    with pytest.raises(ValueError, match=r"no tensor named bert.encoder.layer.2.attention.output.dense.weight"):
         from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 3})))
     with pytest.raises(ValueError, match=r"unexpected tensor bert.encoder.layer.1"):
         from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 1})))

@@ -28,27 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "identity": {"normalization_rule_name": "identity"},
     "across-words": {"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 200},
 }
-SPACES = [
-    "",
-    " ",
-    "  \t ",
-    " a",
-    "a  b",
-    "\u3000the\u00a0\u00a0sea ",
-    "\u200bthe",
-    "\ufefffox",
-    "a\r\nb",
-    "\x01the",
-]
-MARKS = [
-    "(\u00a0\u0334\u00a0)",
-    "M\u0325r",
-    "e\u0301 a\u0323",
-    "q\u0302\u0323",
-    "\uff21\u0301",
-    "x\ufe0f",
-    "\ufe0f",
-]
+SPACES = ["", " ", "  \t ", " a", "a  b", "\u3000the\u00a0\u00a0sea ", "\u200bthe", "\ufefffox", "a\r\nb", "\x01the"]
+MARKS = ["(\u00a0\u0334\u00a0)", "M\u0325r", "e\u0301 a\u0323", "q\u0302\u0323", "\uff21\u0301", "x\ufe0f", "\ufe0f"]
 SYMBOLS = ["the <sep> fox", "the<sep>fox", "<sep>", "foxfox <sep>the", "<other the", "<0x41>"]
 
 
@@ -161,9 +142,7 @@ def test_a_mask_takes_the_place_of_a_word(kind: str, tmp_path: Path) -> None:
         ({"user_defined_symbols": "\ufb01"}, "user-defined symbol '\ufb01' is changed by its own normalization"),
     ],
 )  # fmt: skip
-def test_what_the_format_cannot_say_is_refused_by_name(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_what_the_format_cannot_say_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     tokenizer = load_sentencepiece(tmp_path, **changes)
     with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
         hf_tokenizer.build(tokenizer)
@@ -208,9 +187,7 @@ def test_every_line_of_20_mb_of_wikipedia_has_the_same_ids(kind: str, tmp_path: 
         path = wordpiece.published()
     else:  # the published pieces, and each of the first once more with a capital
         pieces = wordpiece.published().read_text(encoding="utf-8").split("\n")[:-1]
-        capitals = [
-            p.title() for p in pieces[2000:8000] if p.isalpha() and p.isascii() and p.title() not in pieces
-        ]
+        capitals = [p.title() for p in pieces[2000:8000] if p.isalpha() and p.isascii() and p.title() not in pieces]
         path = tmp_path / "vocab.txt"
         path.write_text("".join(f"{p}\n" for p in [*pieces, *dict.fromkeys(capitals)]), encoding="utf-8")
     tokenizer = Tokenizer.load(path)

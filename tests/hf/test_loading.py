@@ -25,9 +25,7 @@ def files_of(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize(
-    "kind", ["BertModel", "BertForMaskedLM", "BertForPreTraining", "MegatronBertForPreTraining"]
-)
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "BertForPreTraining", "MegatronBertForPreTraining"])
 @torch.no_grad()
 def test_hidden_states_of_a_folder_are_transformers_own(kind: str, binary: bool, tmp_path: Path) -> None:
     peer = make(tmp_path / "hf", kind, binary)
@@ -154,10 +152,7 @@ def test_code_in_a_pickle_is_not_run(zipped: bool, tmp_path: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "config.json: not found"),
         (lambda f: (f / "vocab.txt").unlink(), "name one with --tokenizer"),
         (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot be read as weights"),
-        (
-            lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"),
-            "says vocab_size=",
-        ),
+        (lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"), "says vocab_size="),
     ],
 )
 def test_a_folder_that_is_no_model_says_why_in_one_line(change: Any, said: str, tmp_path: Path) -> None:

@@ -68,12 +68,7 @@ def test_what_cannot_be_read_is_named(file: str, tree: Any, said: str, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "fields"),
-    [
-        ("mean", {}),
-        ("cls", {"norm": "pre"}),
-        ("mean", {"nsp": False, "norm": "pre"}),
-        ("cls", {"causal": True}),
-    ],
+    [("mean", {}), ("cls", {"norm": "pre"}), ("mean", {"nsp": False, "norm": "pre"}), ("cls", {"causal": True})],
     ids=["post mean", "pre cls", "no pooler", "left to right"],
 )
 @pytest.mark.parametrize("kind", ["uncased", "unigram"])

@@ -14,9 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(
-    *args: object, ranks: int = 0, timeout: int = 300, **env: str
-) -> subprocess.CompletedProcess[str]:
+def command(*args: object, ranks: int = 0, timeout: int = 300, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `python args…` (with `ranks`: through the deepspeed launcher) from the repository's root."""
     head = [sys.executable]
     if ranks:
@@ -29,12 +27,7 @@ def command(
         ]
     environment = os.environ | {"OMP_NUM_THREADS": "1" if ranks > 1 else "2"} | env
     return subprocess.run(
-        head + [str(a) for a in args],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        head + [str(a) for a in args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
 
 

@@ -27,13 +27,7 @@ def report() -> dict[str, Any]:
     one = {"command": "c", "curve": curve, "final": curve[-1], "tokens_per_second": 1234.5, "tasks": {}}
     first = one | {"token15": {bench.LOSS: 5.25, bench.ACCURACY: 0.125}}
     first = first | {"tasks": {"sst2": {"metric": "accuracy", "runs": 3, "mean": 0.75, "std": 0.0123}}}
-    settings = {
-        "set": "objective",
-        "config": "mini",
-        "budget": "2 minutes",
-        "threads": 2,
-        "tasks": ["sst2 a b"],
-    }
+    settings = {"set": "objective", "config": "mini", "budget": "2 minutes", "threads": 2, "tasks": ["sst2 a b"]}
     return {"settings": settings, "variants": {"MLM + NSP": first, "left to right": one | {"token15": None}}}
 
 

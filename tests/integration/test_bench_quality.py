@@ -84,9 +84,7 @@ def test_the_peer_has_our_settings_and_what_differs_is_said(dataset: Path) -> No
     cfg = bench_quality.our_config(args)
     o = cfg.optimizer
     same = {"lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps, "clip": o.clip}
-    recipe = hf_plain_loop.Recipe(
-        minutes=1, batch=18, dropout=cfg.model.dropout, weight_decay=o.weight_decay, **same
-    )
+    recipe = hf_plain_loop.Recipe(minutes=1, batch=18, dropout=cfg.model.dropout, weight_decay=o.weight_decay, **same)
     assert bench_quality.differs(recipe, cfg) == {
         "update": {"ours": "16 packed rows", "peer": "18 padded sequences, one a row"}
     }
@@ -151,9 +149,7 @@ def test_huggingface_weights_get_the_score_that_huggingface_gives_them(dataset) 
     torch.manual_seed(1)
     theirs = hf_plain_loop.model_of(cfg.model, 0.1).eval()
     with torch.no_grad():
-        for (
-            parameter
-        ) in theirs.parameters():  # away from the near-uniform start, where every model scores alike
+        for parameter in theirs.parameters():  # away from the near-uniform start, where every model scores alike
             parameter.add_(torch.randn_like(parameter) * 0.05)
     ours = BertForPreTraining(cfg.model, cfg.ops)
     ours.load_state_dict(from_huggingface(theirs.state_dict(), cfg.model))
@@ -176,9 +172,7 @@ def test_huggingface_weights_get_the_score_that_huggingface_gives_them(dataset) 
                         token_type_ids=batch.segment_ids[row, part].long()[None],
                     ).logits[0]
                 target = labels[row, part]
-                expected_loss += F.cross_entropy(
-                    logits.double(), target, ignore_index=-100, reduction="sum"
-                ).item()
+                expected_loss += F.cross_entropy(logits.double(), target, ignore_index=-100, reduction="sum").item()
                 expected_correct += (logits.argmax(-1) == target).sum().item()
                 expected_predictions += (target != -100).sum().item()
                 start += length

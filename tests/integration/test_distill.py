@@ -39,9 +39,7 @@ def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     found = [[[m[k] for k in keys] for m in metrics(run) if "train/loss" in m] for run in (whole, parts)]
     assert len(found[0]) == 10 and found[0] == found[1]
     first = next(m for m in metrics(whole) if "eval/mlm_loss" in m)
-    assert (
-        first["step"] == 0 and first["eval/mlm_loss"] < last["eval/mlm_loss"] + 0.5
-    )  # begins as its teacher
+    assert first["step"] == 0 and first["eval/mlm_loss"] < last["eval/mlm_loss"] + 0.5  # begins as its teacher
     assert json.loads((whole / "config.json").read_text())["config"]["model"]["layers"] == 2
 
     figures = json.loads(said("-m", "megabert.commands.evaluate", "--model", whole, "--data", dataset))

@@ -34,9 +34,7 @@ def base(tmp_path_factory) -> Path:
 def texts(base: Path, output: Path, *more: object) -> list[str]:
     files = ("--train", base / "train.tsv", "--dev", base / "dev.tsv", "--output", output)
     columns = ("--kind", "classify", "--text", "text", "--label", "label")
-    return [
-        str(a) for a in ("-m", "megabert.finetune", "--model", base / "run", *files, *columns, *SMALL, *more)
-    ]
+    return [str(a) for a in ("-m", "megabert.finetune", "--model", base / "run", *files, *columns, *SMALL, *more)]
 
 
 def best(run: Path) -> dict[str, torch.Tensor]:
@@ -98,9 +96,7 @@ def test_a_run_that_is_terminated_goes_on_where_it_was(base, tmp_path) -> None:
 def test_a_second_command_does_not_write_into_the_same_folder(base, tmp_path) -> None:
     given = texts(base, tmp_path / "out", "--epochs", 2000)
     environment = os.environ | ONE_THREAD | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *given], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, *given], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -147,12 +143,7 @@ def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
     assert scores["torchrun"]["dev"]["f1"] > 0.9
     wrong = [*heads["torchrun"], *texts(base, tmp_path / "odd", "--batch", "7")]
     done = subprocess.run(
-        wrong,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
+        wrong, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode != 0 and "--batch 7 cannot be split evenly over 2 ranks" in done.stderr
     assert not (tmp_path / "odd").exists()

@@ -79,16 +79,7 @@ def test_a_new_kind_of_task_is_learned_and_predicted(
         write(tmp_path / f"{name}{ending}", list(rows(kind, count, seed)))
         for name, count, seed in (("train", 400, 1), ("dev", 100, 2))
     )
-    given = (
-        "-m",
-        "megabert.finetune",
-        "--model",
-        tmp_path / "run",
-        "--kind",
-        kind,
-        *columns.split(),
-        *TRAINED,
-    )
+    given = ("-m", "megabert.finetune", "--model", tmp_path / "run", "--kind", kind, *columns.split(), *TRAINED)
     done = command(*given, "--train", train, "--dev", dev, "--output", tmp_path / "out", **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "seed1" / "result.json").read_text())

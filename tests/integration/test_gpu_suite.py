@@ -63,10 +63,7 @@ def test_every_part_runs_in_one_process(data: dict[int, str], tmp_path: Path) ->
     ]  # fmt: skip
     wanted.append(
         runner.Item(
-            "profile",
-            "plain",
-            "benchmarks.gpu.kernels:profile",
-            wanted[-1].arguments | {"setup": {"plain": True}},
+            "profile", "plain", "benchmarks.gpu.kernels:profile", wanted[-1].arguments | {"setup": {"plain": True}}
         )
     )
     steps.LIVE.release()
@@ -78,25 +75,19 @@ def test_every_part_runs_in_one_process(data: dict[int, str], tmp_path: Path) ->
         products = results[f"ceilings/products {kind}"]["value"]
         names = {(p["linear"], p["product"]) for p in products["products"]}
         assert len(names) == len(products["products"]) == (18 if kind == "bf16" else 12)
-        total = sum(
-            p["seconds"] * (24 if p["linear"] not in ("mlm", "decoder") else 1) for p in products["products"]
-        )
+        total = sum(p["seconds"] * (24 if p["linear"] not in ("mlm", "decoder") else 1) for p in products["products"])
         assert products["step_seconds"] == pytest.approx(total) and products["tflops"] > 0
     assert results["operations/optimizer lamb"]["value"]["ms"] > 0
     step = results["steps/plain 128x256"]["value"]
     assert step["loop"] == "plain torch loop" and step["updates"] >= 3 and step["seq_len"] == 128
-    assert step["full_rows_per_sec"] == pytest.approx(
-        step["rows"] * step["fill"] / step["step_seconds"]["p50"]
-    )
+    assert step["full_rows_per_sec"] == pytest.approx(step["rows"] * step["fill"] / step["step_seconds"]["p50"])
     assert results["steps/plain 512x64"]["value"]["seq_len"] == 512
     kernels = results["profile/plain"]["value"]
     assert 20 <= len(kernels["kernels"]) <= 40 and kernels["kernels"][0]["ms"] > 0
     assert sum(kernels["groups_ms"].values()) == pytest.approx(kernels["total_ms"])
 
 
-def test_the_plain_loop_learns_and_its_weights_are_its_masters_rounded(
-    data: dict[int, str], tmp_path: Path
-) -> None:
+def test_the_plain_loop_learns_and_its_weights_are_its_masters_rounded(data: dict[int, str], tmp_path: Path) -> None:
     setup, journal = steps.Setup(plain=True, dropout=0.0), str(tmp_path / "journal")
     steps.build(setup, "cpu", 128, 4, 2000, True, journal)
     loop, batches = steps.LIVE.engine, steps.updates(data[128], 4, 42, "cpu")
@@ -121,9 +112,7 @@ def test_backends_follow_what_the_operations_showed(tmp_path: Path) -> None:
     def ended(role: str, name: str, seq_len: int, ms: float | None, dropout: float = 0.1) -> None:
         key = f"operations/{role} {name} {seq_len} dropout {dropout:g}"
         value = {"role": role, "name": name, "seq_len": seq_len, "dropout": dropout, "ms": ms}
-        journal.end(
-            key, "done" if ms else "failed", 1, **({"value": value} if ms else {"reason": "wrong by 3"})
-        )
+        journal.end(key, "done" if ms else "failed", 1, **({"value": value} if ms else {"reason": "wrong by 3"}))
 
     ended("attention", "varlen", 128, 0.5)
     ended("attention", "native", 128, 0.2)
@@ -143,9 +132,7 @@ def test_backends_follow_what_the_operations_showed(tmp_path: Path) -> None:
     assert choose("torch", 128) == (TORCHS, {})
 
 
-def test_without_the_library_torchs_backends_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_torchs_backends_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ops, ops.backend):
         monkeypatch.setattr(module, "MISSING", "native library not built")
     natives = dict.fromkeys(("attention", "mlm_loss", "layer"), "native library not built")
@@ -201,9 +188,7 @@ def test_compiled_layers_share_their_graphs() -> None:
     cfg = steps.make_config(
         steps.Setup(dropout=0.1), {"attention": "sdpa", "mlm_loss": "torch", "layer": "torch"}, 2, 2000, True
     )
-    model = steps.BertForPreTraining(
-        cfg.model.model_copy(update={"layers": 12}), cfg.ops, "cpu", torch.float32
-    )
+    model = steps.BertForPreTraining(cfg.model.model_copy(update={"layers": 12}), cfg.ops, "cpu", torch.float32)
     ids, bound = torch.ones(2, 16, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
     inputs = ids, ids * 0, ids * 0, bound, bound + 16, torch.full((2, 1), 16, dtype=torch.int32)
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
@@ -221,8 +206,7 @@ def test_deepspeed_is_not_tried_again_after_it_ended_the_process(tmp_path: Path)
     assert steps.broken_before(str(journal.path)) == ""
     journal.end("steps/best 128x256", "failed", 180, reason="no end after 180 s", broke=True)
     assert (
-        steps.broken_before(str(journal.path))
-        == "it ended the process before (steps/best 128x256: no end after 180 s)"
+        steps.broken_before(str(journal.path)) == "it ended the process before (steps/best 128x256: no end after 180 s)"
     )
     spoilt = runner.Journal(tmp_path / "spoilt")
     spoilt.end("steps/best 128x256", "failed", 3, reason="CUDA error: misaligned address", broke=True)
@@ -247,9 +231,7 @@ def test_a_deepspeed_that_fails_leaves_the_plain_loop_which_says_so(
     monkeypatch.setattr(steps.LIVE, "trouble", "")
     given = (data[128], 2, "cpu", True, str(tmp_path / "journal"))
     found = steps.measure({}, *given)
-    assert (
-        found["loop"].startswith("plain torch loop; DeepSpeed is not used: ") and "no socket" in found["loop"]
-    )
+    assert found["loop"].startswith("plain torch loop; DeepSpeed is not used: ") and "no socket" in found["loop"]
     with pytest.raises(runner.Absent, match=r"the plain loop has it not.*no socket|not in this revision"):
         steps.measure({"graphed": True}, *given)
     monkeypatch.setattr(steps.LIVE, "trouble", "")
@@ -264,24 +246,14 @@ def test_without_a_gpu_or_a_pack_it_says_so(small_pack: Path, tmp_path: Path) ->
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     command = [sys.executable, "benchmarks/gpu_suite.py", "--json", str(tmp_path / "gpu.json")]
-    done = subprocess.run(
-        [*command, "--pack", str(small_pack)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1 and "error: RuntimeError: torch sees no CUDA device" in done.stderr, (
-        done.stderr
-    )
-    done = subprocess.run(
-        [*command, "--pack", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (
-        done.returncode == 2 and "is no finished pack; python benchmarks/gpu_pack.py makes one" in done.stderr
-    )
+    done = subprocess.run([*command, "--pack", str(small_pack)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "error: RuntimeError: torch sees no CUDA device" in done.stderr, done.stderr
+    done = subprocess.run([*command, "--pack", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "is no finished pack; python benchmarks/gpu_pack.py makes one" in done.stderr
     assert not (tmp_path / "gpu.json").exists()
 
 
-def whole(
-    python: str, root: Path, target: Path, *arguments: str, env: dict[str, str] | None = None
-) -> dict[str, Any]:
+def whole(python: str, root: Path, target: Path, *arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """The report of a small run in which nothing fails."""
     command = [python, *SUITE, "--minutes", "25", "--json", str(target), *arguments]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=1600)
@@ -301,10 +273,7 @@ def test_a_small_run_on_the_cpu(small_pack: Path, tmp_path: Path) -> None:
     report = whole(sys.executable, ROOT, tmp_path / "gpu.json", "--pack", str(small_pack))
     results = report["results"]
     assert results["steps/best 128x256"]["value"]["loop"] == steps.TRAINER
-    assert all(
-        results[key]["state"] == "done"
-        for key in ("ceilings/copy", "profile/best 512x32", "tests/operations")
-    )
+    assert all(results[key]["state"] == "done" for key in ("ceilings/copy", "profile/best 512x32", "tests/operations"))
     assert " passed" in results["tests/operations"]["value"]["output"]
     assert report["about"]["command"].startswith("python benchmarks/gpu_suite.py")
 

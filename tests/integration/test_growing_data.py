@@ -17,9 +17,7 @@ def losses(run):
 
 def data_of(run, step):
     state = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())["state"]
-    return state["datasets"], {
-        m["step"]: m["data/row_digest"] for m in metrics(run) if "data/row_digest" in m
-    }
+    return state["datasets"], {m["step"]: m["data/row_digest"] for m in metrics(run) if "data/row_digest" in m}
 
 
 @pytest.mark.slow
@@ -31,9 +29,7 @@ def test_a_run_goes_on_with_added_text_and_repeats_itself(dataset, corpus, tmp_p
     (tmp_path / "new.txt").write_text(
         "\n\n".join(f"Text {i} that was not there before, and is now." for i in range(2000))
     )
-    done = command(
-        "-m", "data_prep", "build", "--add", "--output", data, "--input", tmp_path / "new.txt", "--quiet"
-    )
+    done = command("-m", "data_prep", "build", "--add", "--output", data, "--input", tmp_path / "new.txt", "--quiet")
     assert done.returncode == 0, done.stdout + done.stderr
     done = train(data, run, "--stop-after", 9)
     assert done.returncode == 0 and "at step 4" in done.stdout, done.stdout + done.stderr

@@ -13,13 +13,7 @@ from megabert.model import BertForPreTraining
 from tests.integration.conftest import command
 
 SHORT = (
-    *(
-        "schedule.total_steps=4",
-        "schedule.warmup_steps=1",
-        "eval.interval=0",
-        "eval.rows=64",
-        "log.interval=1",
-    ),
+    *("schedule.total_steps=4", "schedule.warmup_steps=1", "eval.interval=0", "eval.rows=64", "log.interval=1"),
     *("batch.global_size=16", "batch.micro_size=8", "data.workers=1", "peak_tflops=1.0", "precision=fp32"),
 )
 SMALL = ("model.layers=2", "model.hidden=64", "model.heads=2", "model.max_positions=64", "zero.stage=3")
@@ -33,9 +27,7 @@ def run(*args: object, **kwargs) -> str:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_trained_exported_loaded_converted_and_trained_on(
-    dataset: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus: Path, tmp_path: Path) -> None:
     """Two ranks at ZeRO-3; the export against transformers on held-out packed rows; a run that goes on from it."""
     import transformers
 
@@ -81,8 +73,6 @@ def test_trained_exported_loaded_converted_and_trained_on(
     said = run(*train, "--run", tmp_path / "second", *SHORT)
     assert f"starting from the weights of {back} at step 0" in said
     refused = command(*train, "--run", back, *SHORT)
-    assert (
-        refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
-    )
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
     table = run("-m", "megabert.commands.fill", "--model", tmp_path / "second", "the value of the [MASK] is")
     assert len(table.splitlines()) == 5 and table.count("%") == 5

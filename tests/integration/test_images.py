@@ -73,9 +73,7 @@ def test_what_is_copied_exists_and_is_the_same_in_both() -> None:
 def test_the_finished_image_takes_the_environment_and_the_repository_alone() -> None:
     copies = [words[1:] for words in docker_stages()[""] if words[0] == "COPY"]
     assert copies == [["--from=build", place, place] for place in (HOME, "/opt/venv")]
-    assert definition_stages()[""]["files from build"] == [
-        f"{place} {place}" for place in (HOME, "/opt/venv")
-    ]
+    assert definition_stages()[""]["files from build"] == [f"{place} {place}" for place in (HOME, "/opt/venv")]
 
 
 @pytest.mark.parametrize(("step", "stage"), STAGES.items())
@@ -95,9 +93,7 @@ def test_both_take_the_steps_of_the_script(step: str, stage: str) -> None:
 
 
 def test_arguments_have_the_same_defaults_in_both() -> None:
-    docker = dict(
-        words[1].split("=", 1) for stage in docker_stages().values() for words in stage if words[0] == "ARG"
-    )
+    docker = dict(words[1].split("=", 1) for stage in docker_stages().values() for words in stage if words[0] == "ARG")
     sections = definition_stages()
     theirs = dict(line.split("=", 1) for stage in sections.values() for line in stage["arguments"])
     names = {"build_base": "BUILD_BASE", "base": "BASE", "torch_index": "TORCH_INDEX", "architectures": "TORCH_CUDA_ARCH_LIST"}  # fmt: skip

@@ -141,17 +141,11 @@ def test_a_build_in_a_container_is_given_what_it_reads(tmp_path) -> None:
         "SLURM_NTASKS": "1",
         "MPI": "srun",
     }
-    values |= {
-        "CORPUS": f"{tmp_path}/books/*.txt {tmp_path}/wiki-?/x here.txt",
-        "DATA": str(tmp_path / "data"),
-    }
+    values |= {"CORPUS": f"{tmp_path}/books/*.txt {tmp_path}/wiki-?/x here.txt", "DATA": str(tmp_path / "data")}
     values |= {"PREP": f"--tokenizer {tmp_path}/t.model", "RUNS": str(tmp_path / "runs")}
     log = tmp_path / "srun.log"
     done = submit(
-        "launch/prep.slurm",
-        tmp_path,
-        srun=f'#!/usr/bin/env bash\nprintf "%s\n" "$@" >{log}\nexit 2\n',
-        **values,
+        "launch/prep.slurm", tmp_path, srun=f'#!/usr/bin/env bash\nprintf "%s\n" "$@" >{log}\nexit 2\n', **values
     )
     assert done.returncode == 2, done.stdout + done.stderr
     given = log.read_text().splitlines()

@@ -99,10 +99,7 @@ def test_quickstart_on_your_own_text(tmp_path) -> None:
 def test_pre_training_on_your_own_text_line_by_line(tmp_path) -> None:
     """The README's lines; only folders, the vocabulary, the model's size and the length of the run are replaced."""
     documents(tmp_path / "corpus", 40)
-    smaller = {
-        "--vocab-size 30000": "--vocab-size 600",
-        "--config mini_modern": "--config launch/quickstart.toml",
-    }
+    smaller = {"--vocab-size 30000": "--vocab-size 600", "--config mini_modern": "--config launch/quickstart.toml"}
     extra = f"{SMALL} schedule.total_steps=8 schedule.warmup_steps=2 eval.interval=0"
     shown = {}
     for line in commands("own-text"):

@@ -51,9 +51,7 @@ def test_text_and_shards_in_buckets(s3, corpus, tmp_path, monkeypatch):
         done = command("-m", "data_prep", "build", "--input", *source, "--output", target, *options)
         assert done.returncode == 0, done.stderr
     local, remote = Dataset(tmp_path / "local"), Dataset("s3://corpora/data/seq64")
-    assert [shard.sha256 for shard in remote.manifest.shards] == [
-        shard.sha256 for shard in local.manifest.shards
-    ]
+    assert [shard.sha256 for shard in remote.manifest.shards] == [shard.sha256 for shard in local.manifest.shards]
     rows = np.arange(local.rows)
     assert np.array_equal(remote.read(rows).ids, local.read(rows).ids)
     losses = []
@@ -65,14 +63,10 @@ def test_text_and_shards_in_buckets(s3, corpus, tmp_path, monkeypatch):
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3):
-    done = command(
-        "-m", "data_prep", "build", "--input", "s3://nowhere/x", "--output", "/nowhere/x", "--workers", 1
-    )
+    done = command("-m", "data_prep", "build", "--input", "s3://nowhere/x", "--output", "/nowhere/x", "--workers", 1)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("--input s3://nowhere/x: no such file or folder")
-    done = command(
-        "-m", "data_prep", "build", "--input", "pydoc", "--output", "s3://nowhere/x", "--workers", 1
-    )
+    done = command("-m", "data_prep", "build", "--input", "pydoc", "--output", "s3://nowhere/x", "--workers", 1)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("s3://nowhere/x/.writable: no such file or folder")
     assert not s3.exists("nowhere")

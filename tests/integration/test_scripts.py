@@ -38,22 +38,9 @@ def test_tags_are_learned_in_every_script(language: str, tmp_path: Path) -> None
     lines = (SAMPLES / f"{language}.txt").read_text(encoding="utf-8").splitlines()
     text = "".join(json.dumps({"text": " ".join(lines[i:] + lines[:i])}) + "\n" for i in range(len(lines)))
     (tmp_path / "text.jsonl").write_text(text, encoding="utf-8")
-    options = [
-        "--vocab-size",
-        "400",
-        "--model-type",
-        "bpe",
-        "--character-coverage",
-        "1",
-        "--workers",
-        "1",
-        "--quiet",
-    ]
+    options = ["--vocab-size", "400", "--model-type", "bpe", "--character-coverage", "1", "--workers", "1", "--quiet"]
     assert (
-        data_prep(
-            ["build", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "data"), *options]
-        )
-        == 0
+        data_prep(["build", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "data"), *options]) == 0
     )
     tokenizer = Tokenizer.load(tmp_path / "data" / "tokenizer.model")
     model = ModelConfig(vocab_size=tokenizer.vocab_size, layers=2, hidden=32, heads=2, max_positions=64)

@@ -84,10 +84,7 @@ def test_a_race_of_both_systems_is_scored_once_a_seed_and_drawn(tmp_path: Path, 
     done = command(*race, *both, "--track", "10k-tokens", "--plot", tmp_path / "plot.svg", timeout=900)
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "r.json").read_text())["entries"]
-    assert [(entry["recipe"], list(entry["seeds"])) for entry in first] == [
-        ("small", ["42"]),
-        ("peer", ["42"]),
-    ]
+    assert [(entry["recipe"], list(entry["seeds"])) for entry in first] == [("small", ["42"]), ("peer", ["42"])]
     for entry in first:
         found = entry["seeds"]["42"]
         assert 9_000 < found["tokens"] < 12_000 and 1 < found["bits"] < 8
@@ -110,16 +107,7 @@ def test_a_search_killed_twice_ends_with_the_same_table(tmp_path: Path, text: Pa
     (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "find.toml").write_text(SEARCH.format(recipe=tmp_path / "small.toml"))
     search = [sys.executable, "benchmarks/recipe_search.py", "--search", tmp_path / "find.toml"]
-    search += [
-        "--threads",
-        "1",
-        "--text",
-        text,
-        "--run",
-        tmp_path / "race",
-        "--winner",
-        tmp_path / "best.toml",
-    ]
+    search += ["--threads", "1", "--text", text, "--run", tmp_path / "race", "--winner", tmp_path / "best.toml"]
 
     def rows(name: str) -> list[dict]:
         path = tmp_path / name
@@ -151,22 +139,12 @@ def test_a_search_killed_twice_ends_with_the_same_table(tmp_path: Path, text: Pa
         assert f'"{key}" = {value}' in (tmp_path / "best.toml").read_text()
 
 
-def test_a_trial_that_diverges_is_a_row_and_one_that_cannot_train_an_error(
-    tmp_path: Path, text: Path
-) -> None:
+def test_a_trial_that_diverges_is_a_row_and_one_that_cannot_train_an_error(tmp_path: Path, text: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL + '"optimizer.clip" = 0.0\n"precision" = "fp32"\n')
     (tmp_path / "find.toml").write_text(
         f'recipe = "{tmp_path}/small.toml"\n[space]\n"optimizer.lr" = [1e30]\n[[rung]]\ntrack = "8k-tokens"\ntrials = 2\n'
     )
-    search = [
-        "benchmarks/recipe_search.py",
-        "--search",
-        tmp_path / "find.toml",
-        "--text",
-        text,
-        "--threads",
-        1,
-    ]
+    search = ["benchmarks/recipe_search.py", "--search", tmp_path / "find.toml", "--text", text, "--threads", 1]
     search += ["--run", tmp_path / "race", "--json", tmp_path / "t.json"]
     done = command(*search, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -55,11 +55,7 @@ def test_skip_leaves_them_out_names_each_once_and_counts_them(damaged, tmp_path)
     assert job.codes(200) == [0, 0], job.output
     told = [text for text in job.output.splitlines() if "left out:" in text]
     for row in rows:
-        assert (
-            1 <= sum(f"block 0, row {row} (ids" in text for text in told) <= 2
-        )  # each rank that met it, once
+        assert 1 <= sum(f"block 0, row {row} (ids" in text for text in told) <= 2  # each rank that met it, once
     counts = [m["data/damaged_rows"] for m in metrics(tmp_path / "run") if "data/damaged_rows" in m]
-    assert counts[-1] in (2 * len(rows), 2 * len(rows) + 1), (
-        counts
-    )  # the last log line may lie in the third epoch
+    assert counts[-1] in (2 * len(rows), 2 * len(rows) + 1), counts  # the last log line may lie in the third epoch
     assert counts == sorted(counts)

@@ -86,9 +86,7 @@ def finished_run(folder: Path) -> Path:
     """What is left of a run of three updates."""
     step = folder / "checkpoints" / "step-00000003"
     step.mkdir(parents=True)
-    lines = [
-        {"step": n, "train/loss": 1 / n, "data/row_digest": f"{n:016x}", "perf/mfu": n} for n in (1, 2, 3)
-    ]
+    lines = [{"step": n, "train/loss": 1 / n, "data/row_digest": f"{n:016x}", "perf/mfu": n} for n in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (step / "weights.safetensors").write_bytes(b"weights")
     seal(step)

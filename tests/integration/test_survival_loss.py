@@ -70,17 +70,11 @@ def test_rollback_goes_back_and_passes_over_the_data_through_the_spike(dataset, 
     job, codes = run_with(dataset, run, "spikes.policy=rollback", ranks=1)
     assert codes == [0], job.output
     assert (
-        "rolling back" in job.output
-        and "rolled back to step 8; the data up to the spike is passed over" in job.output
+        "rolling back" in job.output and "rolled back to step 8; the data up to the spike is passed over" in job.output
     )
     found = curve(run)
     assert sorted(found) == list(range(1, 17))
-    assert [found[s]["data/cursor"] for s in (8, 9, 10, 16)] == [
-        8,
-        11,
-        12,
-        18,
-    ]  # data 8 and 9 were passed over
+    assert [found[s]["data/cursor"] for s in (8, 9, 10, 16)] == [8, 11, 12, 18]  # data 8 and 9 were passed over
     assert [entry["action"] for entry in trouble(run)] == ["rollback"]
 
 
@@ -88,9 +82,7 @@ def test_rollback_goes_back_and_passes_over_the_data_through_the_spike(dataset, 
 def test_spikes_again_and_again_end_the_run(dataset, tmp_path):
     run = tmp_path / "run"
     times = (9, 12, 14)
-    job, codes = run_with(
-        dataset, run, "spikes.policy=rollback", "spikes.max_rollbacks=1", times=times, ranks=1
-    )
+    job, codes = run_with(dataset, run, "spikes.policy=rollback", "spikes.max_rollbacks=1", times=times, ranks=1)
     assert codes == [3], job.output
     assert "error: a spike after 1 rollbacks (spikes.max_rollbacks)" in job.output
     assert len(trouble(run)) == 2

@@ -87,12 +87,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_curve_goes_on(
 
 
 def test_before_training_a_signal_ends_the_process_at_once_with_nothing_written(dataset, tmp_path):
-    job = Job(
-        dataset,
-        tmp_path / "run",
-        ranks=1,
-        driver="import time\nprint('starting', flush=True)\ntime.sleep(60)\n",
-    )
+    job = Job(dataset, tmp_path / "run", ranks=1, driver="import time\nprint('starting', flush=True)\ntime.sleep(60)\n")
     job.wait_for("starting")
     job.signal(signal.SIGTERM)
     assert job.codes(5) == [85]

@@ -15,24 +15,14 @@ from tests.integration.conftest import ROOT, command, metrics
 
 SMALL = (
     *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
-    *(
-        "optimizer.lr=2e-3",
-        "schedule.total_steps=16",
-        "schedule.warmup_steps=4",
-        "log.interval=1",
-        "eval.interval=0",
-    ),
+    *("optimizer.lr=2e-3", "schedule.total_steps=16", "schedule.warmup_steps=4", "log.interval=1", "eval.interval=0"),
     *("checkpoint.interval=6", "eval.rows=64", "data.workers=1", "peak_tflops=1.0"),
 )
 
 
 def train(data, run, *extra, ranks=0, **kwargs):
     return command(
-        *("megabert/train.py", "--config", "tiny", "--data", data, "--run", run),
-        *SMALL,
-        *extra,
-        ranks=ranks,
-        **kwargs,
+        *("megabert/train.py", "--config", "tiny", "--data", data, "--run", run), *SMALL, *extra, ranks=ranks, **kwargs
     )
 
 
@@ -57,13 +47,7 @@ def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_pa
 
     for line in whole:
         if "train/loss" in line:
-            assert {
-                "train/mlm_accuracy",
-                "train/lr",
-                "perf/tokens_per_sec",
-                "perf/mfu",
-                "train/grad_norm",
-            } <= set(line)
+            assert {"train/mlm_accuracy", "train/lr", "perf/tokens_per_sec", "perf/mfu", "train/grad_norm"} <= set(line)
     assert list((straight / "tensorboard").glob("events*"))
 
     done = command("-m", "megabert.commands.evaluate", "--model", broken, "--data", dataset, "--rows", 64)
@@ -113,9 +97,7 @@ def test_left_to_right_learns_and_is_evaluated(dataset, tmp_path):
     assert losses[16] < losses[1] - 0.5
     last = [m for m in lines if "eval/mlm_loss" in m][-1]
     assert last["eval/predictions"] > 20 * 64  # of at most 64 rows of 64 tokens
-    assert evaluate_run(str(run), str(dataset))["eval/mlm_loss"] == pytest.approx(
-        last["eval/mlm_loss"], rel=2e-3
-    )
+    assert evaluate_run(str(run), str(dataset))["eval/mlm_loss"] == pytest.approx(last["eval/mlm_loss"], rel=2e-3)
     done = train(dataset, run, "model.nsp=false")
     assert done.returncode == 2 and "data.masking.strategy is 'token'" in done.stderr
 
@@ -140,10 +122,7 @@ def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):
     run = tmp_path / "run"
     arguments = ["--config", "tiny", "--data", dataset, "--run", run, *SMALL, "schedule.total_steps=100000"]
     process = subprocess.Popen(
-        [sys.executable, "megabert/train.py", *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "megabert/train.py", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -162,13 +141,7 @@ def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):
 
 def test_a_run_that_only_meets_non_finite_updates_stops_and_names_the_rows(dataset, tmp_path):
     run = tmp_path / "run"
-    extra = (
-        "optimizer.lr=1e38",
-        "optimizer.clip=0.0",
-        "precision=fp32",
-        "max_bad_steps=3",
-        "schedule.warmup_steps=0",
-    )
+    extra = ("optimizer.lr=1e38", "optimizer.clip=0.0", "precision=fp32", "max_bad_steps=3", "schedule.warmup_steps=0")
     done = train(dataset, run, *extra)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("the update is skipped on every rank") == 3

@@ -49,18 +49,14 @@ def folder(tmp_path_factory) -> Path:
     )  # fmt: skip
     sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
     held_out = {"path": "held_out", "rows": ROWS, "manifest_sha256": sha256}
-    return make_dataset(
-        folder, ROWS, arrays=rows(tokenizer, 0), tokenizer=entry, held_out=held_out, **options
-    )
+    return make_dataset(folder, ROWS, arrays=rows(tokenizer, 0), tokenizer=entry, held_out=held_out, **options)
 
 
 @pytest.mark.parametrize("strategy", ["token", "word", "span"])
 def test_special_ids_are_neither_masked_nor_drawn_wherever_they_are(folder, strategy):
     dataset = Dataset(folder)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    loader = Loader(
-        dataset, tokenizer, global_batch=ROWS, micro_batch=ROWS, seed=3, masking=Masking(strategy)
-    )
+    loader = Loader(dataset, tokenizer, global_batch=ROWS, micro_batch=ROWS, seed=3, masking=Masking(strategy))
     special = torch.tensor(sorted(tokenizer.special_ids.values()))
     shown_as = {"mask": 0, "random": 0, "kept": 0}
     for _ in range(20):
@@ -83,13 +79,7 @@ def test_special_ids_are_neither_masked_nor_drawn_wherever_they_are(folder, stra
 def test_train_and_evaluate(folder, tmp_path):
     done = command(
         *("megabert/train.py", "--config", "tiny", "--data", folder, "--run", tmp_path / "run"),
-        *(
-            "model.layers=1",
-            "model.hidden=32",
-            "model.heads=2",
-            "batch.global_size=16",
-            "batch.micro_size=16",
-        ),
+        *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=16"),
         *("schedule.total_steps=2", "schedule.warmup_steps=1", "log.interval=1", "peak_tflops=1.0"),
         *("data.workers=0", "data.masking.strategy=word"),
     )

@@ -144,9 +144,7 @@ def test_a_later_token_changes_nothing_before_it_left_to_right(backend: str) -> 
     qkv = normal(len(rows), width, 3 * heads * size, seed=1).float()
     changed = qkv.clone()
     changed[:, 30:] = normal(len(rows), width - 30, 3 * heads * size, seed=3).float()
-    one, two = (
-        ops.attend(x, heads, inputs, 0.0, torch.tensor([SEED]), STREAM, backend) for x in (qkv, changed)
-    )
+    one, two = (ops.attend(x, heads, inputs, 0.0, torch.tensor([SEED]), STREAM, backend) for x in (qkv, changed))
     assert one[:, :30].equal(two[:, :30]) and not one[:, 30:40].equal(two[:, 30:40])
 
 
@@ -246,9 +244,7 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
 def test_varlen_against_sdpa_on_cuda(dtype: torch.dtype) -> None:
     rows, width, heads, size = [[20, 1, 19], [45], [0]], 45, 3, 64
     start, end, lengths = bounds(*rows, width=width)
-    compact, empty_slots, start, end = (
-        t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end)
-    )
+    compact, empty_slots, start, end = (t.cuda() for t in (compact_lengths(lengths, width), lengths, start, end))
     outs, grads = [], []
     for backend, lengths in (("sdpa", empty_slots), ("varlen", empty_slots), ("varlen", compact)):
         qkv = normal(len(rows), width, 3 * heads * size, seed=1).to("cuda", dtype).requires_grad_()

@@ -30,9 +30,7 @@ def test_configuration_model_and_table_name_the_same_backends() -> None:
 def test_what_torch_says_of_a_failed_call_reaches_the_caller() -> None:
     huge = torch.ones(1, dtype=torch.bfloat16).expand(2**24, 2**24)  # 512 TiB, made contiguous
     kept = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # torch keeps the reason from then on
-    with pytest.raises(
-        RuntimeError, match=r"tried to allocate \d+ bytes" if kept else "aten::contiguous"
-    ) as error:
+    with pytest.raises(RuntimeError, match=r"tried to allocate \d+ bytes" if kept else "aten::contiguous") as error:
         torch.ops.megabert.bias_gelu(huge, huge[0].contiguous())
     assert "failed at" in str(error.value)
 
@@ -61,9 +59,7 @@ def test_auto_is_native_on_cpu(op: str) -> None:
 def test_without_the_library_auto_says_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MISSING", "native library not built")
     assert ops.choose(op) == (backend.BACKENDS[op][0], "native library not built")
-    with pytest.raises(
-        ValueError, match=f"ops.{op}=native cannot run on cpu in bfloat16: native library not built"
-    ):
+    with pytest.raises(ValueError, match=f"ops.{op}=native cannot run on cpu in bfloat16: native library not built"):
         ops.choose(op, "native")
 
 
@@ -96,9 +92,7 @@ def test_a_left_to_right_model_never_gets_attention_over_whole_sequences(monkeyp
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
     assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
-    with pytest.raises(
-        ValueError, match=r"ops\.attention=varlen cannot run .* a left-to-right model must not"
-    ):
+    with pytest.raises(ValueError, match=r"ops\.attention=varlen cannot run .* a left-to-right model must not"):
         ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
 
 
@@ -136,19 +130,13 @@ def instruction_sets() -> list[str]:
 
 @needs_library
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)
-        for name in instruction_sets()[:-1]
-    ],
+    "name", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow) for name in instruction_sets()[:-1]]
 )
 def test_other_instruction_sets_pass_the_same_tests(name: str) -> None:
     """The machine's best is what the other tests of this folder run; here they run again with those below it."""
     own, gpu, slow_steps = "test_backend.py", "test_cuda_ops.py", "test_gradcheck.py"
     folder = Path(__file__).parent
-    files = [
-        str(path) for path in sorted(folder.glob("test_*.py")) if path.name not in (own, gpu, slow_steps)
-    ]
+    files = [str(path) for path in sorted(folder.glob("test_*.py")) if path.name not in (own, gpu, slow_steps)]
     assert len(files) >= 4
     files.append("tests/csrc/test_philox.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]

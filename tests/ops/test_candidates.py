@@ -96,28 +96,20 @@ def test_one_that_cannot_run_is_a_line_and_is_never_made() -> None:
 
 def test_when_none_is_right_all_reasons_are_said_and_nothing_runs() -> None:
     bad = [changed(name, change) for name, (change, _) in BAD.items()]
-    with pytest.raises(
-        NoneRight, match=r"ops\.layer=auto: .*wrong: result 0.*nan: result 0.*raising: RuntimeError"
-    ):
+    with pytest.raises(NoneRight, match=r"ops\.layer=auto: .*wrong: result 0.*nan: result 0.*raising: RuntimeError"):
         measure("layer", PLAIN, CPU, 0.01, among=bad)
     with pytest.raises(ValueError, match="no candidate"):
         measure("layer", PLAIN, CPU, 0.01, among=[])
 
 
-def test_after_a_candidate_that_broke_the_device_nothing_else_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_candidate_that_broke_the_device_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_well", lambda device: False)
-    with pytest.raises(
-        DeviceLost, match=r"ops\.layer=raising broke the device \(no kernel image is available\)"
-    ):
+    with pytest.raises(DeviceLost, match=r"ops\.layer=raising broke the device \(no kernel image is available\)"):
         measure("layer", PLAIN, CPU, 0.01, among=[changed("raising", raising), RIGHT])
 
 
 def test_reasons_from_elsewhere_keep_a_candidate_out() -> None:
-    choice, rows = measure(
-        "layer", PLAIN, CPU, 0.01, {"right": "seen to fail"}, [RIGHT, RIGHT._replace(name="next")]
-    )
+    choice, rows = measure("layer", PLAIN, CPU, 0.01, {"right": "seen to fail"}, [RIGHT, RIGHT._replace(name="next")])
     assert choice.name == "next" and rows[0].reason == "seen to fail"
 
 
@@ -218,9 +210,7 @@ def test_apexs_norm_is_called_with_its_own_arguments(monkeypatch: pytest.MonkeyP
     torch.manual_seed(1)
     x, residual, bias, weight, shift = torch.randn(5, 8), torch.randn(5, 8), *torch.randn(3, 8)
     found = [
-        ops.dropout_add_layer_norm(
-            x, bias, residual, weight, shift, 0.0, 1e-12, torch.tensor([1]), 0, backend
-        )
+        ops.dropout_add_layer_norm(x, bias, residual, weight, shift, 0.0, 1e-12, torch.tensor([1]), 0, backend)
         for backend in ("apex", "torch")
     ]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -235,18 +225,14 @@ def test_without_apex_the_backend_says_so() -> None:
         ops.choose("layer", "apex", "cuda")
 
 
-def test_the_compiled_layer_can_be_named_where_a_compiler_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_compiled_layer_can_be_named_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     assert ops.choose("layer", "compiled", "cpu") == ("compiled", "asked for")
     compiler.unlink()
-    with pytest.raises(
-        ValueError, match=r"ops\.layer=compiled cannot run on cpu in bfloat16: .* C\+\+ compiler"
-    ):
+    with pytest.raises(ValueError, match=r"ops\.layer=compiled cannot run on cpu in bfloat16: .* C\+\+ compiler"):
         ops.choose("layer", "compiled", "cpu")
 
 

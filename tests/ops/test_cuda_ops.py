@@ -180,9 +180,7 @@ def test_mlm_loss_of_logits(count: int, vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", ["varlen", "sdpa"])
-def test_attention_of_512_tokens_repeats_bit_for_bit_when_asked(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_512_tokens_repeats_bit_for_bit_when_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one block of keys, where torch's flash attention adds up dq atomically by default."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     qkv, grad = (normal(8, 512, n * 256, seed=s).bfloat16().cuda() for n, s in ((3, 1), (1, 2)))
@@ -225,9 +223,7 @@ def test_attention(case: str, left_to_right: bool, p: float, dtype: torch.dtype)
     rows, width, heads, size = ATTENTION[case]
     start, end = attention_mask(case, left_to_right)
     there = [start.cuda(), end.cuda()]
-    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(
-        -1, heads, width, width
-    )
+    keep = reference.keep_mask(SEED, STREAM, len(rows) * heads * width, width, p).view(-1, heads, width, width)
     check(
         lambda qkv, bias: [ops.attend(qkv, heads, there, p, seed(), STREAM, "native", bias)],
         added(lambda qkv: plain_attention(qkv, heads, start, end, keep)),
@@ -306,11 +302,7 @@ def test_a_stream_of_ones_own() -> None:
     ("name", "arguments", "message"),
     [
         ("bias_gelu", (torch.ones(2, 4), torch.ones(4)), "bias is not on the CPU|x is not on a CUDA device"),
-        (
-            "dropout",
-            (torch.ones(2, 4), torch.tensor([1]), 0, 0.1),
-            "seed is not on|x is not on a CUDA device",
-        ),
+        ("dropout", (torch.ones(2, 4), torch.tensor([1]), 0, 0.1), "seed is not on|x is not on a CUDA device"),
     ],
 )
 def test_mixed_devices_are_named(name: str, arguments: tuple[Any, ...], message: str) -> None:
@@ -325,16 +317,10 @@ def test_mixed_devices_are_named(name: str, arguments: tuple[Any, ...], message:
 @pytest.mark.parametrize(
     ("rows", "hidden", "ffn"), [(300, 72, 136), (2048, 1024, 4096)], ids=["parts of tiles", "BERT-LARGE"]
 )
-def test_a_product_with_gelus_gradient_at_its_end(
-    rows: int, hidden: int, ffn: int, dtype: torch.dtype
-) -> None:
+def test_a_product_with_gelus_gradient_at_its_end(rows: int, hidden: int, ffn: int, dtype: torch.dtype) -> None:
     if reason := ops.obstacles("feed_forward", "cuda", dtype)["triton"]:
         pytest.skip(reason)
-    inputs = [
-        normal(rows, ffn, seed=1, scale=2.0),
-        normal(ffn, seed=2),
-        normal(hidden, ffn, seed=3, scale=0.1),
-    ]
+    inputs = [normal(rows, ffn, seed=1, scale=2.0), normal(ffn, seed=2), normal(hidden, ffn, seed=3, scale=0.1)]
     grads = [normal(rows, hidden, seed=4)]
 
     def ours(x: Tensor, bias: Tensor, weight: Tensor) -> list[Tensor]:

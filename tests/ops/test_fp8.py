@@ -96,9 +96,7 @@ def test_torch_knows_the_native_cast() -> None:
     x, one = normal(200, 48, seed=1).bfloat16(), torch.ones(())
     op: Any = torch.ops.megabert.cast_transpose
     for e5m2, straight, turned in ((False, True, True), (True, False, True), (True, True, False)):
-        torch.library.opcheck(
-            op, (x, one, e5m2, straight, turned), test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(op, (x, one, e5m2, straight, turned), test_utils=("test_schema", "test_faketensor"))
     assert op(x[:0], one, False, True, True)[0].shape == (0, 48)
     wrong = [
         ((x[0], one), "x has 1 dimensions, not 2"),
@@ -147,14 +145,8 @@ def test_three_products_are_those_of_the_rounded_operands() -> None:
     scaling = learned(x, weight, grad)
     found = results(x, weight, grad, scaling.linears[0])
     scale = scaling.scale[0].double()
-    eight = [
-        rounded(t.double() * s, kind) / s
-        for t, s, kind in zip((x, weight, grad), scale, FORMATS, strict=True)
-    ]
-    for tensors, limit in (
-        (eight, None),
-        ([t.double() for t in (x, weight, grad)], (0.0625, 0.09375, 0.09375)),
-    ):
+    eight = [rounded(t.double() * s, kind) / s for t, s, kind in zip((x, weight, grad), scale, FORMATS, strict=True)]
+    for tensors, limit in ((eight, None), ([t.double() for t in (x, weight, grad)], (0.0625, 0.09375, 0.09375))):
         a, w, g = tensors
         exact = (a @ w.T, g @ w, g.T @ a)
         for i, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
@@ -183,9 +175,7 @@ def test_emulation_is_torchs_scaled_product(monkeypatch: pytest.MonkeyPatch) -> 
         theirs = torch._scaled_mm(a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype)
         assert theirs.equal(ours)
         with FakeTensorMode():
-            on_gpu = [
-                torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (a, b, a_inverse, b_inverse)
-            ]
+            on_gpu = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (a, b, a_inverse, b_inverse)]
             assert a.is_contiguous() and b.is_contiguous()
             bias = torch.empty(len(b), dtype=dtype, device="cuda")
             for y in (plain(*on_gpu, dtype, fast=True), plain(*on_gpu, dtype, fast=True, bias=bias)):
@@ -290,9 +280,7 @@ def test_gradients_do_not_depend_on_how_an_update_is_split() -> None:
     other = Scaling(1, CPU, gradient_unit=8)
     other.load(one.state())
     assert other.scale.equal(eight.scale) and other.known
-    with pytest.raises(
-        ValueError, match=r"amax_history is \[16, 3\] in the checkpoint and \[16, 6\] in this run"
-    ):
+    with pytest.raises(ValueError, match=r"amax_history is \[16, 3\] in the checkpoint and \[16, 6\] in this run"):
         Scaling(2, CPU).load(one.state())
 
 
@@ -327,9 +315,7 @@ def test_an_update_reads_nothing_back_and_moves_no_state() -> None:
 
 def test_sizes_that_the_product_cannot_take_are_named() -> None:
     x, weight, grad = case(rows=40)
-    with pytest.raises(
-        ValueError, match=r"40 tokens in a micro-batch are no multiple of 16; change batch\.micro_size"
-    ):
+    with pytest.raises(ValueError, match=r"40 tokens in a micro-batch are no multiple of 16; change batch\.micro_size"):
         learned(x, weight, grad)
 
 

@@ -46,9 +46,7 @@ def same_cast(found: list[Tensor], x: Tensor, kind: torch.dtype, scale: float = 
     values, turned, amax = found
     same_codes(values, x, kind, scale)
     same_codes(turned, x.t(), kind, scale)
-    torch.testing.assert_close(
-        amax.amax().cpu(), x.cpu().float().abs().amax(), rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(amax.amax().cpu(), x.cpu().float().abs().amax(), rtol=0, atol=0, equal_nan=True)
 
 
 @on_each
@@ -109,9 +107,7 @@ def test_norm(shape: tuple[int, int], p: float, device: str, kind: str) -> None:
     x[3, 5] = math.nan
     numbers = torch.tensor([5], device=device), STREAM, p, EPS
     inputs = x, bias, residual, weight, shift, *numbers
-    y, *others, values, turned, amax = library.dropout_add_layer_norm_cast(
-        *inputs, torch.tensor(SCALE, device=device)
-    )
+    y, *others, values, turned, amax = library.dropout_add_layer_norm_cast(*inputs, torch.tensor(SCALE, device=device))
     same_cast([values, turned, amax], y, E4M3)
     assert y[3].isnan().all() and y.isnan().sum() == shape[1]
     for ours, theirs in zip((y, *others), library.dropout_add_layer_norm(*inputs), strict=True):
@@ -122,9 +118,7 @@ def test_norm(shape: tuple[int, int], p: float, device: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "name", ["cast_transpose", "bias_gelu_cast", "bias_gelu_backward_cast", "dropout_add_layer_norm_cast"]
 )
-def test_a_wrong_cast_is_found_before_it_trains(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_cast_is_found_before_it_trains(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One code of the transposed result, off by one: training then runs on torch's casts and says so."""
     place = torch.device(device)
     fp8.wrong_cast.cache_clear()

@@ -44,11 +44,7 @@ def test_the_interpreter_gives_what_the_reference_gives() -> None:
     ("rows", "hidden", "ffn"), [(300, 72, 136), (128, 64, 256)], ids=["parts of tiles", "whole tiles"]
 )
 def test_it_keeps_the_rule(rows: int, hidden: int, ffn: int, dtype: torch.dtype) -> None:
-    inputs = [
-        normal(rows, ffn, seed=1, scale=2.0),
-        normal(ffn, seed=2),
-        normal(hidden, ffn, seed=3, scale=0.1),
-    ]
+    inputs = [normal(rows, ffn, seed=1, scale=2.0), normal(ffn, seed=2), normal(hidden, ffn, seed=3, scale=0.1)]
 
     def ours(x: Tensor, bias: Tensor, weight: Tensor) -> list[Tensor]:
         return [ops.gelu_linear(ops.BeforeGelu(x, bias), weight, "torch")]
@@ -59,9 +55,7 @@ def test_it_keeps_the_rule(rows: int, hidden: int, ffn: int, dtype: torch.dtype)
     def exact(x: Tensor, bias: Tensor, weight: Tensor) -> list[Tensor]:
         return [reference.bias_gelu(x, bias) @ weight.t()]
 
-    if (
-        dtype == torch.float32
-    ):  # its GELU has the accuracy of two-byte types (csrc/bias_gelu/kernel.cuh): 1.8e-5
+    if dtype == torch.float32:  # its GELU has the accuracy of two-byte types (csrc/bias_gelu/kernel.cuh): 1.8e-5
         found, true = (
             torch.autograd.grad(f(*leaves)[0].sum(), leaves)
             for f in (ours, exact)
@@ -75,11 +69,7 @@ def test_it_keeps_the_rule(rows: int, hidden: int, ffn: int, dtype: torch.dtype)
 
 @interpreted
 def test_sizes_that_its_descriptors_cannot_take_are_named() -> None:
-    x, bias, weight = (
-        torch.ones(4, 12).half().requires_grad_(),
-        torch.ones(12).half(),
-        torch.ones(8, 12).half(),
-    )
+    x, bias, weight = (torch.ones(4, 12).half().requires_grad_(), torch.ones(12).half(), torch.ones(8, 12).half())
     with pytest.raises(ValueError, match=r"8 and 12 columns, must be multiples of 8"):
         ops.gelu_linear(ops.BeforeGelu(x, bias), weight, "torch").sum().backward()
 
@@ -101,9 +91,7 @@ def test_a_layer_with_it_has_the_gradients_of_one_without() -> None:
         grads = torch.autograd.grad(normed.square().sum(), [x, *named.values()])
         results.append({"out": normed.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True)))
     for key, wanted in results[0].items():
-        torch.testing.assert_close(
-            results[1][key], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()), msg=key
-        )
+        torch.testing.assert_close(results[1][key], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()), msg=key)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it compiles")
@@ -122,9 +110,7 @@ def test_it_compiles_for_tensor_cores_and_the_copy_engine_and_spills_nothing(
 @pytest.mark.skipif(INTERPRETED, reason="of the choice")
 def test_where_it_cannot_run_the_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.choose("feed_forward") == ("torch", "Triton's product needs a CUDA device")
-    with pytest.raises(
-        ValueError, match=r"ops.feed_forward=triton cannot run on cpu in bfloat16: Triton's product"
-    ):
+    with pytest.raises(ValueError, match=r"ops.feed_forward=triton cannot run on cpu in bfloat16: Triton's product"):
         ops.choose("feed_forward", "triton")
     with pytest.raises(ValueError, match="takes bfloat16 and float16, not float32"):
         ops.choose("feed_forward", "triton", "cuda", torch.float32)

@@ -21,9 +21,7 @@ def calls(path: Path) -> Iterator[ast.Call]:
     """Direct calls of `torch.ops.megabert.NAME` with arguments that can be counted."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.ops.megabert."):
-            starred = any(isinstance(a, ast.Starred) for a in node.args) or None in [
-                k.arg for k in node.keywords
-            ]
+            starred = any(isinstance(a, ast.Starred) for a in node.args) or None in [k.arg for k in node.keywords]
             if not starred:
                 yield node
 
@@ -33,9 +31,7 @@ def test_arguments_are_those_of_the_schema() -> None:
     checked = 0
     for path in FILES:
         for call in calls(path):
-            schema: Any = getattr(
-                torch.ops.megabert, ast.unparse(call.func).rpartition(".")[2]
-            ).default._schema
+            schema: Any = getattr(torch.ops.megabert, ast.unparse(call.func).rpartition(".")[2]).default._schema
             names = [argument.name for argument in schema.arguments]
             given = names[: len(call.args)] + [keyword.arg for keyword in call.keywords]
             assert len(call.args) <= len(names) and sorted(given) == sorted(names), (

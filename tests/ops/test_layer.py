@@ -137,9 +137,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         torch.set_num_threads(threads)
         leaves = [t.bfloat16().requires_grad_() for t in norm_inputs((3000, 64))]
         y, z = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native")
-        g = ops.dropout(
-            ops.bias_gelu(y, leaves[1], "native"), 0.1, torch.tensor([SEED]), STREAM + 1, "native"
-        )
+        g = ops.dropout(ops.bias_gelu(y, leaves[1], "native"), 0.1, torch.tensor([SEED]), STREAM + 1, "native")
         (g.float().square().sum() + z.float().sum()).backward()
         results.append([g, *(t.grad for t in leaves)])
     torch.set_num_threads(before)
@@ -168,12 +166,8 @@ def test_torch_knows_the_operations(p: float) -> None:
 
 def test_compiles_in_one_graph() -> None:
     def layer(x: Tensor, v: Tensor, seed: Tensor) -> Tensor:
-        y, z = ops.dropout_add_layer_norm(
-            ops.bias_gelu(x, v, "native"), v, x, v, v, 0.1, EPS, seed, STREAM, "native"
-        )
-        first, second = ops.dropout_add_layer_norm(
-            y, v, z, v + 1, v * 2, 0.1, EPS, seed, STREAM, "native", post=True
-        )
+        y, z = ops.dropout_add_layer_norm(ops.bias_gelu(x, v, "native"), v, x, v, v, 0.1, EPS, seed, STREAM, "native")
+        first, second = ops.dropout_add_layer_norm(y, v, z, v + 1, v * 2, 0.1, EPS, seed, STREAM, "native", post=True)
         return (first.square() * second).sum()
 
     x, v, seed = normal(8, 32, seed=1).float(), normal(32, seed=2).float(), torch.tensor([SEED])

@@ -20,11 +20,7 @@ pytestmark = [needs_library, pytest.mark.usefixtures("two_threads")]
 def problem(count: int, width: int, vocab: int, entries: int) -> tuple[list[Tensor], Tensor]:
     labels = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(1))
     labels[::4] = -100
-    return [
-        normal(count, width, seed=2),
-        normal(entries, width, seed=3, scale=0.3),
-        normal(entries, seed=4),
-    ], labels
+    return [normal(count, width, seed=2), normal(entries, width, seed=3, scale=0.3), normal(entries, seed=4)], labels
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,9 +156,7 @@ def test_the_torch_head_multiplies_the_whole_padded_matrix(what: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 1e-3)])
-def test_the_torch_head_equals_one_without_padding(
-    smoothing: float, z_loss: float, dtype: torch.dtype
-) -> None:
+def test_the_torch_head_equals_one_without_padding(smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
     """By the same rule: the error of the padded products is that of products of a slice."""
     inputs, labels = problem(70, 64, 1000, 1024)
 
@@ -203,9 +197,7 @@ def test_evaluation_computes_no_gradients() -> None:
     with torch.no_grad():
         loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
     assert not loss.requires_grad
-    sizes = [
-        t.numel() for t in torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 20, 0.0, 0.0, False)[4:]
-    ]
+    sizes = [t.numel() for t in torch.ops.megabert.mlm_loss(hidden, weight, bias, labels, 20, 0.0, 0.0, False)[4:]]
     assert sizes == [0, 0, 0]
     with_gradients, _ = ops.mlm_loss(hidden, weight, bias, labels, 20, "native")
     assert with_gradients.item() == loss.item()

@@ -61,9 +61,7 @@ def test_the_angles_are_the_papers() -> None:
     found = ops.rotate(qkv, 2, ops.rotation(PLACES, 64), "torch")
     torch.testing.assert_close(found, through_complex_numbers(qkv, 2, 64), rtol=0, atol=2e-3)
     near = slice(0, 3)
-    torch.testing.assert_close(
-        found[:, near], through_complex_numbers(qkv, 2, 64)[:, near], rtol=0, atol=2e-6
-    )
+    torch.testing.assert_close(found[:, near], through_complex_numbers(qkv, 2, 64)[:, near], rtol=0, atol=2e-6)
 
 
 @needs_library
@@ -124,11 +122,7 @@ def test_torch_knows_the_operations() -> None:
             (torch.ones(2, 12), torch.ones(2, 1), torch.ones(3, 1), 2, False),
             "sin has 3 elements, not 1 a token",
         ),
-        (
-            "rotate",
-            (torch.ones(2, 12), torch.ones(2, 1).double(), torch.ones(2, 1), 2, False),
-            "cos has dtype Double",
-        ),
+        ("rotate", (torch.ones(2, 12), torch.ones(2, 1).double(), torch.ones(2, 1), 2, False), "cos has dtype Double"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, arguments: tuple[Any, ...], said: str) -> None:

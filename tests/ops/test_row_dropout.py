@@ -25,18 +25,13 @@ def _dropout(backend: str) -> Operation:
 
 def _norm(backend: str) -> Operation:
     zeros, ones = torch.zeros(WIDTH), torch.ones(WIDTH)
-    return lambda x, seed: dropout_add_layer_norm(
-        x, zeros, x, ones, zeros, P, 1e-6, seed, 5, backend, post=True
-    )[0]
+    return lambda x, seed: dropout_add_layer_norm(x, zeros, x, ones, zeros, P, 1e-6, seed, 5, backend, post=True)[0]
 
 
 def _attention(backend: str) -> Operation:
     def run(x: Tensor, seed: Tensor) -> Tensor:
         rows = len(x)
-        start, end = (
-            torch.zeros(rows, TOKENS, dtype=torch.int32),
-            torch.full((rows, TOKENS), TOKENS - 1).int(),
-        )
+        start, end = (torch.zeros(rows, TOKENS, dtype=torch.int32), torch.full((rows, TOKENS), TOKENS - 1).int())
         inputs = attention_inputs(backend, start, end, torch.full((rows, 1), TOKENS - 1).int())
         return attend(torch.cat([x, x * 2, x * 3], -1), HEADS, inputs, P, seed, 5, backend)
 
@@ -81,9 +76,7 @@ def test_a_rows_mask_follows_the_row(name: str) -> None:
     ids=["torch", "native"],
 )
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_loss_and_gradients_do_not_depend_on_the_cut_into_micro_batches(
-    ops: dict[str, str], recomputed: bool
-) -> None:
+def test_loss_and_gradients_do_not_depend_on_the_cut_into_micro_batches(ops: dict[str, str], recomputed: bool) -> None:
     cfg = tiny.config(
         model__dropout=0.1, model__attention_dropout=0.1, model__activation_checkpointing=recomputed, **ops
     )

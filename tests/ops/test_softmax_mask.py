@@ -149,9 +149,7 @@ def test_dropout_is_the_attention_operations() -> None:
 
 
 def test_threads_and_strides_change_no_bit() -> None:
-    scores = normal(
-        2, 4, 256, 96, seed=1
-    ).bfloat16()  # more than 676 rows of this width: a thread gets a part
+    scores = normal(2, 4, 256, 96, seed=1).bfloat16()  # more than 676 rows of this width: a thread gets a part
     strided = torch.stack([scores, scores], -1)[..., 1]
     before, results = torch.get_num_threads(), []
     for threads, value in ((1, scores), (2, scores), (2, strided)):
@@ -182,17 +180,13 @@ def test_torch_knows_the_operation() -> None:
     start, seed = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([SEED])
     library: Any = torch.ops.megabert
     torch.library.opcheck(library.softmax_mask, (scores, start, start + 7, None, seed, 1, SCALE, 0.1))
-    torch.library.opcheck(
-        library.softmax_mask, (scores, None, None, torch.ones(1, 1, 1, 9), seed, 1, 1.0, 0.0)
-    )
+    torch.library.opcheck(library.softmax_mask, (scores, None, None, torch.ones(1, 1, 1, 9), seed, 1, 1.0, 0.0))
     out, probs = (t.detach() for t in library.softmax_mask(scores, None, None, None, seed, 1, SCALE, 0.1))
     torch.library.opcheck(
         library.softmax_mask_backward, (out, probs, seed, 1, SCALE, 0.1),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
-    compiled = torch.compile(
-        lambda x: ops.fused_softmax_mask(x, scale=SCALE), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: ops.fused_softmax_mask(x, scale=SCALE), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(scores), ops.fused_softmax_mask(scores, scale=SCALE))
 
 

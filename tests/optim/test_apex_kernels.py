@@ -115,9 +115,7 @@ def test_what_apex_cannot_do_is_refused_by_name(apex: Any, monkeypatch: pytest.M
     assert "at zero.stage=1 apex's LAMB would have one trust ratio" in apex_kernels.obstacle(lamb, CUDA)
     assert apex_kernels.obstacle(tiny.config(optimizer__name="lamb", zero__stage=0), CUDA) == ""
     assert "zero.offload=cpu" in apex_kernels.obstacle(tiny.config(zero__offload="cpu"), CUDA)
-    with pytest.raises(
-        ValueError, match=r"ops\.optimizer=apex cannot run here: NVIDIA's apex needs a CUDA device"
-    ):
+    with pytest.raises(ValueError, match=r"ops\.optimizer=apex cannot run here: NVIDIA's apex needs a CUDA device"):
         Engine(cfg, tiny.model(cfg), ALONE)
     monkeypatch.delitem(sys.modules, "amp_C")
     assert apex_kernels.obstacle(cfg, CUDA) == "NVIDIA's apex does not import (No module named 'amp_C')"

@@ -21,12 +21,7 @@ from tests.helpers.ranks import run_ranks
 SETTINGS = OptimizerConfig(name="muon", lr=0.003, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
 BETAS, EPS, DECAY, LR = (0.9, 0.999), 1e-6, 0.01, 0.003
 STEPS = 20
-LAYERS_MATRICES = (
-    "qkv.weight",
-    "attention_output.weight",
-    "feed_forward.weight",
-    "feed_forward_output.weight",
-)
+LAYERS_MATRICES = ("qkv.weight", "attention_output.weight", "feed_forward.weight", "feed_forward_output.weight")
 
 
 def newton_schulz(g: Tensor) -> Tensor:
@@ -336,6 +331,4 @@ def test_a_resumed_optimizer_is_the_one_that_never_stopped():
             second.step()
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(p, q)
-        assert {k: v.dtype for k, v in straight.state[p].items()} == {
-            k: v.dtype for k, v in second.state[q].items()
-        }
+        assert {k: v.dtype for k, v in straight.state[p].items()} == {k: v.dtype for k, v in second.state[q].items()}

@@ -28,11 +28,7 @@ def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[Segment]]]
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_every_element_travels_to_one_owner_and_back(ranks):
     """Each sends what the other expects, piece by piece, and the owner gets whole matrices."""
-    matrices = {
-        0: tuple(Matrix(0, n * 12, 3, 4) for n in range(3)),
-        1: (Matrix(1, 0, 5, 2),),
-        2: (Matrix(2, 0, 6, 7),),
-    }
+    matrices = {0: tuple(Matrix(0, n * 12, 3, 4) for n in range(3)), 1: (Matrix(1, 0, 5, 2),), 2: (Matrix(2, 0, 6, 7),)}
     segments = cut([36, 10, 42], ranks, padding=40)  # the last of 7 ranks holds padding alone
     plans = [plan_exchange(matrices, segments, rank) for rank in range(ranks)]
     covered: list[tuple[int, int]] = []

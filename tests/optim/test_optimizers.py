@@ -258,10 +258,7 @@ def test_lamb_on_a_flat_tensor_with_padding_equals_lamb_on_parameters():
         parts.step()
     for tensor, start in zip(tensors, starts, strict=True):
         torch.testing.assert_close(
-            flat.detach()[start : start + tensor.numel()].view(tensor.shape),
-            tensor.detach(),
-            rtol=1e-6,
-            atol=1e-7,
+            flat.detach()[start : start + tensor.numel()].view(tensor.shape), tensor.detach(), rtol=1e-6, atol=1e-7
         )
 
 
@@ -283,9 +280,7 @@ def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device(kind):
     torch.manual_seed(2)
     layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
     plain.load_state_dict(layer.state_dict())
-    guarded, usual = (
-        kind(parameter_groups(model, DECAY), lr=LR, betas=BETAS, eps=EPS) for model in (layer, plain)
-    )
+    guarded, usual = (kind(parameter_groups(model, DECAY), lr=LR, betas=BETAS, eps=EPS) for model in (layer, plain))
     guarded.attach()
     usual.attach()
     for bad in (math.nan, None, math.inf, -math.inf, None, None):
@@ -332,9 +327,7 @@ def test_a_resumed_optimizer_is_the_one_that_never_stopped(kind):
     torch.manual_seed(3)
     gradients = [torch.randn(5, 3) for _ in range(5)]
     weights = [nn.Parameter(torch.ones(5, 3)) for _ in range(2)]
-    straight, second = (
-        kind([{"params": [w], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS) for w in weights
-    )
+    straight, second = (kind([{"params": [w], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS) for w in weights)
     for optimizer in (straight, second):
         optimizer.attach()
         assert optimizer.moments_of(optimizer.param_groups[0]["params"][0]) == {}

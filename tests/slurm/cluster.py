@@ -166,9 +166,7 @@ class Cluster:
 
     def restarted(self, number: int, count: int, timeout: float = 120) -> dict[str, str]:
         """The job once it runs for the `count`-th time after its first start."""
-        return self.wait(
-            number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout
-        )
+        return self.wait(number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout)
 
     def cancel_all(self) -> None:
         """Ends every job that is left."""
@@ -204,9 +202,7 @@ class Cluster:
                     if self._mark in environment and (not also or also in environment):
                         yield int(entry.name)
 
-    def _until(
-        self, what: Callable[[], bool], timeout: float, name: str, state: Callable[[], str] = str
-    ) -> None:
+    def _until(self, what: Callable[[], bool], timeout: float, name: str, state: Callable[[], str] = str) -> None:
         deadline = time.monotonic() + timeout
         while not what():
             assert time.monotonic() < deadline, f"{name}: not within {timeout:.0f} s; {state()}"

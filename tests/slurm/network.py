@@ -47,9 +47,7 @@ class Network:
     def __enter__(self) -> Network:
         missing = [name for name in ("ip", "nsenter", "unshare", "hostname") if not shutil.which(name)]
         if missing or os.geteuid():
-            raise OSError(
-                f"{', '.join(missing)} not found" if missing else "only root makes network namespaces"
-            )
+            raise OSError(f"{', '.join(missing)} not found" if missing else "only root makes network namespaces")
         names = "".join(f"{address(node)} {node}\n" for node in (*self.nodes, "ctl"))
         self.hosts.write_text(f"127.0.0.1 localhost\n{names}")
         try:

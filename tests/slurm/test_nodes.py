@@ -80,9 +80,7 @@ def test_a_node_vanishes_and_comes_back(cluster, network, dataset, curve, tmp_pa
     assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == 2
 
 
-def test_a_node_loses_its_power_and_three_others_wait_for_a_new_one(
-    cluster, network, dataset, curve, tmp_path
-) -> None:
+def test_a_node_loses_its_power_and_three_others_wait_for_a_new_one(cluster, network, dataset, curve, tmp_path) -> None:
     job = Job(cluster, tmp_path, dataset, *FOUR)
     job.trained(3, PATIENCE)
     network.kill("n4")
@@ -105,9 +103,7 @@ def test_a_network_that_falls_into_halves_and_heals(cluster, network, dataset, c
     assert "resuming from" in job.log and job.losses() == curve
 
 
-def test_an_address_that_rank_0_has_not_is_said_at_once_and_never_requeued(
-    cluster, dataset, tmp_path
-) -> None:
+def test_an_address_that_rank_0_has_not_is_said_at_once_and_never_requeued(cluster, dataset, tmp_path) -> None:
     wrong = address("n3")
     job = Job(cluster, tmp_path, dataset, *FOUR, MASTER_ADDR=wrong)
     assert cluster.ended(job.number, PATIENCE) == "FAILED"
@@ -120,9 +116,7 @@ def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> No
     try:
         doctor = f"{sys.executable} -m megabert.commands.doctor --cluster --folder {tmp_path} --json"
         site = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        number = cluster.submit(
-            "--nodes=4", "--ntasks-per-node=1", "--wrap", f"srun {doctor}", cwd=tmp_path, **site
-        )
+        number = cluster.submit("--nodes=4", "--ntasks-per-node=1", "--wrap", f"srun {doctor}", cwd=tmp_path, **site)
         ended = cluster.ended(number, PATIENCE)
     finally:
         network.slow_down("n3", "10gbit")
@@ -139,9 +133,7 @@ def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> No
 def agent(network: Network, folder: Path) -> Path:
     """What `mpirun` starts its daemons on other nodes by, called as ssh would be."""
     script = folder / "agent"
-    enter = "\n".join(
-        f'{node}) exec {" ".join(network.inside(node))} sh -c "$*" ;;' for node in network.nodes
-    )
+    enter = "\n".join(f'{node}) exec {" ".join(network.inside(node))} sh -c "$*" ;;' for node in network.nodes)
     script.write_text(f"#!/bin/sh\nnode=$1\nshift\ncase $node in\n{enter}\nesac\nexit 1\n")
     script.chmod(0o755)
     return script

@@ -39,13 +39,9 @@ class Job:
         site |= {"RUNS": str(folder / "runs"), "DATA_128": str(dataset), "DATA_512": str(dataset)}
         for number, count in ((1, steps), (2, 2)):
             preset = (
-                (ROOT / "megabert/presets/tiny.toml")
-                .read_text()
-                .replace("total_steps = 600", f"total_steps = {count}")
+                (ROOT / "megabert/presets/tiny.toml").read_text().replace("total_steps = 600", f"total_steps = {count}")
             )
-            (folder / f"phase{number}.toml").write_text(
-                preset.replace("warmup_steps = 60", "warmup_steps = 1")
-            )
+            (folder / f"phase{number}.toml").write_text(preset.replace("warmup_steps = 60", "warmup_steps = 1"))
             site[f"PHASE{number}"] = str(folder / f"phase{number}.toml")
         site["CUDA_VISIBLE_DEVICES"] = ""
         own = [word for word in options if word.startswith("--")]
@@ -143,9 +139,7 @@ def test_a_signal_to_the_batch_shell_alone_saves_and_requeues(cluster, dataset, 
 def test_three_time_limits_leave_no_seam_in_the_curve(cluster, dataset, tmp_path) -> None:
     total = 1_000_000
     limit = ("--time=2", "--signal=B:USR2@45")  # sent up to a minute earlier
-    job = Job(
-        cluster, tmp_path, dataset, *limit, "checkpoint.interval=1000000", steps=total, MAX_RESTARTS="9"
-    )
+    job = Job(cluster, tmp_path, dataset, *limit, "checkpoint.interval=1000000", steps=total, MAX_RESTARTS="9")
     steps, limits = [0], 0
     while len(steps) < 4:  # a limit that comes before the first update is survived too, but shows nothing
         limits += 1
@@ -171,9 +165,7 @@ def test_a_preempted_job_is_requeued_and_finished_later(scontrol, cluster, datas
     job.trained(3)
     urgent = preempt(cluster, tmp_path)
     over = ("PENDING", "COMPLETED", "FAILED", "TIMEOUT")
-    assert cluster.wait(job.number, lambda found: found["JobState"] in over, 60)["JobState"] == "PENDING", (
-        job.log
-    )
+    assert cluster.wait(job.number, lambda found: found["JobState"] in over, 60)["JobState"] == "PENDING", job.log
     assert cluster.ended(urgent) == "COMPLETED"
     saved = max(job.losses())
     assert 3 <= saved < STEPS
@@ -196,9 +188,7 @@ def test_the_job_of_a_failed_node_starts_again(cluster, dataset, curve, tmp_path
     assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == 2
 
 
-def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeued(
-    cluster, dataset, tmp_path
-) -> None:
+def test_a_lost_rank_without_progress_is_given_up_and_a_mistake_is_never_requeued(cluster, dataset, tmp_path) -> None:
     folders = [tmp_path / "lost", tmp_path / "mistake"]
     for folder in folders:
         folder.mkdir()
@@ -240,15 +230,11 @@ def test_slurm_accepts_both_scripts_as_they_are(cluster) -> None:
 
 
 @pytest.mark.slow
-def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(
-    cluster, corpus, tmp_path
-) -> None:
+def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(cluster, corpus, tmp_path) -> None:
     (tmp_path / "in").mkdir()
     for i in range(3):  # tasks
         (tmp_path / "in" / f"{i}.jsonl").write_text((corpus / "topics.jsonl").read_text() * 8)
-    common = (
-        f"{sys.executable} -m data_prep build --input {tmp_path / 'in'} --vocab-size 1000 --workers 1 --quiet"
-    )
+    common = f"{sys.executable} -m data_prep build --input {tmp_path / 'in'} --vocab-size 1000 --workers 1 --quiet"
     common += " --dedup none"
     site = {"PYTHONPATH": str(ROOT)}
     build = f"{common} --output {tmp_path / 'parts'}"
@@ -267,11 +253,7 @@ def test_an_array_of_parts_and_a_job_that_merges_give_the_bytes_of_one_build(
 
 @pytest.mark.slow
 def test_a_build_is_requeued_at_its_limit_and_goes_on(cluster, corpus, tmp_path) -> None:
-    site = {
-        "PROJECT": str(ROOT),
-        "VENV": str(Path(sys.executable).parents[1]),
-        "RUNS": str(tmp_path / "runs"),
-    }
+    site = {"PROJECT": str(ROOT), "VENV": str(Path(sys.executable).parents[1]), "RUNS": str(tmp_path / "runs")}
     site |= {"CORPUS": str(corpus), "VOCAB": "1000", "DATA": str(tmp_path / "data")}
     site |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     number = cluster.submit(

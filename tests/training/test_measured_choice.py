@@ -107,15 +107,11 @@ def test_the_fastest_right_one_runs_and_the_log_says_why_others_lost(stand, run,
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5 and lines[0].startswith("ops.attention=auto is native, measured now: ")
     assert "no varlen: variable-length flash attention needs a CUDA device" in lines[0]
-    assert lines[3].startswith(
-        "ops.feed_forward=auto is torch, the only one that can run: nothing timed; no triton: "
-    )
+    assert lines[3].startswith("ops.feed_forward=auto is torch, the only one that can run: nothing timed; no triton: ")
     assert lines[4].startswith(
         "ops.optimizer=auto is torch, the only one that can run: nothing timed; no apex: NVIDIA's"
     )
-    assert re.search(
-        r"native 0\.1 ms, torch [123]\d(\.\d)? ms", lines[2]
-    )  # asleep for 10 ms, once or more a pass
+    assert re.search(r"native 0\.1 ms, torch [123]\d(\.\d)? ms", lines[2])  # asleep for 10 ms, once or more a pass
 
 
 @needs_library
@@ -125,9 +121,7 @@ def test_a_wrong_candidate_never_runs_and_is_named(stand, run, caplog) -> None:
         assert names(settle(config(), MANIFEST, ALONE, run))["layer"] == "torch"
     assert "no native: result 0: error 1.00e-01" in caplog.text
     stand.wrong = {"native", "torch"}
-    with pytest.raises(
-        ValueError, match=r"ops\.layer=auto: no candidate gives right results here \(torch: result 0"
-    ):
+    with pytest.raises(ValueError, match=r"ops\.layer=auto: no candidate gives right results here \(torch: result 0"):
         settle(config("model.hidden=64", "ops.mlm_loss=torch"), MANIFEST, ALONE, run)
 
 
@@ -168,9 +162,7 @@ def test_on_the_cpu_nothing_is_measured(run) -> None:
 
 
 @needs_library
-def test_the_cache_answers_in_a_tenth_of_a_second_and_only_for_the_same(
-    stand, run, tmp_path, monkeypatch
-) -> None:
+def test_the_cache_answers_in_a_tenth_of_a_second_and_only_for_the_same(stand, run, tmp_path, monkeypatch) -> None:
     first = settle(config(), MANIFEST, ALONE, run)
     stand.slow = {"native"}  # measured again, the choice would be another
     seconds = []
@@ -238,22 +230,14 @@ def test_what_broke_the_device_is_left_out_by_the_next_start(stand, run, monkeyp
     def breaks(role, shapes, device, seconds, reasons):
         tried.append(reasons["native"])
         if not reasons["native"]:
-            raise candidates.DeviceLost(
-                role, "native", "CUDA error: an illegal memory access was encountered"
-            )
+            raise candidates.DeviceLost(role, "native", "CUDA error: an illegal memory access was encountered")
         return stand.measure(role, shapes, device, seconds, reasons)
 
     monkeypatch.setattr(measured_choice, "measure", breaks)
-    with pytest.raises(
-        Failed, match=r"ops\.layer=native broke the device \(CUDA error.*the next start leaves it out"
-    ):
+    with pytest.raises(Failed, match=r"ops\.layer=native broke the device \(CUDA error.*the next start leaves it out"):
         settle(config(*TORCH[:2]), MANIFEST, ALONE, run)
     settled = settle(config("ops.attention=sdpa", "ops.mlm_loss=torch"), MANIFEST, ALONE, run)
-    assert (
-        settled.ops.layer == "torch"
-        and tried[0] == ""
-        and tried[1].startswith("ops.layer=native broke the device")
-    )
+    assert settled.ops.layer == "torch" and tried[0] == "" and tried[1].startswith("ops.layer=native broke the device")
     assert "no native: ops.layer=native broke the device" in caplog.text and "to try it again" in caplog.text
     assert [entry.role for entry in measured_choice.cached(ALONE.device)] == ["layer"]
 
@@ -282,9 +266,7 @@ def test_a_resumed_run_keeps_its_choice_and_says_when_it_cannot(stand, run, tmp_
 
 
 @needs_library
-def test_the_doctor_prints_the_tables_of_this_machine_and_of_no_other(
-    stand, run, monkeypatch, capsys
-) -> None:
+def test_the_doctor_prints_the_tables_of_this_machine_and_of_no_other(stand, run, monkeypatch, capsys) -> None:
     (note,) = doctor.measured("cpu")
     assert note.section == "measured"
     assert note.state == "note" and "training measures at its start" in note.value

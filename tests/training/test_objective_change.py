@@ -26,24 +26,12 @@ DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
 STEPS = 10
 SMALL = [
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
-    *(
-        "batch.global_size=8",
-        "batch.micro_size=4",
-        f"schedule.total_steps={STEPS}",
-        "schedule.warmup_steps=2",
-    ),
+    *("batch.global_size=8", "batch.micro_size=4", f"schedule.total_steps={STEPS}", "schedule.warmup_steps=2"),
     *("schedule.name=wsd", "eval.interval=0", "eval.rows=8", "peak_tflops=1.0", "log.interval=1"),
     *("log.tensorboard=false", "optimizer.lr=3e-3", "data.workers=0"),
 ]
 # left to right for the first 4 of 10 updates, then masked LM at 30, 29 and 28%
-RECIPE = [
-    *(
-        "objective.causal_share=0.4",
-        "data.masking.rate=0.3",
-        "data.masking.final_rate=0.28",
-        "eval.rate=0.15",
-    ),
-]
+RECIPE = [*("objective.causal_share=0.4", "data.masking.rate=0.3", "data.masking.final_rate=0.28", "eval.rate=0.15")]
 
 
 def config(*overrides: str) -> Config:
@@ -103,9 +91,7 @@ def test_a_run_stopped_before_at_and_after_the_change_is_the_run_that_was_not(
     assert max(rates) == 3e-3 and rates[-1] < 1.7e-3 and rates[3:7] == [3e-3] * 4
     same(trained(world, tmp_path / "broken", *budget, "data.workers=2", stops=stops), straight)
     whole, broken = (folder / "samples.jsonl" for folder in (tmp_path / "straight", tmp_path / "broken"))
-    assert (
-        whole.read_bytes() == broken.read_bytes() and whole.read_text().count('"step"') == 2
-    )  # start and end
+    assert whole.read_bytes() == broken.read_bytes() and whole.read_text().count('"step"') == 2  # start and end
     starts = [json.loads(line) for line in (tmp_path / "broken" / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, *(stop for stop in stops if stop is not None)]
     assert {start["ranks"] for start in starts} == {1}
@@ -150,9 +136,7 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
 
 
 @pytest.mark.slow
-def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
-    world: World, tmp_path: Path
-) -> None:
+def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(world: World, tmp_path: Path) -> None:
     """Seconds of training are what an update is said to take here: 0.06 of 0.5 minutes each, from the third on 9."""
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
     for stop_after in (4, 7):
@@ -170,10 +154,7 @@ def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(
     trainer = opened(world, tmp_path, *budget, replay=6)  # from step 4, by a clock of its own
     again = json.loads(trainer.replay(6))
     trainer.close()
-    losses = [
-        json.loads(line).get("train/mlm_loss")
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    losses = [json.loads(line).get("train/mlm_loss") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert again["train/mlm_loss"] in losses
 
 

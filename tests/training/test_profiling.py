@@ -26,11 +26,7 @@ def test_the_named_updates_are_profiled_and_no_others(tmp_path, capsys) -> None:
     profiler.close()
     trace = json.loads((tmp_path / "profile/rank1-steps2-3.pt.trace.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"update 2", "update 3", "aten::matmul"} <= names and not names & {
-        "update 1",
-        "update 4",
-        "update 5",
-    }
+    assert {"update 2", "update 3", "aten::matmul"} <= names and not names & {"update 1", "update 4", "update 5"}
     table = (tmp_path / "profile/rank1-steps2-3.txt").read_text()
     assert "aten::mm" in table and table in capsys.readouterr().out
     assert len(list((tmp_path / "profile").iterdir())) == 2

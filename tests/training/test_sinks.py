@@ -91,9 +91,7 @@ def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @needs("wandb")
-def test_weights_and_biases_keeps_the_figures_in_the_runs_folder_when_offline(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_weights_and_biases_keeps_the_figures_in_the_runs_folder_when_offline(tmp_path: Path, monkeypatch) -> None:
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -149,10 +147,7 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
     run = client.get_run(name)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "mini")
     assert client.get_experiment(run.info.experiment_id).name == "mine"
-    assert [(m.step, m.value) for m in client.get_metric_history(name, "train/loss")] == [
-        (10, 9.0),
-        (20, 8.0),
-    ]
+    assert [(m.step, m.value) for m in client.get_metric_history(name, "train/loss")] == [(10, 9.0), (20, 8.0)]
     assert run.data.metrics["final/mlm_loss"] == 7.5 and run.data.params["log.mlflow"] == "mine"
     assert "data/row_digest" not in run.data.metrics
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mini"]  # nothing where the command was given
@@ -175,9 +170,7 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
 
 @pytest.mark.slow
 @needs("mlflow")
-def test_a_server_that_does_not_answer_when_a_run_goes_on_is_left_alone(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_a_server_that_does_not_answer_when_a_run_goes_on_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "sinks.json").write_text('{"mlflow": "0123456789abcdef"}')
     config = configuration.load("tiny", ["log.tensorboard=false", "log.mlflow=mine"])
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing

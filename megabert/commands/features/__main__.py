@@ -90,9 +90,7 @@ def sentence(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
             "`megabert embed train` made (OUTPUT/seed1/best), or --pool mean"
         )
     if options.get("layers", "last") != "last":
-        raise ValueError(
-            f"--pool {SENTENCE}: is of the last layer; leave --layers out, or pool by cls, mean or max"
-        )
+        raise ValueError(f"--pool {SENTENCE}: is of the last layer; leave --layers out, or pool by cls, mean or max")
     pooling = sentence_folder.read(source)
     length = options.get("max_length") or pooling.max_length
     return {"pool": pooling.pool, "normalise": pooling.normalise, "max_length": length}
@@ -102,20 +100,11 @@ def sentence(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.features"), description=__doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="run folder, one checkpoint in it, or a Hugging Face folder",
-    )
+    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
     add("--input", metavar="FILE", help="a text a line, or with --text a table: .tsv, .csv, .jsonl; also .gz")
     add("--output", metavar="FILE", help="file to write: .npz, .parquet or .safetensors; must not exist")
     add("--text", action="append", default=[], metavar="COLUMN", help="column of the text; twice for a pair")
-    add(
-        "--layers",
-        default="last",
-        help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out",
-    )
+    add("--layers", default="last", help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out")
     add(
         "--pool",
         default="none",
@@ -125,13 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         "folder says, which `megabert embed train` made",
     )
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors")
-    add(
-        "--max-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cut longer texts to N tokens; 0: to the model's most",
-    )
+    add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
     add(
         "--precision",
         default="fp32",

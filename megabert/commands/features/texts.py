@@ -24,7 +24,6 @@ def texts_of(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, str
         return
     for where, values in tables.rows(path, columns):
         found = [
-            tables.text_of(value, f"{where}, column {name!r}")
-            for name, value in zip(columns, values, strict=True)
+            tables.text_of(value, f"{where}, column {name!r}") for name, value in zip(columns, values, strict=True)
         ]
         yield found[0], (found[1] if len(found) > 1 else None)

@@ -97,10 +97,7 @@ class Writer:
             "truncated": Column(files["truncated"], "bool"),
         }
         if not form.pooled:
-            self.columns |= {
-                "ids": Column(files["ids"], "int32"),
-                "offsets": Column(files["offsets"], "int64"),
-            }
+            self.columns |= {"ids": Column(files["ids"], "int32"), "offsets": Column(files["offsets"], "int64")}
             if not self.columns["offsets"].rows:
                 self.columns["offsets"].add(np.zeros(1))
         self.parts = Column(files["parts"], "int64")  # texts of each
@@ -143,9 +140,7 @@ def _safetensors(file: BinaryIO, writer: Writer) -> None:
     each is aligned."""
     about, pieces = _told(writer.form)
     ordered = sorted(writer.columns.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {
-        "__metadata__": about | {name: json.dumps(values) for name, values in pieces.items()}
-    }
+    header: dict[str, Any] = {"__metadata__": about | {name: json.dumps(values) for name, values in pieces.items()}}
     end = 0
     for name, column in ordered:
         start, end = end, end + column.size

@@ -45,9 +45,7 @@ def asked(args: argparse.Namespace) -> bool:
     only = ("over", "network", "plot", "gpu_hour_price", "kwh_price", "watts", *FAILURE_OPTIONS)
     for name in only:
         if getattr(args, name) not in (None, ""):
-            raise ValueError(
-                f"{_option(name)} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100"
-            )
+            raise ValueError(f"{_option(name)} belongs to a forecast: name the GPU with --gpus, e.g. --gpus h100")
     return False
 
 

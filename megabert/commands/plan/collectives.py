@@ -54,9 +54,7 @@ class Ranks:
         return self.reduce_scatter(size / self.size)
 
 
-def _hop(
-    device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants
-) -> tuple[float, float]:
+def _hop(device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants) -> tuple[float, float]:
     """Bytes a second that a ring gets from node to node while `sharing` of them use a node's network, and a hop's seconds."""
     link = device.link * constants.link
     if size <= max(device.domain, fabric.node):

@@ -64,9 +64,7 @@ class Constants:
     link: float = 0.8  # share of NVLink or PCIe that collectives reach inside a node
     network: float = 0.35  # share of the adapters' line rate that collectives reach between nodes
     kernel: float = 3 * MICROSECOND  # to fill and drain the device, a kernel
-    overlap: float = (
-        0.5  # share of the backward pass that hides gradients, where software overlaps them at all
-    )
+    overlap: float = 0.5  # share of the backward pass that hides gradients, where software overlaps them at all
     fp8: float = 1.4  # rate of matrix products in FP8 over that in 16 bits
     base_latency: float = 8.4 * MICROSECOND  # a collective
     link_latency: float = 3.4 * MICROSECOND  # a hop inside a node
@@ -89,9 +87,7 @@ class Fabric:
             return cls(node)
         found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", adapters)
         if not found or not math.prod(map(float, found.groups())):
-            raise ValueError(
-                f"--network {adapters}: write ADAPTERSxGBITS a node, e.g. 8x400 for eight of 400 Gbit/s"
-            )
+            raise ValueError(f"--network {adapters}: write ADAPTERSxGBITS a node, e.g. 8x400 for eight of 400 Gbit/s")
         return cls(node, int(found[1]) * float(found[2]) * GB / 8)
 
 

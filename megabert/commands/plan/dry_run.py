@@ -124,12 +124,7 @@ def states(parameters: int, precision: str, stage: int, world: int, one_moment: 
     """
     mixed = precision != "fp32"
     share = parameters / world
-    gradients = {
-        0: 4 * parameters,
-        1: (6 if precision == "fp16" else 4) * parameters,
-        2: 8 * share,
-        3: 8 * share,
-    }
+    gradients = {0: 4 * parameters, 1: (6 if precision == "fp16" else 4) * parameters, 2: 8 * share, 3: 8 * share}
     return {
         "weights": (2 if mixed else 4) * (share if stage == 3 else parameters),
         "gradients": gradients[stage],
@@ -195,9 +190,7 @@ def report(
         "",
         "DeepSpeed's configuration",
         json.dumps(
-            merge_deepspeed(
-                to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"
-            ),
+            merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"),
             indent=2,
         ),
     ]
@@ -218,20 +211,13 @@ def _muon(config: Config, update: Work, world_size: int) -> list[str]:
     ]
 
 
-def _time(
-    config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None
-) -> list[str]:
+def _time(config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None) -> list[str]:
     lines, steps = [], updates_of(config, update)
     if config.schedule.unit == "minutes":
-        lines.append(
-            f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training"
-        )
+        lines.append(f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training")
     for name, speed in (
         ("--tokens-per-sec", tokens_per_sec),
-        (
-            "--mfu",
-            mfu and mfu * config.peak_tflops * 1e12 * world_size * update.tokens / update.flops(config),
-        ),
+        ("--mfu", mfu and mfu * config.peak_tflops * 1e12 * world_size * update.tokens / update.flops(config)),
     ):
         if speed is not None:
             days = steps * update.tokens / speed / 86_400
@@ -335,15 +321,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the report is for, where it is not what runs here."""
     add = parser.add_argument
     add("--world-size", type=int, metavar="N", help="ranks to plan for (default: those that were started)")
-    add(
-        "--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes"
-    )
+    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes")
     add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
     add(
-        "--memory-gib",
-        type=float,
-        metavar="X",
-        help="of a GPU, for the largest micro-batch (default: of the one here)",
+        "--memory-gib", type=float, metavar="X", help="of a GPU, for the largest micro-batch (default: of the one here)"
     )
 
 

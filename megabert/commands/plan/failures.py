@@ -29,9 +29,7 @@ class Failures:
             ("time of a restart", self.restart, 0.0),
         ):
             if not (least <= value < math.inf):
-                raise ValueError(
-                    f"{name} {value:g}: give a number {'of at least' if not least else 'above'} 0"
-                )
+                raise ValueError(f"{name} {value:g}: give a number {'of at least' if not least else 'above'} 0")
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,7 @@ def simulate(failures: Failures, work: float, interval: float, seed: int) -> Out
     clock, lost, failed, saves = 0.0, 0.0, 0, 0
     fails_at = draw.expovariate(rate)
     while clock <= HOPELESS * work:
-        before = min(
-            int((fails_at - clock) // stretch), needed - saves
-        )  # stretches, saved before the next failure
+        before = min(int((fails_at - clock) // stretch), needed - saves)  # stretches, saved before the next failure
         clock, saves = clock + before * stretch, saves + before
         if saves == needed:
             return Outcome(clock, failed, lost, saves * failures.save)

@@ -41,11 +41,7 @@ def fake_batch(config: Config, seq_len: int, seed: int, masking: Masking | None 
 
 
 def fake_step(
-    config: Config,
-    seq_len: int,
-    world: World,
-    tokenizer: str = "",
-    deepspeed_extra: Mapping[str, Any] | None = None,
+    config: Config, seq_len: int, world: World, tokenizer: str = "", deepspeed_extra: Mapping[str, Any] | None = None
 ) -> str:
     """One update of the real engine on random ids at this process's world size, and one of its second objective where it has
     two; a line that says how it went. `deepspeed_extra` agrees with the run's own batch.
@@ -60,9 +56,7 @@ def fake_step(
     extra = {key: value for key, value in (deepspeed_extra or {}).items() if key not in BATCH}
     engine = Engine(reduced, lambda: distillation.build(config, tokenizer, world.device), world, extra)
     lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
-    objectives = {
-        masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))
-    }
+    objectives = {masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))}
     shown = []
     for step, (objective, masking) in enumerate(objectives.items()):
         batches = [fake_batch(reduced, seq_len, 2 * world.rank + number, masking) for number in range(2)]
@@ -72,6 +66,4 @@ def fake_step(
             raise ValueError(f"the fake update is not finite: loss {loss}, gradient norm {norm}")
         shown.append(f"loss {loss:.4f}, |g| {norm:.3f}")
     count = "one fake update" if len(shown) == 1 else "a fake update of either objective"
-    return (
-        f"{count} worked: {'; '.join(shown)}; {engine.describe()} (reduced from {config.batch.global_size:,})"
-    )
+    return f"{count} worked: {'; '.join(shown)}; {engine.describe()} (reduced from {config.batch.global_size:,})"

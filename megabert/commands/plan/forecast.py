@@ -98,9 +98,7 @@ def software_of(config: Config) -> Software:
     if config.precision == "fp32":
         raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
     if config.zero.offload != "none":
-        raise ValueError(
-            "zero.offload=cpu: --gpus has no term for optimizer states on the host; set zero.offload=none"
-        )
+        raise ValueError("zero.offload=cpu: --gpus has no term for optimizer states on the host; set zero.offload=none")
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
     return Software(
         elementwise=elementwise,

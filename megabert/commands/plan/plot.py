@@ -34,9 +34,7 @@ def svg(points: Sequence[Point], title: str) -> str:
         *_values(LEFT, sizes, first, [f"{value:.3g}" for value in seconds]),
         *_panel(LEFT + PANEL + 60, "efficiency", sizes),
         _line(LEFT + PANEL + 60, sizes, [_up(share / most) for share in shares], BLUE),
-        *_values(
-            LEFT + PANEL + 60, sizes, [_up(s / most) for s in shares], [f"{share:.0%}" for share in shares]
-        ),
+        *_values(LEFT + PANEL + 60, sizes, [_up(s / most) for s in shares], [f"{share:.0%}" for share in shares]),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -43,9 +43,7 @@ class MicroBatch:
 class Software:
     """How a trainer does it: memory traffic beside the matrix products, kernels, and what travels when."""
 
-    elementwise: (
-        float  # bytes a token, layer and hidden unit outside products and attention, forward and backward
-    )
+    elementwise: float  # bytes a token, layer and hidden unit outside products and attention, forward and backward
     attention: float  # bytes a pair, layer and head, forward and backward; 0: flash attention
     kernels: int  # a layer, forward and backward
     launch: float = 0.0  # seconds of the host a kernel; 0: CUDA graphs
@@ -144,12 +142,9 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     """Forward and backward of one micro-batch on one GPU, without what belongs to the update."""
     device, software, constants = system.device, system.software, system.constants
     operations = sum(
-        count * 2 * m * n * k / wave_share(m, n, k, device.processors)
-        for m, n, k, count in products(model, batch)
+        count * 2 * m * n * k / wave_share(m, n, k, device.processors) for m, n, k, count in products(model, batch)
     )
-    scores = (
-        12 * model.layers * model.hidden * batch.pairs / system.rate
-    )  # 16 bits, also where products are in 8
+    scores = 12 * model.layers * model.hidden * batch.pairs / system.rate  # 16 bits, also where products are in 8
     scores += software.attention * model.layers * model.heads * batch.pairs / system.memory
     kernels = float(model.layers * software.kernels)
     terms = {
@@ -191,9 +186,7 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
             within, between = within + between, 0.0
         return Traffic(during=(within, between), after=(inside.all_gather(weights), 0.0))
     if stage == 3:
-        layer_by_layer = whole.reduce_scatter(weights, model.layers) + 2 * whole.all_gather(
-            weights, model.layers
-        )
+        layer_by_layer = whole.reduce_scatter(weights, model.layers) + 2 * whole.all_gather(weights, model.layers)
         during, after = micro_steps * layer_by_layer, 0.0
     else:
         during = micro_steps * whole.reduce_scatter(weights) if stage == 2 else whole.all_reduce(weights)

@@ -28,9 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folder written by megabert train")
-    add(
-        "--output", default="", metavar="FILE", help=f"the file to write (default: {OUTPUT} in the first RUN)"
-    )
+    add("--output", default="", metavar="FILE", help=f"the file to write (default: {OUTPUT} in the first RUN)")
     add("--data", default="", metavar="DIR", help="the run's dataset, where it is no longer in its place")
     add(
         "--finetuned",
@@ -59,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def check(folders: list[Path], data: str, finetuned: list[str]) -> None:
     """Raises ValueError for runs that cannot be shown together and options that belong to one of several."""
     if len(folders) > len(SHAPES):
-        raise ValueError(
-            f"{len(folders)} runs: at most {len(SHAPES)} can be told apart in one chart; name fewer"
-        )
+        raise ValueError(f"{len(folders)} runs: at most {len(SHAPES)} can be told apart in one chart; name fewer")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a run is named twice; name each once")
     if len(folders) > 1 and (data or finetuned):

@@ -146,9 +146,7 @@ def _axes(chart: Chart, across: _Scale, up: _Scale) -> list[str]:
     for value in up.ticks(4):
         y = up(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end">{html.escape(_tick(chart, value))}</text>'
-        )
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:g}" class="end">{html.escape(_tick(chart, value))}</text>')
     for value in across.ticks(4):
         x = across(value)
         parts.append(f'<path class="axis" d="M{x} {bottom}v4"/>')

@@ -63,9 +63,7 @@ FIGURES = (
         from_zero=True,
     ),
     Figure(
-        "Loss of next sentence",
-        "nats",
-        (("train/nsp_loss", "training", False), ("eval/nsp_loss", "held out", True)),
+        "Loss of next sentence", "nats", (("train/nsp_loss", "training", False), ("eval/nsp_loss", "held out", True))
     ),
     Figure(
         "Accuracy of next sentence",
@@ -75,12 +73,7 @@ FIGURES = (
         from_zero=True,
     ),
     Figure("Learning rate", "at the update", (("train/lr", "learning rate", False),), from_zero=True),
-    Figure(
-        "Gradient norm",
-        "before clipping",
-        (("train/grad_norm", "gradient norm", False),),
-        may_be_logarithmic=True,
-    ),
+    Figure("Gradient norm", "before clipping", (("train/grad_norm", "gradient norm", False),), may_be_logarithmic=True),
     Figure(
         "Throughput",
         "real tokens a second, all ranks",
@@ -134,9 +127,9 @@ def _further(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _points(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    return np.frombuffer(series.steps, np.uint64).astype(np.float64), np.frombuffer(
-        series.values, np.float32
-    ).astype(np.float64)
+    return np.frombuffer(series.steps, np.uint64).astype(np.float64), np.frombuffer(series.values, np.float32).astype(
+        np.float64
+    )
 
 
 def _chart(figure: Figure, runs: Sequence[Run]) -> tuple[Chart, Figure] | None:
@@ -234,9 +227,7 @@ def _legend(runs: Sequence[Run], drawn: Sequence[tuple[Chart, Figure]]) -> str:
             items.append(sample(label, content, f"c{number}"))
     items.append(sample("training", '<path class="line" d="M0 6H34"/>'))
     items.append(
-        sample(
-            "held out", f'<path class="held" d="M0 6H34"/><path class="mark" d="{charts.shape(0, 17, 6)}"/>'
-        )
+        sample("held out", f'<path class="held" d="M0 6H34"/><path class="mark" d="{charts.shape(0, 17, 6)}"/>')
     )
     kinds = {mark.kind for chart, _ in drawn for mark in chart.marks}
     for kind, sign in (("restart", "↻ restart"), ("objective", "◆ change of objective")):

@@ -28,9 +28,7 @@ def render(runs: Sequence[Run], made: str) -> str:
         ("environment", "Environment", sections.environment(runs)),
     ]
     links = "".join(f'<a href="#{anchor}">{name}</a>' for anchor, name, _ in parts)
-    places = "".join(
-        f"<p class=quiet><code>{html.escape(str(run.folder.resolve()))}</code></p>" for run in runs
-    )
+    places = "".join(f"<p class=quiet><code>{html.escape(str(run.folder.resolve()))}</code></p>" for run in runs)
     return (
         "\n".join(
             [

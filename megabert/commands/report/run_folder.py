@@ -81,9 +81,7 @@ def read(folder: Path, name: str = "", data: Path | None = None, finetuned: Sequ
     provenance = _json(folder / CONFIG)
     config = provenance.get("config")
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{folder / CONFIG}: holds no configuration of a run; name a folder of megabert train"
-        )
+        raise ValueError(f"{folder / CONFIG}: holds no configuration of a run; name a folder of megabert train")
     settings, metrics = dict(_flat(config)), read_metrics(folder / METRICS)
     starts = [line for line in objects(folder / STARTS) if line]
     samples = _three(folder / SAMPLES)
@@ -95,9 +93,7 @@ def read(folder: Path, name: str = "", data: Path | None = None, finetuned: Sequ
     if metrics.unreadable:
         missing.append(f"{metrics.unreadable:,} lines of {METRICS} cannot be read")
     if not starts:
-        missing.append(
-            f"no restarts, ranks and devices: {STARTS} is not there; an earlier version wrote none"
-        )
+        missing.append(f"no restarts, ranks and devices: {STARTS} is not there; an earlier version wrote none")
     if not samples:
         missing.append(
             f"no held-out samples: {SAMPLES} is not there; an earlier version or a dataset without a held-out split has none"
@@ -107,9 +103,7 @@ def read(folder: Path, name: str = "", data: Path | None = None, finetuned: Sequ
         for d in datasets
         if d.folder is None
     ]
-    missing += [
-        f"no data report: {d.folder}/{REPORT} is not there" for d in datasets if d.folder and not d.report
-    ]
+    missing += [f"no data report: {d.folder}/{REPORT} is not there" for d in datasets if d.folder and not d.report]
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
@@ -163,13 +157,9 @@ def _events(folder: Path, metrics: Metrics, starts: Sequence[dict[str, Any]]) ->
         key = line and (line["step"], line.get("cursor"), line.get("kind"))
         if line and key not in seen:  # an update that was done again was noted again
             seen.add(key)
-            text = (
-                f"loss {_short(line.get('train/loss'))}, gradient norm {_short(line.get('train/grad_norm'))}"
-            )
+            text = f"loss {_short(line.get('train/loss'))}, gradient norm {_short(line.get('train/grad_norm'))}"
             done = {"warn": "applied", "skip": "not applied", "rollback": "rolled back"}
-            yield Event(
-                line["step"], str(line.get("kind")), f"{text}; {done.get(line.get('action', ''), '')}"
-            )
+            yield Event(line["step"], str(line.get("kind")), f"{text}; {done.get(line.get('action', ''), '')}")
     for step, rows in metrics.damaged:
         yield Event(step, "damaged rows", f"{rows:,} left out since the log line before")
     for (_, before), (step, objective) in pairwise(metrics.objectives):
@@ -256,9 +246,7 @@ def _places(name: str, run: Path) -> Iterator[Path]:
 def _summary(output: Path) -> tuple[Path, dict[str, Any]]:
     """The results of an output of fine-tuning. Raises ValueError for a folder without."""
     if not (output / SUMMARY).is_file():
-        raise ValueError(
-            f"--finetuned {output}: has no {SUMMARY}; name the --output of a finished megabert finetune"
-        )
+        raise ValueError(f"--finetuned {output}: has no {SUMMARY}; name the --output of a finished megabert finetune")
     found = _json(output / SUMMARY)
     if not _is_summary(found):
         raise ValueError(f"{output / SUMMARY}: is not what megabert finetune writes")
@@ -297,7 +285,5 @@ def _names(summary: dict[str, Any], run: Path, output: Path) -> bool:
     models += [word.removeprefix("--model=") for word in words if word.startswith("--model=")]
     ours = run.resolve()
     return any(
-        path.resolve() == ours or ours in path.resolve().parents
-        for model in models
-        for path in _places(model, output)
+        path.resolve() == ours or ours in path.resolve().parents for model in models for path in _places(model, output)
     )

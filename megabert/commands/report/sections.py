@@ -51,8 +51,7 @@ def overview(run: Run) -> list[tuple[str, str]]:
 
 def tiles(run: Run) -> str:
     cells = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-        for name, value in overview(run)
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in overview(run)
     )
     return f'<dl class="tiles">{cells}</dl>'
 
@@ -66,9 +65,7 @@ def compared(runs: Sequence[Run]) -> str:
 
 
 def _heads(runs: Sequence[Run]) -> list[Markup]:
-    return [
-        Markup(f'<span class="c{i}">{i + 1}</span> {html.escape(run.name)}') for i, run in enumerate(runs)
-    ]
+    return [Markup(f'<span class="c{i}">{i + 1}</span> {html.escape(run.name)}') for i, run in enumerate(runs)]
 
 
 def missing(runs: Sequence[Run]) -> str:
@@ -108,11 +105,7 @@ def samples(run: Run) -> str:
 def _same(samples: Sequence[dict[str, Any]], sample: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """The masks by their places of the sample with the same text; {} where there is none."""
     found = next((s for s in samples if s["row"] == sample["row"] and s["tokens"] == sample["tokens"]), None)
-    return (
-        {mask["at"]: mask | {"truth": found["tokens"][mask["at"]]} for mask in found["masks"]}
-        if found
-        else {}
-    )
+    return {mask["at"]: mask | {"truth": found["tokens"][mask["at"]]} for mask in found["masks"]} if found else {}
 
 
 def _is_right(mask: dict[str, Any] | None, sample: dict[str, Any]) -> bool:
@@ -261,8 +254,7 @@ def configuration(runs: Sequence[Run]) -> str:
 
     def rows(chosen: Sequence[str]) -> list[list[Any]]:
         return [
-            [Markup(f"<code>{html.escape(n)}</code>"), *(_setting(r.settings.get(n)) for r in runs)]
-            for n in chosen
+            [Markup(f"<code>{html.escape(n)}</code>"), *(_setting(r.settings.get(n)) for r in runs)] for n in chosen
         ]
 
     return table(("setting", *heads), rows(first), said) + folded(
@@ -296,8 +288,5 @@ def _environment(run: Run) -> dict[str, Any]:
     p = run.provenance
     found |= {f"backend of {role}": name for role, name in p.get("backends", {}).items()}
     found |= p.get("versions", {})
-    found |= {
-        "revision": p.get("revision"),
-        "command": Markup(f"<code>{html.escape(p.get('command', ''))}</code>"),
-    }
+    found |= {"revision": p.get("revision"), "command": Markup(f"<code>{html.escape(p.get('command', ''))}</code>")}
     return found

@@ -27,9 +27,7 @@ def number(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def table(
-    head: Sequence[Any], rows: Sequence[Sequence[Any]], caption: str, numbers: Sequence[int] = ()
-) -> str:
+def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], caption: str, numbers: Sequence[int] = ()) -> str:
     """A table whose first column names the row; columns `numbers` are aligned to the right. `caption` is for readers of any
     kind. A wide one scrolls in itself, also by the keyboard."""
 

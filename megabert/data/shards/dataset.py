@@ -80,9 +80,7 @@ def unpack(packed: np.ndarray, m: Manifest) -> Rows:
 def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
     """bool [n]: rows whose parts contradict each other although their checksum is right (written wrongly)."""
     n, seq_len = rows.ids.shape
-    bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (
-        rows.bounds[:, :, 1] > rows.bounds[:, :, 0]
-    ).any(1)
+    bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (rows.bounds[:, :, 1] > rows.bounds[:, :, 0]).any(1)
     if rows.ids.max(initial=0) >= vocab_size:
         bad |= rows.ids.max(1, initial=0) >= vocab_size
     if n and (rows.isnext.min() < -1 or rows.isnext.max() > 1):

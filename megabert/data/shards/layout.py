@@ -36,19 +36,13 @@ class BlockLayout:
         }
         for name, (descr, shape) in shapes.items():
             text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
-            npy = (
-                b"\x93NUMPY\x01\x00"
-                + (NPY_HEADER - 10).to_bytes(2, "little")
-                + text.ljust(NPY_HEADER - 11)
-                + b"\n"
-            )
+            npy = b"\x93NUMPY\x01\x00" + (NPY_HEADER - 10).to_bytes(2, "little") + text.ljust(NPY_HEADER - 11) + b"\n"
             assert len(npy) == NPY_HEADER
             row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(descr).itemsize
             self.members[name] = (npy, self.bytes + HEADER, row_bytes)
             self.bytes += TAR_UNIT - (-(NPY_HEADER + rows * row_bytes) // TAR_UNIT) * TAR_UNIT
         self._headers = {
-            name: _tar_header(name, NPY_HEADER + rows * row_bytes)
-            for name, (_, _, row_bytes) in self.members.items()
+            name: _tar_header(name, NPY_HEADER + rows * row_bytes) for name, (_, _, row_bytes) in self.members.items()
         }
         sizes = {name: member[2] for name, member in self.members.items()}
         self.row = np.dtype([(name, f"V{sizes[name]}") for name in ("ids", "bounds", "isnext")])
@@ -114,12 +108,8 @@ def write_shard(
     """
     path, n = Path(path), len(ids)
     max_sequences = bounds.shape[1]
-    assert n > 0 and ids.ndim == 2 and ids.dtype in (np.uint16, np.uint32), (
-        "ids must be uint16 or uint32 [n, T]"
-    )
-    assert bounds.shape == (n, max_sequences, 2) and bounds.dtype == np.uint16, (
-        "bounds must be uint16 [n, S, 2]"
-    )
+    assert n > 0 and ids.ndim == 2 and ids.dtype in (np.uint16, np.uint32), "ids must be uint16 or uint32 [n, T]"
+    assert bounds.shape == (n, max_sequences, 2) and bounds.dtype == np.uint16, "bounds must be uint16 [n, S, 2]"
     assert isnext.shape == (n, max_sequences) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
     digest, size = hashlib.sha256(), 0
     with appearing_file(path) as file:

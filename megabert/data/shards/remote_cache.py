@@ -51,10 +51,7 @@ def fetch_unsealed(url: str, path: Path) -> None:
     """Leave the file at `url` as `path`, whatever is in it, where it is there at all."""
     try:
         data = remote.read_whole(url)
-    except (
-        FileNotFoundError,
-        PermissionError,
-    ):  # S3's second, for what is not there, where it may not be listed
+    except (FileNotFoundError, PermissionError):  # S3's second, for what is not there, where it may not be listed
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)

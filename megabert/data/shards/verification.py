@@ -78,10 +78,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
         held_out = folder / m.held_out["path"]
         found += plan(held_out)
         inner = held_out / MANIFEST
-        if (
-            inner.is_file()
-            and hashlib.sha256(inner.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]
-        ):
+        if inner.is_file() and hashlib.sha256(inner.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]:
             found.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
     return found
 
@@ -128,9 +125,7 @@ class ShardCheck:
         if digest.hexdigest() != self.shard.sha256:
             yield f"{self.path}: SHA-256 is not the one in the manifest"
 
-    def _span(
-        self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int
-    ) -> Iterator[str]:
+    def _span(self, data: memoryview, start: int, layout: BlockLayout, first: int, blocks: int) -> Iterator[str]:
         """Problems of `blocks` whole blocks in `data`, which begin with block `first` at byte `start` of the shard."""
         if not blocks:
             return

@@ -66,24 +66,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--output", required=True, metavar="DIR", help="folder of the runs, tables and predictions")
     add("--suite", choices=tuple(suites.READERS), default="glue", help="which tasks are looked for")
     add(
-        "--tasks",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="these alone: cola, sst2, …; without: all that are there",
+        "--tasks", nargs="+", default=[], metavar="NAME", help="these alone: cola, sst2, …; without: all that are there"
     )
     add("--seeds", type=int, nargs="+", default=[3], help="how many, or which")
     add("--grid", nargs="+", default=["published"], metavar="NAME=A,B",
         help=f"{', '.join(suites.GRIDS)} (learning rates; SQuAD's settings are one point), or values of {', '.join(search.AXES)}")  # fmt: skip
     add("--choose-on", choices=(splits.ON_TRAIN, splits.ON_DEV), default=splits.ON_TRAIN,
         help="what decides: examples held out of train, or, as published dev scores often have it, dev itself")  # fmt: skip
-    add(
-        "--limit",
-        type=int,
-        default=0,
-        metavar="N",
-        help="so many examples of each split, for trying out; 0: all",
-    )
+    add("--limit", type=int, default=0, metavar="N", help="so many examples of each split, for trying out; 0: all")
     add("--discard", action="store_true", help="keep each task's best weights alone")
     own = "; without: the suite's, or the task's TOML file's"
     add("--lr", type=float, help="peak learning rate, in place of the named grid's")
@@ -123,9 +113,7 @@ def plan(args: argparse.Namespace, entry: Entry, start: Pretrained) -> Plan:
             usual = usual | {name: min(usual[name], start.config.model.max_positions)}
     settings = Settings(**(usual | given))
     if len(args.grid) == 1 and args.grid[0] in suites.GRIDS:
-        grid = {
-            axis: v for axis, v in suites.GRIDS[args.grid[0]].items() if entry.searched and axis not in given
-        }
+        grid = {axis: v for axis, v in suites.GRIDS[args.grid[0]].items() if entry.searched and axis not in given}
     else:
         grid = search.parse_grid(args.grid)
     runs = search.combinations(settings, grid, search.parse_seeds(args.seeds))
@@ -189,9 +177,7 @@ def train(
 
 def finished(output: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The finished tasks of `output`, folder and figures, in the order of their suite."""
-    found = [
-        (path.parent, evaluation.read(path)) for path in sorted(output.glob(f"*/{evaluation.EVALUATED}"))
-    ]
+    found = [(path.parent, evaluation.read(path)) for path in sorted(output.glob(f"*/{evaluation.EVALUATED}"))]
     order = [*suites.GLUE.values(), *suites.SQUAD.values()]
     there = [(folder, tree) for folder, tree in found if tree]
     return sorted(there, key=lambda f: order.index(f[1]["title"]) if f[1]["title"] in order else len(order))
@@ -259,10 +245,7 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
         folder = output / one.entry.name
         together(world, partial(claim, folder, commons[one.entry.name]))
         examples = read(one)
-        log.info(
-            f"{one.entry.title}: "
-            + ", ".join(f"{name} {len(part):,}" for name, part in examples.splits.items())
-        )
+        log.info(f"{one.entry.title}: " + ", ".join(f"{name} {len(part):,}" for name, part in examples.splits.items()))
         results = train(one, folder, examples, start, world, stop, watchdog, args.log_interval)
         if results is None:
             return REQUEUE

@@ -36,9 +36,7 @@ def files_of(entry: Entry) -> dict[str, str]:
 def load(folder: Path, world: World) -> Finetuned:
     """A run's best weights. Raises ValueError naming the run where they were discarded."""
     if not (folder / "best").is_dir():
-        raise ValueError(
-            f"{folder}: its weights were discarded (--discard); remove the folder to train it again"
-        )
+        raise ValueError(f"{folder}: its weights were discarded (--discard); remove the folder to train it again")
     return save.load(folder / "best", world.device)
 
 

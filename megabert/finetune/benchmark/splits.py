@@ -48,9 +48,7 @@ def hold_out(
             break
     if not held:
         where = examples[0].where.partition(", ")[0]
-        raise ValueError(
-            f"{where}: its examples share too few texts, so none can be held out; give more of them"
-        )
+        raise ValueError(f"{where}: its examples share too few texts, so none can be held out; give more of them")
     parts: tuple[list[Example], list[Example]] = ([], [])
     for number, example in enumerate(examples):
         parts[number in held].append(example)

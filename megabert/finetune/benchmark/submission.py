@@ -60,9 +60,7 @@ def write_glue(folder: Path, predictions: Mapping[str, Path]) -> list[str]:
     Each file appears whole. Raises ValueError for predictions that no submission can be made of.
     """
     tables = {
-        name: glue_table(name, predictions[name].read_text(encoding="utf-8"))
-        for name in NAMES
-        if name in predictions
+        name: glue_table(name, predictions[name].read_text(encoding="utf-8")) for name in NAMES if name in predictions
     }
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

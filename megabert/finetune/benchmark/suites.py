@@ -56,9 +56,7 @@ class Entry:
     title: str
     task: Task
     train: Path
-    dev: dict[
-        str, Path
-    ]  # part -> labelled file, "" where there is one alone; {}: a part of `train` is reported
+    dev: dict[str, Path]  # part -> labelled file, "" where there is one alone; {}: a part of `train` is reported
     test: dict[str, Path]  # name of the predictions' file that is handed in -> file without labels
     settings: dict[str, Any] = field(default_factory=dict)  # of `training.Settings`
     searched: bool = True  # over the named grid; SQuAD's published settings are one point
@@ -83,9 +81,7 @@ def find(suite: str, data: Path, only: Sequence[str] = ()) -> list[Entry]:
     known = {"glue": tuple(GLUE), "squad": tuple(SQUAD), "own": tuple(entries)}[suite]
     for name in only:
         if name not in known:
-            raise ValueError(
-                f"--tasks {name}: is none of {', '.join(known) or 'no tasks'}{_near(name, known)}"
-            )
+            raise ValueError(f"--tasks {name}: is none of {', '.join(known) or 'no tasks'}{_near(name, known)}")
         if name not in entries:
             raise ValueError(f"{data}: has no {name}; {LOOKED_FOR[suite]}")
     if not entries:
@@ -127,18 +123,14 @@ def _glue(data: Path) -> Iterator[Entry]:
     for name, title in GLUE.items():
         folders = list(_folders(data, [name]))
         if len(folders) > 1:
-            raise ValueError(
-                f"{data}: holds {title} twice, {folders[0].name} and {folders[1].name}; keep one"
-            )
+            raise ValueError(f"{data}: holds {title} twice, {folders[0].name} and {folders[1].name}; keep one")
         for folder in folders:
             train = _file(folder, "train")
             if train is None:
                 raise ValueError(f"{folder}: has no train.tsv (nor .csv, .jsonl, or one of them as .gz)")
             parts = MNLI_PARTS if name == "mnli" else {}
             dev = _parts(folder, "dev", parts)
-            test = {
-                f"{title}-{part}" if part else title: f for part, f in _parts(folder, "test", parts).items()
-            }
+            test = {f"{title}-{part}" if part else title: f for part, f in _parts(folder, "test", parts).items()}
             if name == "mnli":
                 test |= _diagnostic(data)
             yield Entry(title, tasks.preset(name), train, dev, test, dict(GLUE_SETTINGS))
@@ -170,8 +162,7 @@ def _squad(data: Path) -> Iterator[Entry]:
         version = name.removeprefix("squad")
         for folder in places:
             train, dev, test = (
-                _file(folder, f"{part}-v{version}", (".json", ".json.gz"))
-                for part in ("train", "dev", "test")
+                _file(folder, f"{part}-v{version}", (".json", ".json.gz")) for part in ("train", "dev", "test")
             )
             if train:
                 files = {"": dev} if dev else {}
@@ -215,9 +206,7 @@ def describe(path: Path) -> Entry:
         raise ValueError(f"{path}: name a known task ({', '.join(tasks.PRESETS)}) or a kind")
     lengths = tasks.LENGTHS.get(tree.get("task", ""))
     usual = dict(zip(("max_length", "stride"), lengths, strict=True)) if lengths else {}
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
-    }
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
     if given.get("kind") == "tag":
         given = {"text": ("0",), "label": "-1"} | given
     try:
@@ -251,9 +240,7 @@ def _check(path: Path, prefix: str, tree: Mapping[str, Any], kinds: Mapping[str,
     }
     for key, value in tree.items():
         if key not in kinds:
-            raise ValueError(
-                f"{path}: no key {prefix}{key}; known are {', '.join(kinds)}{_near(key, tuple(kinds))}"
-            )
+            raise ValueError(f"{path}: no key {prefix}{key}; known are {', '.join(kinds)}{_near(key, tuple(kinds))}")
         kind = kinds[key]
         right = isinstance(value, (int, float) if kind is float else kind)
         right = right and (kind is bool or not isinstance(value, bool))

@@ -41,9 +41,7 @@ def _chosen(task: Mapping[str, Any]) -> str:
 
 def scores_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A line a task's part and metric: of the tasks that are finished, in percent."""
-    lines = [
-        "| task | metric | mean | deviation | 95% interval | seeds | grid point | reported on | decided on |"
-    ]
+    lines = ["| task | metric | mean | deviation | 95% interval | seeds | grid point | reported on | decided on |"]
     lines.append("|---|---|--:|--:|--:|--:|---|---|---|")
     for task in found:
         for row, by_metric in task["scores"].items():
@@ -52,9 +50,7 @@ def scores_table(found: Sequence[Mapping[str, Any]]) -> str:
                 cells = [
                     *(row, metric, f"{100 * figure['mean']:.1f}"),
                     "" if std is None else f"{100 * std:.1f}",
-                    ""
-                    if interval is None
-                    else "{:.1f} to {:.1f}".format(*(100 * bound for bound in interval)),
+                    "" if interval is None else "{:.1f} to {:.1f}".format(*(100 * bound for bound in interval)),
                     *(str(len(figure["values"])), _chosen(task)),
                     *(task["reported_on"][row], task["decided_on"]),
                 ]
@@ -87,7 +83,7 @@ def page(suite: str, model: str, found: Sequence[Mapping[str, Any]]) -> str:
     """The whole results page."""
     notes = [
         "Percent; correlations times 100. The deviation is the sample's over seeds; the interval is Student's t over the "
-        "same seeds, which says nothing about another draw of examples.",
+        "same seeds, which says nothing about another draw of examples."
     ]
     if any(task["published_way"] for task in found):
         notes.append(

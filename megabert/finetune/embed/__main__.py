@@ -65,9 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     for add in (train.add_argument, evaluate.add_argument):
         add("--model", required=True, metavar="DIR", help="pre-trained model, or what `embed train` made")
-        add(
-            "--tokenizer", default="", metavar="FILE", help="its tokenizer, where the model's folder has none"
-        )
+        add("--tokenizer", default="", metavar="FILE", help="its tokenizer, where the model's folder has none")
         add("--text", action="append", metavar="COLUMN", help="column of the texts; twice for a pair. None: lines, or SQuAD's JSON")  # fmt: skip
         add("--label", default="", metavar="COLUMN", help="with --positive: the column that says which pairs belong together")  # fmt: skip
         add("--positive", default="", metavar="LABEL", help="label of pairs that do; others are left out")
@@ -85,9 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dev-text", action="append", metavar="COLUMN", help="columns of --dev and --test, where they are not those of --train")  # fmt: skip
     add("--pool", choices=POOLS, default=d.pool, help="a text's vector: the mean of its tokens', or that of [CLS] (left to right: of [SEP])")  # fmt: skip
     add("--temperature", type=float, default=d.temperature, help="of the cosines in the loss")
-    add(
-        "--batch", type=int, default=d.batch, help="pairs an update, each the others' negatives, on all ranks"
-    )
+    add("--batch", type=int, default=d.batch, help="pairs an update, each the others' negatives, on all ranks")
     add("--micro-batch", type=int, default=d.micro_batch, help="texts of one forward pass on one rank; 0: all. Fewer take less memory and compute each forward pass twice; the update is the same but for the draws of dropout")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1], help="how many, or which")
     add("--grid", nargs="+", default=[], metavar="NAME=A,B", help=f"over {', '.join(search.AXES)}")
@@ -136,9 +132,7 @@ def read(args: argparse.Namespace) -> Data:
     train = pairs.read(args.train, learned, args.limit)
     assert isinstance(train, Pairs)
     found = {
-        name: read_judged(getattr(args, name), judged, args.limit)
-        for name in ("dev", "test")
-        if getattr(args, name)
+        name: read_judged(getattr(args, name), judged, args.limit) for name in ("dev", "test") if getattr(args, name)
     }
     return Data(train, found)
 
@@ -181,9 +175,7 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
         training.configured(start.config, chosen, len(data.train), world.size, args.log_interval)
         if alone and not chosen.dropout:
             raise ValueError("--dropout 0: texts alone are learned from by two dropout masks; give some")
-    log.info(
-        f"train: {len(data.train):,} {'texts' if alone else 'pairs'}, {len(data.train.texts):,} distinct texts"
-    )
+    log.info(f"train: {len(data.train):,} {'texts' if alone else 'pairs'}, {len(data.train.texts):,} distinct texts")
     for name, part in data.judged.items():
         log.info(f"{name}: {len(part):,} pairs, {len(part.texts):,} distinct texts")
     common = search.common_settings(settings, grid, facts(args, start))
@@ -206,12 +198,7 @@ def evaluate(args: argparse.Namespace, ranks: Session) -> int:
     if scores is None:
         raise ValueError(f"{args.model}: a vector is not finite; its training diverged")
     if ranks.world.is_main:
-        about = {
-            "pairs": len(given),
-            "texts": len(given.texts),
-            "pool": pooling.pool,
-            "max_length": pooling.max_length,
-        }
+        about = {"pairs": len(given), "texts": len(given.texts), "pool": pooling.pool, "max_length": pooling.max_length}
         print(json.dumps(about | scores))
     return OK
 

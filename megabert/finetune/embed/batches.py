@@ -39,14 +39,11 @@ class Contrast:
     second: Tensor  # int64 [n]
     own: Tensor  # int64 [n], where among the candidates each second text is
     candidates: Tensor  # int64 [N * R]; NONE: there is none
-    owners: (
-        Tensor  # int64 [N * R]: the first text that a candidate belongs to; NONE: it is a negative, or none
-    )
+    owners: Tensor  # int64 [N * R]: the first text that a candidate belongs to; NONE: it is a negative, or none
 
     def to(self, device: torch.device | str) -> Contrast:
         moved: dict[str, Any] = {
-            name: getattr(self, name).to(device)
-            for name in ("first", "second", "own", "candidates", "owners")
+            name: getattr(self, name).to(device) for name in ("first", "second", "own", "candidates", "owners")
         }
         return replace(self, chunks=[chunk.to(device) for chunk in self.chunks], **moved)
 

@@ -24,10 +24,7 @@ AT_ONCE = 1 << 24  # cosines held at once
 def nearest(queries: Tensor, corpus: Tensor, depth: int = DEPTH) -> tuple[np.ndarray, np.ndarray]:
     """The `depth` nearest of fp32 [c, D] for each of [q, D], all of length 1: places int64 and cosines fp32, [q, k]."""
     k = min(depth, len(corpus))
-    found = [
-        torch.topk(part @ corpus.T, k, dim=1)
-        for part in queries.split(max(1, AT_ONCE // max(1, len(corpus))))
-    ]
+    found = [torch.topk(part @ corpus.T, k, dim=1) for part in queries.split(max(1, AT_ONCE // max(1, len(corpus))))]
     places, cosines = (torch.cat([getattr(part, name) for part in found]) for name in ("indices", "values"))
     return places.cpu().numpy(), cosines.cpu().numpy()
 
@@ -54,8 +51,7 @@ def retrieval(places: np.ndarray, scores: np.ndarray, wanted: Sequence[set[int]]
     measures = {f"ndcg_cut.{DEPTH}", "recip_rank", f"recall.1,5,{DEPTH}"}
     found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     return {
-        ours: math.fsum(values[theirs] for values in found.values()) / len(wanted)
-        for ours, theirs in RETRIEVAL.items()
+        ours: math.fsum(values[theirs] for values in found.values()) / len(wanted) for ours, theirs in RETRIEVAL.items()
     }
 
 

@@ -63,9 +63,7 @@ class Embedder(nn.Module):
         if self.pool == "cls":
             found = self.encoder.encode(**inputs, keep=read).float()
         else:
-            found = _means(
-                self.encoder.encode(**inputs).float(), inputs["key_start"], inputs["key_end"], read
-            )
+            found = _means(self.encoder.encode(**inputs).float(), inputs["key_start"], inputs["key_end"], read)
         return F.normalize(found, dim=-1) if self.normalise else found
 
     def forward(
@@ -79,9 +77,7 @@ class Embedder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Loss sum over this rank's pairs, and of how many the own second text is the nearest; arguments as in `Contrast`."""
         found = [
-            self.vectors(**chunk)
-            if len(chunks) == 1
-            else checkpoint(self.vectors, use_reentrant=False, **chunk)
+            self.vectors(**chunk) if len(chunks) == 1 else checkpoint(self.vectors, use_reentrant=False, **chunk)
             for chunk in chunks
         ]
         texts = F.normalize(torch.cat(found), dim=-1)  # (n + own candidates, D)
@@ -132,12 +128,7 @@ def gathered(own: Tensor, world: World) -> Tensor:
 
 
 def build(
-    config: Config,
-    weights: Mapping[str, Tensor] | None,
-    pool: str,
-    world: World,
-    dtype: torch.dtype,
-    **options: Any,
+    config: Config, weights: Mapping[str, Tensor] | None, pool: str, world: World, dtype: torch.dtype, **options: Any
 ) -> Embedder:
     """The module with fp32 weights; `weights` are a pre-trained model's by name, None: random, as torch's generator says.
 

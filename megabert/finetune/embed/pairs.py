@@ -40,13 +40,9 @@ class Columns:
         if len(self.text) > 2:
             raise ValueError(f"--text {self.text[2]}: a pair has two texts, this is a third")
         if bool(self.label) != bool(self.positive):
-            raise ValueError(
-                "--label COLUMN and --positive LABEL go together: rows of another label are left out"
-            )
+            raise ValueError("--label COLUMN and --positive LABEL go together: rows of another label are left out")
         if self.label and not self.text:
-            raise ValueError(
-                f"--label {self.label}: is of a table; name the columns of its texts with --text"
-            )
+            raise ValueError(f"--label {self.label}: is of a table; name the columns of its texts with --text")
         if self.negative and len(self.text) < 2:
             raise ValueError(f"--negative {self.negative[0]}: is for pairs; name both texts with --text")
         if self.score and (len(self.text) < 2 or self.label or self.negative):
@@ -150,9 +146,7 @@ def _table(path: Path, columns: Columns) -> Iterator[Row]:
     for where, values in tables.rows(path, wanted, columns.headed):
         if columns.label and _label(values[-1]) != columns.positive:
             continue
-        texts = [
-            tables.text_of(values[i], f"{where}, column {name!r}") for i, name in enumerate(columns.text)
-        ]
+        texts = [tables.text_of(values[i], f"{where}, column {name!r}") for i, name in enumerate(columns.text)]
         others = []
         for name, value in zip(columns.negative, values[size:], strict=False):
             listed = value if isinstance(value, list) else [value]

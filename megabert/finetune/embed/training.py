@@ -106,12 +106,7 @@ class EmbeddingRun(Run):
     def judge(self, module: Embedder, split: str, progress: Callable[[], None]) -> dict[str, float]:
         """A split's figures, on every rank. A collective."""
         found = judge(
-            module,
-            self.data.judged[split],
-            self.start.tokenizer,
-            self.pooling.max_length,
-            self.world,
-            progress,
+            module, self.data.judged[split], self.start.tokenizer, self.pooling.max_length, self.world, progress
         )
         if found is None:
             raise BadTraining(f"{self.folder}: the model's output is not finite; lower --lr")
@@ -156,9 +151,7 @@ def judge(
     if not bool(torch.isfinite(found).all()):
         return None
     if isinstance(given, Scored):
-        first, second = (
-            found[torch.from_numpy(side).to(found.device)] for side in (given.first, given.second)
-        )
+        first, second = (found[torch.from_numpy(side).to(found.device)] for side in (given.first, given.second))
         return metrics.similarity((first * second).sum(-1).double().cpu().numpy(), given.scores)
     queries, corpus, wanted = relevant(given)
     asked, searched = (found[torch.from_numpy(side).to(found.device)] for side in (queries, corpus))
@@ -166,12 +159,7 @@ def judge(
 
 
 def load(
-    source: str | Path,
-    world: World,
-    dtype: torch.dtype,
-    pool: str = "",
-    max_length: int = 0,
-    tokenizer: str = "",
+    source: str | Path, world: World, dtype: torch.dtype, pool: str = "", max_length: int = 0, tokenizer: str = ""
 ) -> tuple[Embedder, Pretrained, Pooling]:
     """A model that gives vectors, in `dtype` and eval mode: a sentence-transformers folder (or the run it lies in), or any
     pre-trained one with mean pooling; `pool` and `max_length` where they are to be others than its own.

@@ -94,9 +94,7 @@ def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None
 
 
 def test_the_preset_is_the_recipe_of_the_record() -> None:
-    _, raced = recipes.our_config(
-        recipes.load("muon-192"), tracks.track_of("30min-2cores"), tokens_a_row=115.0, seed=1
-    )
+    _, raced = recipes.our_config(recipes.load("muon-192"), tracks.track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
     preset = configuration.load("mini_modern", ["seed=1"])
     kept = {"checkpoint", "eval", "log"}
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
@@ -172,10 +170,7 @@ def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> Non
     }
     lines = records.table(again, "5m-tokens").splitlines()
     assert lines[3].startswith("| better | 1.9000 ± 0.1000 |") and "2026-11-04" in lines[3]
-    assert (
-        again.entry(track, Recipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA)
-        is again.entries[3]
-    )
+    assert again.entry(track, Recipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA) is again.entries[3]
     with pytest.raises(ValueError, match="other held-out documents"):
         again.entry(track, Recipe("other", about="x"), DATA | {"documents": "e"})
     pytest.importorskip("matplotlib")

@@ -50,8 +50,7 @@ def test_one_size_is_no_law() -> None:
 def records(path: Path) -> Path:
     def entry(name: str, compute: float, factor: float, **more: Any) -> dict[str, Any]:
         seeds = {
-            str(seed): {"tokens": 1e6, "flops_per_token": compute / 1e6, "loss": factor * TRUE.loss(compute)}
-            | more
+            str(seed): {"tokens": 1e6, "flops_per_token": compute / 1e6, "loss": factor * TRUE.loss(compute)} | more
             for seed in (42, 43)
         }
         return {

@@ -78,9 +78,7 @@ def wanted(states: list[np.ndarray], layers: str) -> np.ndarray:
     return found[layers]
 
 
-@pytest.mark.parametrize(
-    "layers", ["last", "second-to-last", "embeddings", "concat-last-4", "2", "4,0", *SUMS]
-)
+@pytest.mark.parametrize("layers", ["last", "second-to-last", "embeddings", "concat-last-4", "2", "4,0", *SUMS])
 def test_layers_are_transformers_own(layers: str, run: Path, states: Any, lines: Path) -> None:
     output = lines.with_suffix(".npz")
     assert features.main(command(run, lines, output, "--layers", layers, "--batch-tokens", "30")) == 0
@@ -109,10 +107,7 @@ def read(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         with safe_open(path, "np") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return found | {
-                "about": file.metadata()["about"],
-                "pieces": json.loads(file.metadata()["pieces"]),
-            }
+            return found | {"about": file.metadata()["about"], "pieces": json.loads(file.metadata()["pieces"])}
     table = pq.read_table(path)
     lists = {name: table[name].to_pylist() for name in ("ids", "vectors", "truncated", "pieces")}
     offsets = np.cumsum([0, *map(len, lists["ids"])])
@@ -232,9 +227,7 @@ def test_a_left_to_right_model_reads_a_text_at_its_last_token(run: Path) -> None
     assert np.abs(part.vectors[shared] - part.vectors[ends[0] + shared]).max() > 0.01
 
 
-def test_an_interrupted_extraction_leaves_nothing(
-    run: Path, lines: Path, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_an_interrupted_extraction_leaves_nothing(run: Path, lines: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     def compute(self: Extractor, job: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -332,9 +325,7 @@ def test_a_word_has_a_vector_a_context_and_one_in_the_table(kind: str, tmp_path:
     count = len(tokenizer.encode_batch(["the shells"])[0]) - len(tokenizer.encode_batch(["the"])[0])
     at = slice(1 + len(tokenizer.encode_batch(["the"])[0]), None)
     own = item.ids[at][:count]
-    np.testing.assert_allclose(
-        uses[0].contextual, extractor.part([item]).vectors[at][:count].mean(0), atol=1e-6
-    )
+    np.testing.assert_allclose(uses[0].contextual, extractor.part([item]).vectors[at][:count].mean(0), atol=1e-6)
     table = extractor.found.weights["embeddings.word.weight"].numpy()
     np.testing.assert_allclose(uses[0].static, table[own].mean(0), atol=1e-6)
     assert uses[0].static.tolist() == uses[1].static.tolist() == uses[2].static.tolist()

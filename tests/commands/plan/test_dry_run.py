@@ -53,15 +53,11 @@ def test_weights_masters_and_moments_take_what_the_formula_says_at_every_stage()
     """Gradients are not compared: how many of them live at once is DeepSpeed's own business from moment to moment."""
     world = 2
     model = tiny.config(model__hidden=128).model
-    for (precision, stage, optimizer), (parameters, found) in zip(
-        STATES, run_ranks(world, measure)[0], strict=True
-    ):
+    for (precision, stage, optimizer), (parameters, found) in zip(STATES, run_ranks(world, measure)[0], strict=True):
         single = sum(m.size for m in dry_run.matrices(model)) if optimizer == "muon" else 0
         states = dry_run.states(parameters, precision, stage, world, single)
         expected = states["weights"] + states["masters"] + states["moments"]
-        print(
-            f"{precision} ZeRO-{stage} {optimizer}: {found / expected:.3f} of {expected / parameters:.1f} bytes"
-        )
+        print(f"{precision} ZeRO-{stage} {optimizer}: {found / expected:.3f} of {expected / parameters:.1f} bytes")
         assert found == pytest.approx(expected, rel=0.03), (precision, stage)
 
 
@@ -96,12 +92,7 @@ def test_left_to_right_predicts_all_but_the_last_token_of_each_sequence() -> Non
 
 
 def test_the_work_of_a_run_of_two_objectives_is_that_of_its_average_update() -> None:
-    both = [
-        "model.nsp=false",
-        "objective.causal_share=0.25",
-        "data.masking.rate=0.3",
-        "data.masking.final_rate=0.2",
-    ]
+    both = ["model.nsp=false", "objective.causal_share=0.25", "data.masking.rate=0.3", "data.masking.final_rate=0.2"]
     cfg = configuration.load("base", [*BASE, *both])
     update = dry_run.work(cfg, None)
     assert update.pairs == pytest.approx(256 * (0.25 * 512 * 513 / 2 + 0.75 * 512**2))
@@ -180,9 +171,7 @@ def test_speed_by_mfu_needs_a_ceiling_and_is_the_share_of_it() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    "overrides", [[], ["model.activation_checkpointing=true"]], ids=["whole", "recomputed"]
-)
+@pytest.mark.parametrize("overrides", [[], ["model.activation_checkpointing=true"]], ids=["whole", "recomputed"])
 def test_activations_take_about_what_the_formula_says(precision, overrides) -> None:
     """Tensors that autograd keeps, on the CPU's own backends. Published for another implementation: within 35%."""
     settings = ["model.vocab_size=2000", "model.dropout=0.1", "batch.micro_size=4", f"precision={precision}"]
@@ -212,10 +201,7 @@ def test_activations_take_about_what_the_formula_says(precision, overrides) -> N
 @pytest.mark.parametrize(("phase", "length"), [(1, 128), (2, 512)])
 @pytest.mark.parametrize(("name", "gib"), [("80gb", 79), ("141gb", 139)])
 def test_presets_for_a_memory_take_the_largest_micro_batch_that_fits_it(phase, length, name, gib) -> None:
-    plain, preset = (
-        configuration.load(f"large_phase{phase}"),
-        configuration.load(f"large_phase{phase}_{name}"),
-    )
+    plain, preset = (configuration.load(f"large_phase{phase}"), configuration.load(f"large_phase{phase}_{name}"))
     batch = plain.batch.model_copy(update={"micro_size": preset.batch.micro_size})
     assert preset == plain.model_copy(update={"batch": batch})  # and nothing else differs
     for world in (1, 8, 32):
@@ -233,16 +219,12 @@ def test_the_largest_micro_batch_fits_divides_and_the_next_does_not_fit() -> Non
     text = dry_run.report(cfg, None, 2, memory_gib=16)
     assert f"batch.micro_size={micro}, {needs[micro] / 2**30:.1f} GiB, {180 // micro} micro-steps" in text
     assert "no micro-batch fits 1 GiB" in dry_run.report(cfg, None, 2, memory_gib=1)
-    assert dry_run.largest_micro_size(cfg, 512, 7, 16) == max(
-        n for n in range(1, 53) if needs[n] <= 0.9 * 16 * 2**30
-    )
+    assert dry_run.largest_micro_size(cfg, 512, 7, 16) == max(n for n in range(1, 53) if needs[n] <= 0.9 * 16 * 2**30)
 
 
 def one_fake_step(world: World) -> str:
     cfg = tiny.config(batch__global_size=4096, zero__stage=2)
-    batch = {
-        key: to_deepspeed(cfg, world.size)[key] for key in BATCH
-    }  # as in a user's file that fits the run
+    batch = {key: to_deepspeed(cfg, world.size)[key] for key in BATCH}  # as in a user's file that fits the run
     return fake_step(cfg, tiny.LENGTH, world, deepspeed_extra=batch)
 
 

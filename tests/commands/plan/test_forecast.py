@@ -107,9 +107,7 @@ def test_failures_of_more_nodes_come_more_often() -> None:
     assert failures.mean_between == 20_000 * 3_600 / 64
     assert many.split()[2] == f"{daly(failures):.4g}"
     assert many.split()[4] == f"{goodput(failures, daly(failures)):.2%}"
-    assert float(many.split()[6].rstrip("%")) == pytest.approx(
-        100 * goodput(failures, daly(failures)), abs=0.2
-    )
+    assert float(many.split()[6].rstrip("%")) == pytest.approx(100 * goodput(failures, daly(failures)), abs=0.2)
 
 
 def test_the_plot_has_a_point_for_each_size() -> None:
@@ -155,9 +153,7 @@ def test_a_mistake_is_one_line(options: list[str], said: str, capsys) -> None:
     assert error.startswith(f"error: {said}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "options", [["--over", "8"], ["--plot", "x.svg"], ["--watts", "1"], ["--save-seconds", "9"]]
-)
+@pytest.mark.parametrize("options", [["--over", "8"], ["--plot", "x.svg"], ["--watts", "1"], ["--save-seconds", "9"]])
 def test_options_of_a_forecast_without_one(options: list[str], capsys) -> None:
     assert plan.main(["--config", "tiny", *options]) == 2
     assert capsys.readouterr().err.startswith(f"error: {options[0]} belongs to a forecast")

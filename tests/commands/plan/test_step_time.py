@@ -35,9 +35,7 @@ def system(software: Software = PLAIN, constants: Constants | None = None, gpu: 
     return System(DEVICES[gpu], FABRIC, software, constants or Constants())
 
 
-def step(
-    size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None
-) -> StepTime:
+def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None) -> StepTime:
     return step_seconds(MODEL, Share(BATCH, steps), size, system(software, constants))
 
 
@@ -50,9 +48,7 @@ def test_the_products_are_the_models_operations() -> None:
 
 def test_waves_of_tiles() -> None:
     assert wave_share(128 * 108, 128, 512, 108) == 1.0
-    assert wave_share(128 * 109, 128, 512, 108) == pytest.approx(
-        109 / 216
-    )  # one tile is left for a second wave
+    assert wave_share(128 * 109, 128, 512, 108) == pytest.approx(109 / 216)  # one tile is left for a second wave
     assert wave_share(1_024, 1_024, 512, 108) == pytest.approx(64 / 108)
     assert wave_share(1_024, 1_024, 4_096, 108) == pytest.approx(320 / 324)  # split in five: three waves
     assert wave_share(64, 128, 512, 1) == 0.5  # half of a tile is not there
@@ -78,9 +74,7 @@ def test_a_pass_by_hand() -> None:
     again = pass_seconds(model, batch, System(one, FABRIC, replace(software, recompute=True), constants))
     assert again.seconds == pytest.approx(4 / 3 * found.seconds)
     slow = pass_seconds(model, batch, System(one, FABRIC, replace(software, launch=1e-3), constants))
-    assert slow.seconds == pytest.approx(20e-3), (
-        "the host is slower than the device: its launches are the time"
-    )
+    assert slow.seconds == pytest.approx(20e-3), "the host is slower than the device: its launches are the time"
 
 
 def test_one_gpu_has_nobody_to_talk_to() -> None:
@@ -100,9 +94,7 @@ def test_with_infinite_bandwidth_only_computing_is_left() -> None:
     assert found.seconds > 4 * training_flops(MODEL, 16_384, 32 * 512**2, 2_464, 32) / free.rate
 
 
-@pytest.mark.parametrize(
-    ("stage", "micro_steps", "units"), [(0, 4, 2), (1, 4, 3), (2, 4, 5), (3, 4, 12), (3, 1, 3)]
-)
+@pytest.mark.parametrize(("stage", "micro_steps", "units"), [(0, 4, 2), (1, 4, 3), (2, 4, 5), (3, 4, 12), (3, 1, 3)])
 def test_traffic_of_the_zero_stages(stage: int, micro_steps: int, units: int) -> None:
     """In units of a reduce-scatter of all weights: 511/512 of them through the narrowest place of a node."""
     found = traffic(MODEL, micro_steps, 512, system(replace(PLAIN, zero=stage), FREE))
@@ -163,8 +155,7 @@ def test_directions() -> None:
             assert step(64, software, constants=more).seconds > step(64, software).seconds, name
     for gpu in ("a100", "h100", "h200", "b200"):
         assert (
-            pass_seconds(MODEL, BATCH, system(gpu=gpu)).seconds
-            < pass_seconds(MODEL, BATCH, system(gpu="v100")).seconds
+            pass_seconds(MODEL, BATCH, system(gpu=gpu)).seconds < pass_seconds(MODEL, BATCH, system(gpu="v100")).seconds
         )
     assert pass_seconds(MODEL, BATCH.times(2), system()).seconds == pytest.approx(
         2 * pass_seconds(MODEL, BATCH, system()).seconds, rel=0.05

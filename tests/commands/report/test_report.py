@@ -69,9 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
     folders.write_lines(run / "trouble.jsonl", [*lines, lines[0] | {"step": 30, "kind": "non-finite"}])
     more = [folders.figures(110, **{"data__damaged_rows": 3, "train__objective": "causal"})]
     more.append(
-        folders.figures(
-            120, **{"data__damaged_rows": 3, "train__objective": "masked", "train__grad_norm": "nan"}
-        )
+        folders.figures(120, **{"data__damaged_rows": 3, "train__objective": "masked", "train__grad_norm": "nan"})
     )
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in more)
@@ -100,15 +98,7 @@ def test_the_page_is_whole_and_fetches_nothing(made: tuple[str, list[list[str]]]
 
 def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]) -> None:
     source, rows = made
-    for title in (
-        "Loss",
-        "Accuracy of masked LM",
-        "Learning rate",
-        "Gradient norm",
-        "Throughput",
-        "MFU",
-        "Memory",
-    ):
+    for title in ("Loss", "Accuracy of masked LM", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"):
         assert f"<figcaption>{title}<small>" in source
     assert "120 of 200" in source and ["updates", "120 of 200"] not in rows
     assert ["training", "8.9", "7.8", "8.9", "7.8"] in rows  # loss: first, lowest, highest, last
@@ -125,17 +115,13 @@ def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]
     ]
     assert events[1][2] == "loss 99, gradient norm None; not applied"
     assert events[3][2].startswith("2026-01-02T04:04:05Z, 2 ranks on AMD EPYC")
-    assert events[4][2].startswith("3 left out") and events[5][2].startswith(
-        "left to right before, masked LM"
-    )
+    assert events[4][2].startswith("3 left out") and events[5][2].startswith("left to right before, masked LM")
     assert source.count('class="event"') == 2  # the restart and the objective, in the chart of the loss
     assert source.count('class="spike"') == 3  # a spike, an update that was no number, the legend
     assert ["rows", "536"] in rows
     assert ["sst2", "dev", "accuracy", "0.8125 ± 0.0125", "3", "lr 5e-05", "sst2"] in rows
     assert "0.5000" not in source  # another run's
-    assert (
-        ["backend of attention", "native"] in rows and ["torch", "2.13.0"] in rows and ["ranks", "2"] in rows
-    )
+    assert ["backend of attention", "native"] in rows and ["torch", "2.13.0"] in rows and ["ranks", "2"] in rows
     assert ["schedule.total_steps", "200"] in rows
     assert rows.index(["schedule.total_steps", "200"]) < rows.index(["zero.stage", "1"])  # a default
 
@@ -168,9 +154,7 @@ def test_several_runs_share_the_charts_and_their_differences_come_first(tmp_path
     assert ["", "1 a/run", "2 b/run"] in rows and ["held-out loss", "8.5000 nats", "8.5000 nats"] in rows
     chart = source[source.index("<figcaption>Loss<") :]
     chart = chart[: chart.index("</svg>")]
-    assert [
-        len(re.findall(f'class="{kind} c{run}"', chart)) for kind in ("line", "held") for run in (0, 1)
-    ] == [1] * 4
+    assert [len(re.findall(f'class="{kind} c{run}"', chart)) for kind in ("line", "held") for run in (0, 1)] == [1] * 4
     assert re.findall(r'class="run c(\d)">(\d)<', chart) == [("0", "1"), ("1", "2")]
     first, then = (source.index(text) for text in ("Settings that differ", "The settings that are the same"))
     names = re.findall(r"<code>([\w.]+)</code></th>", source[first:then])
@@ -260,11 +244,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     (tmp_path / "data").mkdir()
     folders.make(tmp_path / "run")
     folders.make(tmp_path / "run2")
-    lines = [
-        folders.samples(0, " a"),
-        folders.samples(50, " b", tokens=["too few"]),
-        folders.samples(100, " c"),
-    ]
+    lines = [folders.samples(0, " a"), folders.samples(50, " b", tokens=["too few"]), folders.samples(100, " c")]
     folders.write_lines(folders.make(tmp_path / "samples") / "samples.jsonl", lines)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)

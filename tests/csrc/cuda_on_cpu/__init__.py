@@ -29,12 +29,8 @@ def compiler() -> str | None:
 
 def build() -> ctypes.CDLL:
     """The library, compiled once for a state of the sources; safe in several test processes."""
-    sources = sorted(
-        [*(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "csrc").rglob("*.h"), *Path(__file__).parent.iterdir()]
-    )
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[
-        :16
-    ]
+    sources = sorted([*(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "csrc").rglob("*.h"), *Path(__file__).parent.iterdir()])
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()[:16]
     folder = ROOT / "build" / "cuda_on_cpu"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{digest}.so"
@@ -44,15 +40,7 @@ def build() -> ctypes.CDLL:
             for old in folder.glob("*.so"):
                 old.unlink()
             part = library.with_suffix(".part")
-            command = [
-                compiler() or "c++",
-                "-O1",
-                "-std=c++17",
-                "-fPIC",
-                "-shared",
-                "-w",
-                f"-I{ROOT / 'csrc'}",
-            ]
+            command = [compiler() or "c++", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", f"-I{ROOT / 'csrc'}"]
             command += [str(Path(__file__).parent / "kernels.cpp"), "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-4000:]
@@ -89,9 +77,7 @@ class Kernels:
     def __init__(self) -> None:
         self.library = build()
 
-    def run(
-        self, name: str, dtype: torch.dtype, *arguments: Any, outputs: tuple[int, ...] = ()
-    ) -> list[Tensor]:
+    def run(self, name: str, dtype: torch.dtype, *arguments: Any, outputs: tuple[int, ...] = ()) -> list[Tensor]:
         """arguments: tensors (None: a null pointer), numbers, ctypes structures; `outputs` are the positions of the
         tensors to give back."""
         results = []

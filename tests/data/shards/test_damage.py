@@ -60,9 +60,7 @@ def sites(folder) -> dict[str, list[tuple[str, int, str]]]:
             for at in range(m.offset_data + 128, m.offset_data + m.size):
                 row = (at - m.offset_data - 128) // ROW_BYTES[name]
                 byte = ids[key] + row * ROW_BYTES["ids"]
-                found[name].append(
-                    (path.name, at, f"block {int(key) - first}, row {row} (ids at byte {byte})")
-                )
+                found[name].append((path.name, at, f"block {int(key) - first}, row {row} (ids at byte {byte})"))
             end = m.offset_data + -(-m.size // 512) * 512
             for kind, start, stop in (
                 ("tar header", m.offset, m.offset_data),
@@ -143,9 +141,7 @@ def test_every_row_but_the_damaged_one_stays_readable(folder, sites, rows):
             flip(folder / name, at, 3)
             got = Dataset(folder).read(others)
             flip(folder / name, at, 3)
-            assert np.array_equal(got.ids, rows.ids[others]) and np.array_equal(
-                got.bounds, rows.bounds[others]
-            )
+            assert np.array_equal(got.ids, rows.ids[others]) and np.array_equal(got.bounds, rows.bounds[others])
 
 
 def cuts(rng: np.random.Generator, folder: Path, number: int) -> Iterator[tuple[Path, bytes, int]]:
@@ -202,9 +198,7 @@ def test_a_thousand_truncations_are_refused_before_a_row_is_read(folder, rows):
             seen["refused when read"] += 1
         problems = shard_problems(folder, path.name)
         assert problems and all(p.startswith(f"{path}: ") for p in problems)
-        place = (
-            f"is cut at byte {size} of {len(whole)}" if size < end else f"end of the archive at byte {end} "
-        )
+        place = f"is cut at byte {size} of {len(whole)}" if size < end else f"end of the archive at byte {end} "
         assert any(place in p for p in problems), (size, problems)
         path.write_bytes(whole)
     print(dict(seen))

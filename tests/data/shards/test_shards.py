@@ -60,9 +60,7 @@ def test_members_are_what_the_contract_says(folder, arrays):
     with tarfile.open(folder / "shard-000001.tar") as tar:
         members = tar.getmembers()
     assert [m.name for m in members[:4]] == [f"000000008.{n}.npy" for n in ("ids", "bounds", "isnext", "crc")]
-    assert {(m.mtime, m.uid, m.gid, m.mode, m.uname, m.isreg()) for m in members} == {
-        (0, 0, 0, 0o644, "", True)
-    }
+    assert {(m.mtime, m.uid, m.gid, m.mode, m.uname, m.isreg()) for m in members} == {(0, 0, 0, 0o644, "", True)}
     crc = independent(folder)["crc"]
     want = [zlib.crc32(b"".join(a[i].tobytes() for a in arrays)) for i in range(ROWS)]
     assert crc.dtype == np.uint32 and crc.tolist() == want
@@ -78,13 +76,7 @@ def test_read_equals_an_independent_reader(tmp_path, arrays, dtype):
     want = independent(folder)
     dataset = Dataset(folder)
     rng = np.random.default_rng(0)
-    picks = [
-        np.arange(ROWS),
-        rng.permutation(ROWS),
-        rng.integers(0, ROWS, 400),
-        np.array([147]),
-        np.arange(0),
-    ]
+    picks = [np.arange(ROWS), rng.permutation(ROWS), rng.integers(0, ROWS, 400), np.array([147]), np.arange(0)]
     for pick in picks:
         got = pickle.loads(pickle.dumps(dataset)).read(pick) if len(pick) == 400 else dataset.read(pick)
         for name in ("ids", "bounds", "isnext"):
@@ -136,9 +128,7 @@ def test_every_truncation_is_caught(folder, tmp_path):
     cuts = sorted({0, 1, 511, 512, 640, block - 1, block, block + 1, len(whole) - 1024, len(whole) - 1})
     for cut in [*cuts, *range(700, len(whole), 977)]:
         bad = copy_with(folder, tmp_path / "bad", "shard-000002.tar", whole[:cut])
-        with pytest.raises(
-            ValueError, match=rf"shard-000002.tar: has {cut} bytes, the manifest says {len(whole)}"
-        ):
+        with pytest.raises(ValueError, match=rf"shard-000002.tar: has {cut} bytes, the manifest says {len(whole)}"):
             Dataset(bad)
         problems = list(verify(bad))
         assert problems and all("shard-000002.tar" in p for p in problems), cut
@@ -208,12 +198,7 @@ def test_damage_is_placed_exactly(folder):
         lambda ids, bounds, isnext: ids.__setitem__((3, 1), 2000),
         lambda ids, bounds, isnext: isnext.__setitem__((3, 0), 2),
     ],
-    ids=[
-        "lengths beyond the row",
-        "A longer than its sequence",
-        "an id outside the vocabulary",
-        "a label of 2",
-    ],
+    ids=["lengths beyond the row", "A longer than its sequence", "an id outside the vocabulary", "a label of 2"],
 )
 def test_rows_that_contradict_themselves_are_refused_though_their_checksum_is_right(tmp_path, spoil):
     arrays = make_rows(16, LENGTH, SLOTS)
@@ -278,9 +263,7 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "field"), BAD_FIELDS, ids=[f"{f}={v}"[:40] for _, v, f in BAD_FIELDS]
-)
+@pytest.mark.parametrize(("where", "value", "field"), BAD_FIELDS, ids=[f"{f}={v}"[:40] for _, v, f in BAD_FIELDS])
 def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, field):
     path = folder / "manifest.json"
     tree = json.loads(path.read_text())
@@ -377,10 +360,7 @@ def test_a_manifest_of_fifteen_thousand_shards_is_read_in_a_fifth_of_a_second(tm
     """A thousand million rows. What a build says of all its shards is checked once each, not worked out for each."""
     count, rows = 15_259, 65_536
     size = shard_bytes(rows, 256, 512, 8, "uint16")
-    entries = [
-        {"name": f"shard-{i:06d}.tar", "rows": rows, "bytes": size, "sha256": f"{i:064x}"}
-        for i in range(count)
-    ]
+    entries = [{"name": f"shard-{i:06d}.tar", "rows": rows, "bytes": size, "sha256": f"{i:064x}"} for i in range(count)]
     tree = manifest(count * rows, 512, 8, 256, entries) | {"order": 2}
     (tmp_path / "manifest.json").write_text(json.dumps(tree))
     seconds = []

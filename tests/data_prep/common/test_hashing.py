@@ -20,10 +20,7 @@ def test_runs_equal_a_plain_sum_with_python_integers() -> None:
     parts = np.array([x for run in runs for x in run], np.uint64)
     for seed in (0, 7, 2**64 - 1):
         expected = [
-            mix(
-                (sum(mix((x + i * int(GOLDEN64)) % 2**64) for i, x in enumerate(run)) + mix(seed) + len(run))
-                % 2**64
-            )
+            mix((sum(mix((x + i * int(GOLDEN64)) % 2**64) for i, x in enumerate(run)) + mix(seed) + len(run)) % 2**64)
             if run
             else 0
             for run in runs

@@ -52,9 +52,7 @@ def test_hashes_follow_from_the_bytes_and_tell_words_apart():
     assert (word_hashes(pa.array(words[::-1]))[::-1] == hashes).all()
     assert word_hashes(pa.array([words[7]]))[0] == hashes[7]
     assert word_hashes(pa.array(["", "a", ""])).tolist() == [0, hashes[words.index("a")], 0]
-    assert word_hashes(pa.array([], pa.string())).tolist() == [] and word_hashes(pa.array([""])).tolist() == [
-        0
-    ]
+    assert word_hashes(pa.array([], pa.string())).tolist() == [] and word_hashes(pa.array([""])).tolist() == [0]
     # Blocks of 64 bytes are not interchangeable.
     one, two = "p" * 64, "q" * 64
     assert len(np.unique(word_hashes(pa.array([one + two, two + one])))) == 2

@@ -42,10 +42,7 @@ def test_a_whole_dataset_of_before_there_were_reading_versions_is_left_alone(tmp
     with opened(tmp_path, now, (128,), False) as work:
         assert work is None
     changed = {**now, output_folder.FILES: {**files, "digest": "d", "bytes": 8}}
-    with (
-        pytest.raises(BadInput, match="input files: bytes was 7, is 8"),
-        opened(tmp_path, changed, (128,), False),
-    ):
+    with pytest.raises(BadInput, match="input files: bytes was 7, is 8"), opened(tmp_path, changed, (128,), False):
         pass
 
 
@@ -77,9 +74,7 @@ def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path
     assert not (tmp_path / output_folder.WORK).exists()
 
 
-def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whole(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whole(tmp_path, monkeypatch, capsys):
     def kept(folder):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 

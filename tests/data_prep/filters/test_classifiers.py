@@ -112,14 +112,7 @@ def test_corpora_keep_their_languages(model, tmp_path):
         "--held-out",
         "0",
     ]
-    options += [
-        "--tokenizer",
-        f"{OLD}/dataset/tokenizer.model",
-        "--quality-model",
-        model,
-        "--quality-label",
-        "de",
-    ]
+    options += ["--tokenizer", f"{OLD}/dataset/tokenizer.model", "--quality-model", model, "--quality-label", "de"]
     assert main(["build", *options, "--output", str(tmp_path / "two"), "--workers", "1", "--quiet"]) == 0
     report = json.loads((tmp_path / "two" / "report.json").read_text())
     assert report["dropped"]["reasons"] == {"model quality": 30}

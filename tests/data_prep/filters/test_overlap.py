@@ -28,9 +28,7 @@ def test_letters_have_one_hash_however_they_are_spaced_and_cased():
         folded = fold(text.split())
         places = np.append(0, np.cumsum(folded["letters"], dtype=np.int64)[:-1]).tolist()
         base = 0x9E3779B97F4A7C15
-        return sum(
-            h * pow(base, n, 1 << 64) for h, n in zip(folded["hash"].tolist(), places, strict=True)
-        ) % (1 << 64)
+        return sum(h * pow(base, n, 1 << 64) for h, n in zip(folded["hash"].tolist(), places, strict=True)) % (1 << 64)
 
     assert whole("It 's n't so , Straße") == whole("IT'S N'T SO, STRASSE!") != whole("It 's n't os , Straße")
     assert fold(["--", "a-b"])["letters"].tolist() == [0, 2]

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep.filters import quality, rules
-from data_prep.filters.quality import (
-    BULLET,
-    ELLIPSIS,
-    ELLIPSIS_END,
-    LETTER,
-    MARK_END,
-    NUMBER_SIGN,
-    SENTENCE_END,
-)
+from data_prep.filters.quality import BULLET, ELLIPSIS, ELLIPSIS_END, LETTER, MARK_END, NUMBER_SIGN, SENTENCE_END
 from data_prep.filters.rules import REASONS, Rules
 from data_prep.text import sentences
 from tests.helpers.prep_texts import batch_of
@@ -109,17 +101,13 @@ def test_the_first_rule_in_order_is_the_reason() -> None:
 
 
 def test_documents_without_words_fail_counts_alone() -> None:
-    shares = {
-        name: limit for name, limit, *_ in CASES if name not in ("min_words", "min_lines", "min_sentences")
-    }
+    shares = {name: limit for name, limit, *_ in CASES if name not in ("min_words", "min_lines", "min_sentences")}
     assert reasons(["", "\n\n", []], Rules(**shares)) == ["", "", ""]
     for name in ("min_words", "min_lines", "min_sentences"):
         assert reasons(["", "A b cc."], Rules(**{name: 1})) == [name.replace("_", "-"), ""]
     none = batch_of([])
     assert len(quality.judge(none, Rules.preset("gopher"))) == 0
-    assert (
-        len(quality.document_hashes(none, 0)) == 0 and len(quality.describe([], np.zeros(0, np.uint8))) == 0
-    )
+    assert len(quality.document_hashes(none, 0)) == 0 and len(quality.describe([], np.zeros(0, np.uint8))) == 0
 
 
 def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
@@ -132,9 +120,7 @@ def test_a_verdict_depends_on_the_document_alone(monkeypatch) -> None:
     chosen = rules.parse(["gopher", "c4", "min-words=10", "max-symbol-share=0.2", "min-letter-words=0.5"])
     together = quality.judge(batch_of(documents), chosen)
     assert len(set(together.tolist())) >= 6, "the documents should break several rules"
-    assert [
-        int(quality.judge(batch_of([document]), chosen)[0]) for document in documents
-    ] == together.tolist()
+    assert [int(quality.judge(batch_of([document]), chosen)[0]) for document in documents] == together.tolist()
     monkeypatch.setattr(quality, "CHUNK_WORDS", 100)
     assert quality.judge(batch_of(documents), chosen).tolist() == together.tolist()
 

@@ -75,9 +75,7 @@ def test_shares_equal_a_count_of_strings(seed: int) -> None:
     expected = [counted(text) for text in texts]
     found = shares(texts, ALL)
     for n in ALL:
-        np.testing.assert_allclose(
-            found[n], [e[n] for e in expected], rtol=1e-12, atol=0, err_msg=f"{n}-grams"
-        )
+        np.testing.assert_allclose(found[n], [e[n] for e in expected], rtol=1e-12, atol=0, err_msg=f"{n}-grams")
 
 
 @pytest.mark.parametrize("seed", range(4, 8))

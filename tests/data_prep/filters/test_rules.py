@@ -68,10 +68,7 @@ def test_names_and_limits() -> None:
         (["min-words=inf"], "--filters min-words=inf: give a number >= 0 or off"),
         (["min-words=nan"], "--filters min-words=nan: give a number >= 0 or off"),
         (["min-words="], "--filters min-words=: give a number >= 0 or off"),
-        (
-            ["min-words=9", "max-words=8"],
-            "--filters min-words=9 max-words=8: no document meets both",
-        ),
+        (["min-words=9", "max-words=8"], "--filters min-words=9 max-words=8: no document meets both"),
     ],
 )
 def test_what_is_wrong_is_one_line(items, line) -> None:

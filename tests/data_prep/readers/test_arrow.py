@@ -56,9 +56,7 @@ def test_row_groups_are_pieces_in_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
 def test_a_column_that_is_missing_or_no_text_is_one_line(name, tmp_path):
     path = write(tmp_path / name, pa.table({"id": [1], "body": ["x"]}))
-    with pytest.raises(
-        BadInput, match=rf"{name}: no column 'text' \(it has id, body\); name one with --text-field"
-    ):
+    with pytest.raises(BadInput, match=rf"{name}: no column 'text' \(it has id, body\); name one with --text-field"):
         read_all([path])
     with pytest.raises(BadInput, match=r"column 'id' is int64, not text"):
         read_all([path], text_field="id")
@@ -84,8 +82,7 @@ def test_a_text_that_is_too_long_is_named_by_its_row(name, tmp_path, monkeypatch
     monkeypatch.setattr(formats, "MAX_DOCUMENT", 1 << 20)
     half = "x" * (1 << 19)
     path = write(
-        tmp_path / name,
-        pa.table({"text": ["good"] * 5 + [half, None], "more": ["good"] * 5 + [half + "x", half]}),
+        tmp_path / name, pa.table({"text": ["good"] * 5 + [half, None], "more": ["good"] * 5 + [half + "x", half]})
     )
     assert len(read_all([path])[0]) == 6
     with pytest.raises(Unfinished, match=rf"{name}: row 5: a text longer than 1 MiB"):

@@ -25,9 +25,7 @@ def test_ranges_of_any_size_give_the_text_once_and_in_order(step, pack, tmp_path
         zeros = bytes(5) if pack == "zeros between" else b""
         packed = b"".join(bz2.compress(TEXT[i : i + 99_999], 9) + zeros for i in range(0, len(TEXT), 99_999))
     path.write_bytes(packed)
-    parts = [
-        list(read_blocks(str(path), at, min(at + step, len(packed)))) for at in range(0, len(packed), step)
-    ]
+    parts = [list(read_blocks(str(path), at, min(at + step, len(packed)))) for at in range(0, len(packed), step)]
     assert b"".join(block for part in parts for block in part) == TEXT
     if step == 40_000:
         assert sum(map(bool, parts)) > 3

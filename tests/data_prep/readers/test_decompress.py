@@ -26,11 +26,7 @@ def test_a_stream_two_streams_and_padding_unpack_to_what_was_packed(kind, tmp_pa
     path = tmp_path / "file"
     packed = PACK[kind](DATA)
     assert compression_of(packed) == kind
-    for content, want in (
-        (packed, DATA),
-        (packed + PACK[kind](b"tail"), DATA + b"tail"),
-        (packed + b"\0" * 512, DATA),
-    ):
+    for content, want in ((packed, DATA), (packed + PACK[kind](b"tail"), DATA + b"tail"), (packed + b"\0" * 512, DATA)):
         path.write_bytes(content)
         chunks = list(read_chunks(str(path), kind))
         assert b"".join(chunks) == want

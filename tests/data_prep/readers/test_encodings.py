@@ -12,13 +12,9 @@ from data_prep.readers import encodings
 from tests.helpers.prep_reading import read_all
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
-FRENCH = (
-    "Longtemps, je me suis couché de bonne heure. Mes yeux se fermaient si vite que je m'endors à l'été.\n"
-)
+FRENCH = "Longtemps, je me suis couché de bonne heure. Mes yeux se fermaient si vite que je m'endors à l'été.\n"
 RUSSIAN = "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.\n"
-POLISH = (
-    "Wszystkie szczęśliwe rodziny są do siebie podobne, każda nieszczęśliwa jest nieszczęśliwa inaczej.\n"
-)
+POLISH = "Wszystkie szczęśliwe rodziny są do siebie podobne, każda nieszczęśliwa jest nieszczęśliwa inaczej.\n"
 JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗い所で泣いていた。\n"
 CHINESE = "满纸荒唐言，一把辛酸泪。都云作者痴，谁解其中味？此开卷第一回也。作者自云：因曾历过一番梦幻。\n"
 KOREAN = "나는 고양이로소이다. 이름은 아직 없다. 어디서 태어났는지 도무지 짐작이 가지 않는다.\n"
@@ -50,9 +46,7 @@ def test_an_encoding_is_told_and_recoded(name, tmp_path):
         assert read_all([path])[0] == [text]
 
 
-@pytest.mark.parametrize(
-    "name", ["utf-16-le", "utf-16-be", "cp1251", "shift_jis", "gb18030", "latin-1", "utf-8"]
-)
+@pytest.mark.parametrize("name", ["utf-16-le", "utf-16-be", "cp1251", "shift_jis", "gb18030", "latin-1", "utf-8"])
 def test_a_name_forces_it(name, tmp_path):
     text = {"utf-16-le": RUSSIAN, "utf-16-be": CHINESE, "utf-8": FRENCH}.get(name) or CASES[name]
     (tmp_path / "a.jsonl").write_bytes(('{"text": "' + text.strip() + '"}\n').encode(name))
@@ -92,9 +86,7 @@ def test_a_byte_without_meaning_stops_with_its_offset_or_drops_its_document(name
     with pytest.raises(BadInput, match=rf"f: byte {len(good)}: invalid {name}"):
         list(encodings.recode(iter(chunks), name, "f", Problems("stop")))
     found = b"".join(encodings.recode(iter(chunks), name, "f", Problems("skip")))
-    assert found.startswith(good.decode(name).encode() + b"\xff") and found.endswith(
-        good.decode(name).encode()[-9:]
-    )
+    assert found.startswith(good.decode(name).encode() + b"\xff") and found.endswith(good.decode(name).encode()[-9:])
 
 
 def test_a_document_with_a_bad_byte_is_dropped_and_its_neighbours_stay(tmp_path):

@@ -13,10 +13,7 @@ SQUAD = {
         {
             "title": "T",
             "paragraphs": [
-                {
-                    "context": "A context.",
-                    "qas": [{"question": "Why?", "answers": [{"text": "A"}], "id": "7"}],
-                }
+                {"context": "A context.", "qas": [{"question": "Why?", "answers": [{"text": "A"}], "id": "7"}]}
             ],
         }
     ]

@@ -57,9 +57,7 @@ def save(folder, text):
     found = pa.Table.from_pylist([{"text": text}])
     with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, found.schema) as out:  # fmt: skip
         out.write_table(found)
-    (folder / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
-    )
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     (folder / "dataset_info.json").write_text("{}")
 
 

@@ -64,9 +64,7 @@ def test_pipes_devices_and_sockets_are_never_opened(tmp_path, monkeypatch):
     (tmp_path / "device.txt").symlink_to("/dev/zero")
     opened = []
     real = os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *rest, **more: (opened.append(path), real(path, *rest, **more))[1]
-    )
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: (opened.append(path), real(path, *rest, **more))[1])
     for name in ("pipe.txt", "socket.txt", "device.txt"):
         with pytest.raises(BadInput, match=rf"{name}: not a regular file"):
             plan([tmp_path / name])
@@ -148,9 +146,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
         documents = read_piece(task.pieces[0], options, problems)
         with pytest.raises(
             BadInput,
-            match=r"changed while it was read \(\d+ bytes"
-            if change != "vanish"
-            else "can't be read: No such file",
+            match=r"changed while it was read \(\d+ bytes" if change != "vanish" else "can't be read: No such file",
         ):
             for i, _ in enumerate(documents):
                 if i == 5 and when == "while":
@@ -169,10 +165,7 @@ def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
     corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
                Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
     planned = plan_tasks(corpora, ReadOptions(), Problems("stop"))
-    read = [
-        (task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces])
-        for task in planned
-    ]
+    read = [(task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces]) for task in planned]
     assert read == [
         (0, 0, ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"]),
         (1, 1, ["b/0.txt", "b/2.txt"]),

@@ -99,11 +99,7 @@ def test_ranges_and_chunks_of_any_size_give_the_same_documents_and_counts(kind, 
     path = folder / "cut"
     path.write_bytes(content)
     format_ = kind if kind in FORMATS else "text"
-    options = {
-        "format": format_,
-        "encoding": "utf-8",
-        "text_documents": kind if format_ == "text" else "auto",
-    }
+    options = {"format": format_, "encoding": "utf-8", "text_documents": kind if format_ == "text" else "auto"}
     with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
         one, want = read(path, whole := Problems("skip"), **options)
         with (

@@ -206,11 +206,7 @@ def test_a_bzip2_file_cut_anywhere_gives_each_document_once_and_in_order(kind, s
     rng = random.Random(3)
     texts = [f"Document {i} {rng.randbytes(rng.choice((5, 40, 400))).hex()} ends." for i in range(80)]
     if kind == "xml":
-        parts = [
-            HEAD.encode(),
-            *(page(f"T{i}", text).encode() for i, text in enumerate(texts)),
-            b"</mediawiki>",
-        ]
+        parts = [HEAD.encode(), *(page(f"T{i}", text).encode() for i, text in enumerate(texts)), b"</mediawiki>"]
     else:
         parts = [f'<doc id="{i}" title="T">\nT\n\n{text}\n</doc>\n'.encode() for i, text in enumerate(texts)]
     whole = b"".join(parts)
@@ -252,9 +248,7 @@ def test_no_markup_is_left_in_any_article_of_a_dump(articles):
     for text in found:
         assert not [token for token in MARKUP if token in text]
         assert not re.search(r"^[|!*#]|\|\|", text, re.MULTILINE)
-        assert not re.search(
-            r"\b(?:cite web|infobox|reflist|defaultsort|wikitable|thumb\|)", text, re.IGNORECASE
-        )
+        assert not re.search(r"\b(?:cite web|infobox|reflist|defaultsort|wikitable|thumb\|)", text, re.IGNORECASE)
 
 
 def test_articles_hold_the_words_that_a_parser_finds(articles):

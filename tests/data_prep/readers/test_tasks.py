@@ -37,13 +37,7 @@ def test_formats_are_told_by_content_in_every_compression(suffix, tmp_path):
     (tmp_path / f"lines.dat{suffix}").write_bytes(PACK[suffix](JSONL))
     (tmp_path / f"novel.txt{suffix}").write_bytes(PACK[suffix](b"\xef\xbb\xbfOnce.\r\n\r\nTwice.\r\n"))
     found, _ = read_all([tmp_path])
-    assert found == [
-        "Alpha one.",
-        "Beta é.",
-        "Once.\r\n\r\nTwice.\r\n",
-        "\nFirst text.\nSecond line.\n",
-        "\nOther.\n",
-    ]
+    assert found == ["Alpha one.", "Beta é.", "Once.\r\n\r\nTwice.\r\n", "\nFirst text.\nSecond line.\n", "\nOther.\n"]
 
 
 def test_compression_is_told_by_content_without_a_suffix(tmp_path):
@@ -55,9 +49,7 @@ def test_files_folders_globs_and_names_given_twice(tmp_path):
     for name in ("b/2.txt", "b/1.txt", "a.txt", "c.txt", "b/.hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found, _ = read_all(
-        [tmp_path / "c.txt", tmp_path / "b", str(tmp_path / "*.txt"), tmp_path / "b" / "1.txt"]
-    )
+    found, _ = read_all([tmp_path / "c.txt", tmp_path / "b", str(tmp_path / "*.txt"), tmp_path / "b" / "1.txt"])
     assert found == ["c.txt", "b/1.txt", "b/2.txt", "a.txt"]
 
 
@@ -146,9 +138,7 @@ class Thing:
     def method(self):
         """Method text."""
 ''')
-    assert pydoc_corpus.documents(str(path)) == [
-        "Module text.\n\nClass text.\n\n\nMore text.\n\nMethod text."
-    ]
+    assert pydoc_corpus.documents(str(path)) == ["Module text.\n\nClass text.\n\n\nMore text.\n\nMethod text."]
     (tmp_path / "broken.py").write_text('"""x"""\ndef (')
     assert pydoc_corpus.documents(str(tmp_path / "broken.py")) == []
     files = pydoc_corpus.files()
@@ -183,9 +173,7 @@ def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
         "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"
     )
     format_ = "text" if kind == "blank" else kind
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, format_], capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", code, path, format_], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     counts, peak = done.stdout.splitlines()
     assert int(counts.split()[0]) < 100 and counts.endswith(f"{{{reason!r}: 1}}")
@@ -240,17 +228,13 @@ def test_hard_wrapped_blocks_are_rejoined_whatever_ends_their_lines(ends, mark, 
         found = read_all([path], text_documents=kind)[0]
         assert len(found) == count
         joined = [
-            paragraph.split()
-            for text in found
-            for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
+            paragraph.split() for text in found for paragraph in clean.paragraphs(clean.decode(text.encode())[0], False)
         ]
         assert joined == [(" ".join([line] * 3)).split()] * 3
 
 
 WRAPPED = "The lines of this paragraph are wrapped, as those of most books\nare, so that no line of it ends as a sentence does,\nbut for the last one of each paragraph, as this is.\n\n"
-SENTENCES = (
-    "This corpus has a sentence a line.\nIts documents have blank lines between.\nThat is BERT's format.\n\n"
-)
+SENTENCES = "This corpus has a sentence a line.\nIts documents have blank lines between.\nThat is BERT's format.\n\n"
 LINES = "Paragraphs of one long line each, with blank lines between: of a book, or of many documents?\n\n"
 
 
@@ -313,9 +297,7 @@ def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
         (folder / f"{i}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "Record %d."}\n' % i))
     opened = []
     real = os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more)
-    )
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more))
     monkeypatch.setattr(tasks, "TASK_BYTES", (4_096, 4_096))
     planned = plan([tmp_path / "in"])
     assert not opened and sum(len(task.pieces) for task in planned) == 1_200 and len(planned) > 20

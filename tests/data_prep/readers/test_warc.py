@@ -10,9 +10,7 @@ from data_prep.readers import tasks
 from tests.helpers.prep_reading import plan, read_all
 
 HEAD = "WARC/1.0\r\nWARC-Type: {}\r\nWARC-Target-URI: {}\r\nWARC-Record-ID: <urn:uuid:{}>\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
-PARAGRAPH = (
-    "The river runs from the hills to the sea, and the people of the valley have lived by it since long ago. "
-)
+PARAGRAPH = "The river runs from the hills to the sea, and the people of the valley have lived by it since long ago. "
 PAGE = f"""<html><head><title>River</title><script>var x = 1;</script></head><body>
 <nav><a href="/">Home</a> <a href="/a">About</a></nav>
 <main><article><h1>Rivers</h1><p>{PARAGRAPH * 3}</p><p>Caf\xe9 by the water. {PARAGRAPH * 3}</p></article></main>
@@ -45,9 +43,7 @@ def test_the_texts_of_a_wet_file_are_documents_as_they_are(tmp_path):
         path = tmp_path / name
         assert read_all([path])[0] == [FIRST, SECOND]
         pieces = [piece for task in plan([path]) for piece in task.pieces]
-        found = [
-            d for piece in pieces for d in tasks.read_piece(piece, tasks.ReadOptions(), Problems("stop"))
-        ]
+        found = [d for piece in pieces for d in tasks.read_piece(piece, tasks.ReadOptions(), Problems("stop"))]
         assert [d.path for d in found] == [f"{path}: http://a.example/1", f"{path}: http://a.example/2"]
         assert [d.url for d in found] == ["http://a.example/1", "http://a.example/2"]
         assert found[1].offset == len(wet()[0] + wet()[1])
@@ -59,9 +55,7 @@ def test_a_large_file_is_read_whole_by_one_worker(tmp_path, monkeypatch):
     many = [record("conversion", "text/plain", f"Text {i}".encode()) for i in range(400)]
     (tmp_path / "a.warc").write_bytes(b"".join(many))
     (tmp_path / "b.warc.gz").write_bytes(b"".join(map(gzip.compress, many)))
-    assert [(p.format, p.end, p.stream) for t in plan([tmp_path]) for p in t.pieces] == [
-        ("warc", None, False)
-    ] * 2
+    assert [(p.format, p.end, p.stream) for t in plan([tmp_path]) for p in t.pieces] == [("warc", None, False)] * 2
     assert read_all([tmp_path / "b.warc.gz"])[0] == [f"Text {i}" for i in range(400)]
 
 
@@ -126,9 +120,7 @@ def test_a_format_that_is_forced_must_be_there(tmp_path):
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.warc").write_bytes(b"".join(wet()))
     monkeypatch.setitem(sys.modules, "fastwarc", None)
-    with pytest.raises(
-        BadInput, match=r"a\.warc: WARC takes two packages: pip install fastwarc resiliparse$"
-    ):
+    with pytest.raises(BadInput, match=r"a\.warc: WARC takes two packages: pip install fastwarc resiliparse$"):
         plan([tmp_path / "a.warc"])
 
 

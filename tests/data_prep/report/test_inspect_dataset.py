@@ -51,9 +51,7 @@ def screen(monkeypatch):
     def set_to(columns, terminal=False, no_color=None):
         monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
         monkeypatch.setattr(
-            inspect_dataset,
-            "sys",
-            types.SimpleNamespace(stdout=types.SimpleNamespace(isatty=lambda: terminal)),
+            inspect_dataset, "sys", types.SimpleNamespace(stdout=types.SimpleNamespace(isatty=lambda: terminal))
         )
         monkeypatch.delenv("NO_COLOR", raising=False)
         if no_color is not None:
@@ -97,9 +95,7 @@ def test_masked_rows_are_the_trainers(folder, screen):
     for strategy in ("token", "word", "span"):
         for i, part in sample(inspect(folder, 24, 5, strategy)).items():
             rows, at = dataset.read(np.array([i])), np.array([i])
-            masked = mask(
-                rows.ids, rows.bounds, at, seed=5, epoch=0, vocabulary=vocabulary, masking=Masking(strategy)
-            )
+            masked = mask(rows.ids, rows.bounds, at, seed=5, epoch=0, vocabulary=vocabulary, masking=Masking(strategy))
             shown = " ".join(re.findall(r"    masked: (.*)", part))
             used = masked.positions[0, : masked.counts[0]]
             new, labels = masked.ids[0, used], masked.labels[0, : len(used)]

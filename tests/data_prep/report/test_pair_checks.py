@@ -30,9 +30,7 @@ def drawn(**changes: int) -> Done:
 
 def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> None:
     pair_checks.check(drawn(random_next=1200, truncated_tokens=20_000), 128, allow=False)
-    with pytest.raises(
-        Unfinished, match=r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp.*--allow"
-    ):
+    with pytest.raises(Unfinished, match=r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp.*--allow"):
         pair_checks.check(drawn(random_next=1201), 128, allow=False)
     with pytest.raises(
         Unfinished, match=r"20% of the tokens are cut off, .* 22 tokens .*--seq-len 512.*--max-sentence 16"
@@ -42,33 +40,18 @@ def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> N
     pair_checks.check(drawn(random_next=1201), 128, allow=True)
     pair_checks.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
     pair_checks.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
-    pair_checks.check(
-        drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True
-    )  # no pairs at all
+    pair_checks.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True)  # no pairs at all
     assert capsys.readouterr().err.count("of the pairs have a random second part") == 3
 
 
 def test_a_corpus_of_single_sentences(tmp_path, capsys) -> None:
-    records = (
-        {"text": f"Record number {i} says one thing and stops after {i % 97} words."} for i in range(1300)
-    )
+    records = ({"text": f"Record number {i} says one thing and stops after {i % 97} words."} for i in range(1300))
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = [
-        "build",
-        "--input",
-        str(tmp_path / "in.jsonl"),
-        "--output",
-        str(tmp_path / "out"),
-        "--workers",
-        "1",
-    ]
+    command = ["build", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
     command += ["--vocab-size", "120", "--quiet"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert (
-        said.startswith("error: rows of 128: 100% of the pairs have a random second part")
-        and said.count("\n") == 1
-    )
+    assert said.startswith("error: rows of 128: 100% of the pairs have a random second part") and said.count("\n") == 1
     assert not list((tmp_path / "out").glob("*.tar")) and not (tmp_path / "out" / "manifest.json").exists()
     assert main([*command, "--allow"]) == 0
     out = capsys.readouterr().out

@@ -66,11 +66,7 @@ def test_flips_in_rows_name_block_row_and_byte(folder):
 
 
 def test_processes_change_nothing_but_the_time(folder):
-    for name, at in (
-        ("shard-000000.tar", 5000),
-        ("shard-000002.tar", 9000),
-        ("held_out/shard-000000.tar", 700),
-    ):
+    for name, at in (("shard-000000.tar", 5000), ("shard-000002.tar", 9000), ("held_out/shard-000000.tar", 700)):
         with open(folder / name, "r+b") as file:
             file.seek(at)
             file.write(b"\xff\xfe\xfd")
@@ -78,10 +74,7 @@ def test_processes_change_nothing_but_the_time(folder):
     (folder / "shard-000009.tar").write_bytes(b"")
     one = list(verify_dataset.verify(folder))
     assert list(verify_dataset.verify(folder, workers=3)) == one
-    said = [
-        f"{folder / 'shard-000009.tar'}: is not in the manifest",
-        f"{folder / 'shard-000001.tar'}: is missing",
-    ]
+    said = [f"{folder / 'shard-000009.tar'}: is not in the manifest", f"{folder / 'shard-000001.tar'}: is missing"]
     assert all(line in one for line in said) and len(one) >= 8
 
 
@@ -104,9 +97,7 @@ def test_a_folder_of_datasets_is_verified_whole(folder, tmp_path):
 def test_a_dataset_that_lost_its_manifest_does_not_pass(folder, tmp_path):
     (folder / "manifest.json").unlink()
     for top in (folder, tmp_path):
-        assert any(
-            line.startswith(f"{folder / 'manifest.json'}: not found") for line in verify_dataset.verify(top)
-        )
+        assert any(line.startswith(f"{folder / 'manifest.json'}: not found") for line in verify_dataset.verify(top))
 
 
 @pytest.mark.parametrize("name", ["", "nothing"])

@@ -20,9 +20,7 @@ def bytes_read():
 def test_a_text_is_found_by_its_place_in_the_file(tmp_path):
     """100,000 dropped documents times 500,000 texts would be hours."""
     path = tmp_path / "dev.txt"
-    path.write_text(
-        "".join(f"Évaluation text number {i} is {'long ' * (i % 8)}enough.\n" for i in range(2500))
-    )
+    path.write_text("".join(f"Évaluation text number {i} is {'long ' * (i % 8)}enough.\n" for i in range(2500)))
     job = Job(BuildOptions(decontaminate=(str(path),)), "", str(tmp_path), "stop")
     decontaminate.index(job, tuple(decontaminate.files((str(path),))))
     listed = decontaminate.listed(job, Match(0, 0), "a document")

@@ -69,9 +69,7 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
     assert "exact duplicate 40" in stdout and len(report["examples"]["exact duplicate"]) == 3
     report, _ = run(command, planted, tokenizer_file, tmp_path / "near", "--dedup", "documents", "near")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
-    report, _ = run(
-        command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs"
-    )
+    report, _ = run(command, planted, tokenizer_file, tmp_path / "all", "--dedup", "documents", "near", "paragraphs")
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
     # 25 planted ones; those of near copies went with them
     assert report["dropped"]["repeated_paragraphs"] == 25
@@ -103,9 +101,7 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     options = BuildOptions(dedup=("documents", "near"))
     job = work_files.Job(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
     tasks = plan_tasks(
-        [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))],
-        ReadOptions(),
-        Problems("stop"),
+        [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))], ReadOptions(), Problems("stop")
     )
     read = [read_task(job, task) for task in tasks]
     documents = sum(done.facts["documents"] for done in read)

@@ -59,9 +59,7 @@ def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, o
     assert sum(drop.count for mask in masks for drop in mask.drops) == TASKS
     names = [f"{name}.drop" for name in ("documents-tasks-000000", "documents-tasks-000063")]
     assert all((tmp_path / name).exists() for name in names) and not list(tmp_path.glob("merged-*"))
-    found = [
-        np.fromfile(path, dedup.PARTNERS)["number"] for path in sorted(tmp_path.glob("documents-tasks-*"))
-    ]
+    found = [np.fromfile(path, dedup.PARTNERS)["number"] for path in sorted(tmp_path.glob("documents-tasks-*"))]
     later = np.maximum(numbers[copied[1_000:]], numbers[copied[:1_000]])
     assert np.concatenate(found).tolist() == np.sort(later).tolist()
 
@@ -91,6 +89,5 @@ def test_shards_of_many_buckets_are_planned_in_one_pass():
         starts = [int(first[bucket]) + at for bucket, at, _ in plan.pieces]
         assert (
             starts[0] == plan.first_row
-            and starts[1:]
-            == [start + count for start, (_, _, count) in zip(starts, plan.pieces, strict=True)][:-1]
+            and starts[1:] == [start + count for start, (_, _, count) in zip(starts, plan.pieces, strict=True)][:-1]
         )

@@ -66,11 +66,7 @@ def test_neighbouring_rows_are_strangers(make):
 def test_shards_cut_buckets_where_the_rows_say():
     part = Part("train", 128, 2, 1, "uint16", "out")
     plans = plan_shards(part, [300, 0, 500, 248], 512)
-    assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [
-        (0, 0, 512),
-        (1, 512, 512),
-        (2, 1024, 24),
-    ]
+    assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [(0, 0, 512), (1, 512, 512), (2, 1024, 24)]
     assert [plan.pieces for plan in plans] == [
         ((0, 0, 300), (2, 0, 212)),
         ((2, 212, 288), (3, 0, 224)),
@@ -84,10 +80,7 @@ def test_shards_cut_buckets_where_the_rows_say():
         ({128: 1000}, 1),
         ({64: 1000, 128: 100}, 2),
         ({32: 4000}, 4),
-        (
-            {128: 5000, 100: 20, 28: 20},
-            1,
-        ),  # a second slot would save 20 rows of 5,040: less than half a percent
+        ({128: 5000, 100: 20, 28: 20}, 1),  # a second slot would save 20 rows of 5,040: less than half a percent
     ],
 )
 def test_slots_are_as_few_as_fill_rows(lengths, slots):

@@ -167,9 +167,7 @@ def test_the_same_bytes_from_any_number_of_workers(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "reached", ["windows-0000002", "substrings-000000", "cut-0000001", "train-32-0000000"]
-)
+@pytest.mark.parametrize("reached", ["windows-0000002", "substrings-000000", "cut-0000001", "train-32-0000000"])
 def test_a_build_that_is_killed_goes_on_to_the_same_bytes(reached, tmp_path):
     rng = random.Random(1)
     documents = corpus()

@@ -29,23 +29,13 @@ def test_scores_are_whole_steps(model_type: str, topics: list[str]) -> None:
 
 def test_rounding_changes_nothing_else() -> None:
     proto = sentencepiece_model_pb2.ModelProto()
-    for piece, kind, score in [
-        ("[UNK]", 2, 0.0),
-        ("\u2581the", 1, -3.14159),
-        ("a", 1, -2.71828),
-        ("x", 1, -12.0),
-    ]:
+    for piece, kind, score in [("[UNK]", 2, 0.0), ("\u2581the", 1, -3.14159), ("a", 1, -2.71828), ("x", 1, -12.0)]:
         proto.pieces.add(piece=piece, type=kind, score=score)
     proto.trainer_spec.vocab_size = 4
     proto.normalizer_spec.name = "nmt_nfkc"
     before = proto.SerializeToString()
     after = exact(before)
-    assert pieces(after) == [
-        ("[UNK]", 2, 0.0),
-        ("\u2581the", 1, -804 / 256),
-        ("a", 1, -696 / 256),
-        ("x", 1, -12.0),
-    ]
+    assert pieces(after) == [("[UNK]", 2, 0.0), ("\u2581the", 1, -804 / 256), ("a", 1, -696 / 256), ("x", 1, -12.0)]
     again = sentencepiece_model_pb2.ModelProto.FromString(after)
     for piece, old in zip(again.pieces, proto.pieces, strict=True):
         piece.score = old.score
@@ -55,9 +45,7 @@ def test_rounding_changes_nothing_else() -> None:
 def trained(lines: list[str], folder: Path, **options: Any) -> Tokenizer:
     for name, data in train_files(lines, BuildOptions(**options)).items():
         (folder / name).write_bytes(data)
-    return Tokenizer.load(
-        folder / ("vocab.txt" if options.get("model_type") == "wordpiece" else "tokenizer.model")
-    )
+    return Tokenizer.load(folder / ("vocab.txt" if options.get("model_type") == "wordpiece" else "tokenizer.model"))
 
 
 def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> None:
@@ -66,9 +54,7 @@ def test_normalization_rules_training_too(topics: list[str], tmp_path: Path) -> 
     for form in ("NFKC", "NFC", "none"):
         options = BuildOptions(vocab_size=400, model_form=form, normalization="NFC", character_coverage=1.0)
         options.check()
-        tokenizer = trained(
-            lines, tmp_path, **{"vocab_size": 400, "model_form": form, "character_coverage": 1.0}
-        )
+        tokenizer = trained(lines, tmp_path, **{"vocab_size": 400, "model_form": form, "character_coverage": 1.0})
         decoded[form] = tokenizer.decode(tokenizer.encode_batch(["10 m² of H₂O"])[0])
         assert tokenizer.plain("a&amp;\u200bb") == ("a&amp;\u200bb" if form == "none" else "a&b")
     assert decoded == {"NFKC": "10 m2 of H2O", "NFC": "10 m² of H₂O", "none": "10 m² of H₂O"}
@@ -81,10 +67,7 @@ def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: P
     plain = trained(lines, tmp_path, vocab_size=300)
     assert plain.unk_id in plain.encode_batch(["\u2318"])[0]
     whole = trained(lines, tmp_path, vocab_size=300, character_coverage=1.0)
-    assert (
-        whole.unk_id not in whole.encode_batch(["\u2318"])[0]
-        and whole.unk_id in whole.encode_batch(["\u4e2d"])[0]
-    )
+    assert whole.unk_id not in whole.encode_batch(["\u2318"])[0] and whole.unk_id in whole.encode_batch(["\u4e2d"])[0]
     with_bytes = trained(lines, tmp_path, vocab_size=500, byte_fallback=True)
     assert with_bytes.decode(with_bytes.encode_batch(["\u4e2d \u2318 the"])[0]) == "\u4e2d \u2318 the"
 
@@ -97,17 +80,11 @@ def test_options_that_are_new_are_listed_where_they_are_used() -> None:
     assert "model_form" not in BuildOptions(model_form="none").listed(trained=False)
 
 
-def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(
-    topics: list[str], tmp_path: Path
-) -> None:
+def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(topics: list[str], tmp_path: Path) -> None:
     lines = [*topics[:9], *["Die Bücher über Élan, किताबों की दुकान"] * 20]
     options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}
     tokenizer = trained(lines, tmp_path, **options)
-    assert (
-        tokenizer.kind == "wordpiece"
-        and 700 < tokenizer.vocab_size <= 800
-        and tokenizer.special_ids["pad"] == 0
-    )
+    assert tokenizer.kind == "wordpiece" and 700 < tokenizer.vocab_size <= 800 and tokenizer.special_ids["pad"] == 0
     assert tokenizer.sha256 == trained(lines, tmp_path, **options).sha256
     text = "The statement's Bücher, किताबों की"
     (ids,) = tokenizer.encode_batch([text])

@@ -49,9 +49,7 @@ PACK = {
     "gz": gzip.compress,
     "xz": lzma.compress,
     "bz2": lambda data: bz2.compress(data, 1),  # blocks of 100 KB
-    "bz2 of streams": lambda data: b"".join(
-        bz2.compress(data[i : i + 30_000]) for i in range(0, len(data), 30_000)
-    ),
+    "bz2 of streams": lambda data: b"".join(bz2.compress(data[i : i + 30_000]) for i in range(0, len(data), 30_000)),
     "zst": lambda data: zstandard.ZstdCompressor().compress(data),
     "zst with a table": seekable,
     "gz of blocks": bgzip,
@@ -94,14 +92,7 @@ def make(tokenizer_file, tmp_path, monkeypatch):
         calls.clear()
         output = tmp_path / f"out-{path.name}"
         given = BuildOptions(held_out=0.02, rows_per_shard=256, read=ReadOptions(**options))
-        build(
-            [Corpus("input", (str(path),))],
-            output,
-            given,
-            Pool(1),
-            Tokenizer.load(tokenizer_file),
-            progress=False,
-        )
+        build([Corpus("input", (str(path),))], output, given, Pool(1), Tokenizer.load(tokenizer_file), progress=False)
         assert not (output / ".work").exists()
         return contents(output), list(calls), Manifest.load(output)
 
@@ -135,17 +126,14 @@ def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_
         path.write_bytes(pack("".join(lines).encode()))
         assert path.stat().st_size < tasks.RANGE_BYTES // 4 * 3 // 2
         (piece,) = [
-            piece
-            for _, piece in tasks.list_pieces([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
+            piece for _, piece in tasks.list_pieces([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
         ]
         assert piece.stream, name
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("name", ["gz", "bz2", "gz of blocks", "zst with a table"])
-def test_damage_in_a_large_file_stops_or_ends_it(
-    name, policy, small_ranges, topics, tokenizer_file, tmp_path
-):
+def test_damage_in_a_large_file_stops_or_ends_it(name, policy, small_ranges, topics, tokenizer_file, tmp_path):
     data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
     packed = bytearray(PACK[name](data))
     packed[len(packed) * 2 // 3] ^= 0x55
@@ -155,9 +143,7 @@ def test_damage_in_a_large_file_stops_or_ends_it(
     options = BuildOptions(rows_per_shard=256)
 
     def run():
-        return build(
-            corpora, output, options, Pool(1), Tokenizer.load(tokenizer_file), on_error=policy, progress=False
-        )
+        return build(corpora, output, options, Pool(1), Tokenizer.load(tokenizer_file), on_error=policy, progress=False)
 
     if policy == "stop":
         with pytest.raises(Unfinished, match=r"damaged: (damaged|truncated|byte)"):
@@ -170,9 +156,7 @@ def test_damage_in_a_large_file_stops_or_ends_it(
         assert 10 < summary["read"]["documents"] < 60
 
 
-def test_a_build_that_stops_while_it_unpacks_goes_on(
-    small_ranges, topics, tokenizer_file, tmp_path, monkeypatch
-):
+def test_a_build_that_stops_while_it_unpacks_goes_on(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
     data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
     path = tmp_path / "d"
     path.write_bytes(bz2.compress(data, 1))
@@ -189,9 +173,7 @@ def test_a_build_that_stops_while_it_unpacks_goes_on(
     monkeypatch.setattr(unpack, "unpack", stopping)
 
     def run(name):
-        build(
-            corpora, tmp_path / name, BuildOptions(), Pool(1), Tokenizer.load(tokenizer_file), progress=False
-        )
+        build(corpora, tmp_path / name, BuildOptions(), Pool(1), Tokenizer.load(tokenizer_file), progress=False)
         return contents(tmp_path / name)
 
     with pytest.raises(KeyboardInterrupt):
@@ -207,9 +189,7 @@ def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
     job = Job(BuildOptions(), "", str(tmp_path), "skip")
     piece = Piece("dump.bz2", "bz2", "wiki", size=3, stream=True)
     items = [unpack.Part(0, number, piece) for number in range(3)]
-    results = [
-        Done(facts={"members": [[f"spool {number}", 0, 1, 100]], "whole": number != 1}) for number in range(3)
-    ]
+    results = [Done(facts={"members": [[f"spool {number}", 0, 1, 100]], "whole": number != 1}) for number in range(3)]
     ((_, text),) = unpack.cut(job, [(0, piece)], items, results)
     assert [name for name, *_ in json.loads((tmp_path / text.index).read_bytes())] == ["spool 0", "spool 1"]
     assert text.size == 200 and not text.stream
@@ -226,9 +206,7 @@ def test_nothing_is_unpacked_to_guess_the_ratio_of_a_small_file(tmp_path, monkey
 
 def test_the_speed_of_a_build_counts_unpacking(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
     path = tmp_path / "text.gz"
-    path.write_bytes(
-        gzip.compress("".join(MAKE["jsonl"](i, text) for i, text in enumerate(topics[:60])).encode())
-    )
+    path.write_bytes(gzip.compress("".join(MAKE["jsonl"](i, text) for i, text in enumerate(topics[:60])).encode()))
     real = unpack.unpack
 
     def slow(job, part):
@@ -237,11 +215,6 @@ def test_the_speed_of_a_build_counts_unpacking(small_ranges, topics, tokenizer_f
 
     monkeypatch.setattr(unpack, "unpack", slow)
     options, tokenizer = BuildOptions(held_out=0.0), Tokenizer.load(tokenizer_file)
-    summary = build(
-        [Corpus("input", (str(path),))], tmp_path / "out", options, Pool(1), tokenizer, progress=False
-    )
-    assert (
-        summary["tokenizer_seconds"] == 0
-        and summary["seconds"] > summary["stages"]["unpack"]["seconds"] >= 0.5
-    )
+    summary = build([Corpus("input", (str(path),))], tmp_path / "out", options, Pool(1), tokenizer, progress=False)
+    assert summary["tokenizer_seconds"] == 0 and summary["seconds"] > summary["stages"]["unpack"]["seconds"] >= 0.5
     assert summary["mb_per_second"] == summary["read"]["bytes"] / 1e6 / summary["seconds"]

@@ -29,9 +29,7 @@ def test_shingles_equal_when_their_words_do_and_stay_inside_a_document() -> None
     expected = []
     for text in texts:
         words = text.split()
-        expected.append(
-            [tuple(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, bool(words)))]
-        )
+        expected.append([tuple(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, bool(words)))])
     assert np.diff(edges).tolist() == [len(e) for e in expected] == [2, 1, 1, 1, 1, 0, 1, 4]
     flat = [shingle for e in expected for shingle in e]
     names = dict(zip(flat, found.tolist(), strict=True))
@@ -185,8 +183,7 @@ def test_planted_copies_are_found_and_nothing_else_is(capsys) -> None:
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     documents = [
-        list(map(numbers.__getitem__, chain.from_iterable(map(str.split, article))))
-        for article in articles(5_000)
+        list(map(numbers.__getitem__, chain.from_iterable(map(str.split, article)))) for article in articles(5_000)
     ]
     copies = 500
     plant(documents, copies, seed=9)

@@ -44,9 +44,7 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
     for document in documents:
         encoder.add(document)
     encoded = encoder.finish().encoded
-    want = [
-        [" ".join(map(clean.clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents
-    ]
+    want = [[" ".join(map(clean.clean_word, s.split())) for p in d for s in sentences.split(p)] for d in documents]
     per_document = [[ids for ids in tokenizer.encode_batch(s) if ids] for s in want]
     assert encoded.document_sizes.tolist() == [len(d) for d in per_document]
     flat = [ids for d in per_document for ids in d]
@@ -78,9 +76,7 @@ def test_arrow_splits_where_python_does():
     assert len(spaces) > 20
     others = [chr(c) for c in range(0x3100) if not chr(c).isspace()]
     texts = [f"a{c}{c}b{c}" for c in spaces] + [f"a{c}b" for c in others]
-    found = [
-        [word for word in words if word] for words in pc.utf8_split_whitespace(pa.array(texts)).to_pylist()
-    ]
+    found = [[word for word in words if word] for words in pc.utf8_split_whitespace(pa.array(texts)).to_pylist()]
     assert found == [text.split() for text in texts]
 
 

@@ -5,14 +5,7 @@ import pytest
 
 from data_prep.tokens.encoder import Encoded
 from data_prep.tokens.packing import pack
-from data_prep.tokens.sentence_pairs import (
-    Ranges,
-    _truncate,
-    assemble,
-    filled_rows,
-    full_sentences,
-    sentence_pairs,
-)
+from data_prep.tokens.sentence_pairs import Ranges, _truncate, assemble, filled_rows, full_sentences, sentence_pairs
 
 
 def documents(sentence_lengths):
@@ -42,9 +35,7 @@ def test_each_a_and_b_is_from_where_its_label_says():
     assert (document[labels == 1, 0] != document[labels == 1, 1]).all()
     follows = spans[labels == 0]
     gap = follows[:, 2] - follows[:, 1]
-    whole = (
-        follows[:, 1] - follows[:, 0] + follows[:, 3] - follows[:, 2]
-    ) < capacity  # nothing was truncated
+    whole = (follows[:, 1] - follows[:, 0] + follows[:, 3] - follows[:, 2]) < capacity  # nothing was truncated
     assert whole.sum() > 50 and (gap[whole] == 0).all()
     assert (gap >= 0).all()
     lengths = (spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2])
@@ -134,9 +125,7 @@ def test_full_sentences_drop_nothing_and_stay_in_documents():
     assert lengths.min() >= 1 and lengths.max() <= 126
     ends = set(
         np.cumsum(
-            np.add.reduceat(
-                encoded.sentence_lengths, np.cumsum(encoded.document_sizes) - encoded.document_sizes
-            )
+            np.add.reduceat(encoded.sentence_lengths, np.cumsum(encoded.document_sizes) - encoded.document_sizes)
         ).tolist()
     )
     assert ends <= set(ranges.spans[:, 1].tolist())
@@ -156,9 +145,7 @@ def test_rows_of_articles_are_filled():
     word_start = rng.random(len(encoded.tokens) + 10) < 0.75
     assert fill(full_sentences(encoded, 126, 0.1, np.random.default_rng(1)), 128) < 0.91
     for seq_len in (64, 128, 512):
-        assert (
-            fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
-        )
+        assert fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
 
 
 def test_filled_rows_drop_nothing_stay_in_documents_and_begin_with_words():

@@ -133,9 +133,7 @@ def test_squad_2s_threshold_comes_from_the_split_that_decides(base, tmp_path, wo
     mean = tree["scores"]["SQuAD 2.0"]["f1"]["mean"]
     assert at(result["scores"]["dev"]["best_f1_threshold"])["f1"] == mean
     assert at(0.0) == {"f1": 0.5, "em": 0.5}, "nothing is answered, half of the questions have no answer"
-    predictions = [
-        {"text": answers[example.id], "no_answer_probability": 0.5, "n_best": []} for example in reported
-    ]
+    predictions = [{"text": answers[example.id], "no_answer_probability": 0.5, "n_best": []} for example in reported]
     assert metrics.score(entry.task, reported, predictions)["f1"] == pytest.approx(mean)
 
 
@@ -184,11 +182,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(more, says, base, tmp_path, ca
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        (
-            "RTE/dev.tsv",
-            "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n",
-            "RTE/dev.tsv, line 2: label 'maybe'",
-        ),
+        ("RTE/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n", "RTE/dev.tsv, line 2: label 'maybe'"),
         ("QNLI/test.tsv", "index\tsentence\n0\ta\n", "QNLI/test.tsv: no column 'question'"),
         ("SST-2/train.tsv", "", "SST-2/train.tsv: is empty"),
         ("SST-2/test.tsv", "index\tsentence\n1\ta\n", "SST-2: its test file has no index 0"),
@@ -205,9 +199,7 @@ def test_a_wrong_file_of_a_later_task_is_said_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_label_that_a_later_task_does_not_train_is_said_before_anything_is_written(
-    base, tmp_path, capsys
-) -> None:
+def test_a_label_that_a_later_task_does_not_train_is_said_before_anything_is_written(base, tmp_path, capsys) -> None:
     for name, unknown in (("first", "yes"), ("second", "maybe")):
         (tmp_path / f"{name}.tsv").write_text(
             "text\tlabel\n" + "".join(f"w{n}\t{'yes' if n % 2 else 'no'}\n" for n in range(20))
@@ -264,18 +256,7 @@ def test_all_nine_tasks_to_one_table_and_one_zip(base, tmp_path) -> None:
 @pytest.mark.dist
 def test_two_ranks_do_what_one_does_in_the_published_way(base, tmp_path) -> None:
     """Without dropout, whose masks are of rows that ranks pack differently."""
-    more = (
-        "--tasks",
-        "stsb",
-        "rte",
-        "--seeds",
-        "1",
-        "--grid",
-        "lr=1e-3,1e-4",
-        "dropout=0",
-        "--choose-on",
-        "dev",
-    )
+    more = ("--tasks", "stsb", "rte", "--seeds", "1", "--grid", "lr=1e-3,1e-4", "dropout=0", "--choose-on", "dev")
     for ranks in (1, 2):
         done = run(arguments(base, tmp_path / str(ranks), *more), ranks)
         assert done.returncode == 0, done.stderr

@@ -45,9 +45,7 @@ def test_pairs_of_one_first_text_and_questions_of_one_article_stay_together() ->
     sentences = [Words(str(n), "f", ("a", str(n // 2)), None) for n in range(40)]
     assert len(splits.hold_out(sentences, "decides")[1]) == 4
     for given in (None, "said"):
-        options = [
-            Choices(str(n), "f", given and f"{given} {n // 4}", (f"a{n // 4}", "b"), "0") for n in range(40)
-        ]
+        options = [Choices(str(n), "f", given and f"{given} {n // 4}", (f"a{n // 4}", "b"), "0") for n in range(40)]
         assert len(splits.hold_out(options, "decides")[1]) == 4
 
 
@@ -89,7 +87,7 @@ def test_what_is_reported_does_not_decide_unless_it_is_asked_for(tmp_path) -> No
     dev = {part: tmp_path / f"MNLI/dev_{name}.tsv" for part, name in (("m", "matched"), ("mm", "mismatched"))}
     found, labels = splits.read(entry(tmp_path, **dev), "train")
     assert {name: len(part) for name, part in found.items()} == {
-        **{"train": 36, "reported-m": 8, "reported-mm": 8, "dev": 4},
+        **{"train": 36, "reported-m": 8, "reported-mm": 8, "dev": 4}
     }
     assert labels == ("contradiction", "entailment", "neutral")
     held = {example.where for example in found["dev"]}

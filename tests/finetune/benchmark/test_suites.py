@@ -77,15 +77,9 @@ def test_a_task_of_ones_own_is_a_toml_file(tmp_path) -> None:
     (tmp_path / "names.toml").write_text('kind = "tag"\ntrain = "train.tsv"\ntest = "train.tsv"\n')
     names, polarity, reviews = suites.find("own", tmp_path)
     assert reviews.task == Task("reviews", "classify", ("review",), "stars", metrics=("macro_f1", "accuracy"))
-    assert (
-        reviews.settings == {"batch": 32, "max_length": 128, "epochs": 5, "lr": 3e-4} and not reviews.searched
-    )
+    assert reviews.settings == {"batch": 32, "max_length": 128, "epochs": 5, "lr": 3e-4} and not reviews.searched
     assert (polarity.task.label, polarity.task.labels, polarity.searched) == ("mark", ("0", "1"), True)
-    assert (names.task.text, names.task.label, names.test) == (
-        ("0",),
-        "-1",
-        {"names": tmp_path / "train.tsv"},
-    )
+    assert (names.task.text, names.task.label, names.test) == (("0",), "-1", {"names": tmp_path / "train.tsv"})
 
 
 def test_a_task_of_ones_own_like_squad_reads_squads_lengths(tmp_path) -> None:
@@ -131,11 +125,7 @@ def test_a_wrong_toml_file_is_named_with_its_key(text, says, tmp_path) -> None:
 
 
 def test_what_is_not_there_is_said(glue, tmp_path) -> None:
-    for suite, says in (
-        ("glue", "train.tsv and dev.tsv"),
-        ("squad", "train-v1.1.json"),
-        ("own", "NAME.toml"),
-    ):
+    for suite, says in (("glue", "train.tsv and dev.tsv"), ("squad", "train-v1.1.json"), ("own", "NAME.toml")):
         with pytest.raises(ValueError, match=f"has no task of --suite {suite}; .*{says}"):
             suites.find(suite, tmp_path)
     with pytest.raises(ValueError, match=r"--tasks ret: is none of cola, .*; did you mean rte"):

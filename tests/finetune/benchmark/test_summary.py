@@ -13,9 +13,7 @@ def test_the_interval_is_students_over_the_seeds() -> None:
     assert found["mean"] == pytest.approx(0.72) and found["std"] == pytest.approx(0.02)
     low, high = found["interval"]
     # t of 2 degrees of freedom at 97.5% is 4.302653 (any table); 4.302653 * 0.02 / sqrt(3) = 0.0496828
-    assert low == pytest.approx(0.72 - 0.0496828, abs=1e-7) and high == pytest.approx(
-        0.72 + 0.0496828, abs=1e-7
-    )
+    assert low == pytest.approx(0.72 - 0.0496828, abs=1e-7) and high == pytest.approx(0.72 + 0.0496828, abs=1e-7)
     alone = summary.figures([0.5])
     assert (alone["mean"], alone["std"], alone["interval"]) == (0.5, None, None)
 
@@ -24,11 +22,7 @@ def task(**changes: Any) -> dict[str, Any]:
     scores = {"RTE": {"accuracy": summary.figures([0.60, 0.62])}}
     return {
         **{"title": "RTE", "point": {"lr": 2e-5}, "points": 4, "scores": scores, "limit": 0},
-        **{
-            "reported_on": {"RTE": "dev, 277"},
-            "decided_on": "held out of train, 249",
-            "published_way": False,
-        },
+        **{"reported_on": {"RTE": "dev, 277"}, "decided_on": "held out of train, 249", "published_way": False},
         **changes,
     }
 
@@ -70,11 +64,7 @@ def test_published_rows_have_their_published_averages() -> None:
     for model in published.MODELS["glue"]:
         by_task: dict[str, list[float]] = {}
         for (row, _), score in model.scores.items():
-            whole = (
-                row
-                if "table 1" in model.source
-                else row.removesuffix("m").removesuffix("-m").removesuffix("-")
-            )
+            whole = row if "table 1" in model.source else row.removesuffix("m").removesuffix("-m").removesuffix("-")
             by_task.setdefault(whole, []).append(score)
         assert len(by_task) == 9
         mean = sum(sum(of) / len(of) for of in by_task.values()) / 9

@@ -49,9 +49,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, said, base, tmp
     for word, text in meant.items():
         arguments = arguments.replace(word, text)
     out = tmp_path / "out"
-    assert (
-        command.main(["train", "--model", str(base / "run"), "--output", str(out), *arguments.split()]) == 2
-    )
+    assert command.main(["train", "--model", str(base / "run"), "--output", str(out), *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not out.exists()
 
@@ -60,9 +58,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_said_before_anything_is_trained(bas
     run = runs.make(tmp_path / "run", "nfkc")
     arguments = f"--train {base}/train.tsv --dev {base}/dev.tsv --text a --text b --max-length 16 --batch 8"
     out = tmp_path / "out"
-    assert (
-        command.main(["train", "--model", str(run), "--output", str(out), *arguments.split()]) == USER_ERROR
-    )
+    assert command.main(["train", "--model", str(run), "--output", str(out), *arguments.split()]) == USER_ERROR
     assert "normalization_rule_name=nfkc cannot be expressed in tokenizer.json" in capsys.readouterr().err
     assert not out.exists()
 

@@ -35,17 +35,13 @@ def start(tmp_path_factory) -> Pretrained:
     return pretrained.load(finetune_problem.write_run(tmp_path_factory.mktemp("embed") / "run"))
 
 
-def embedder(
-    start: Pretrained, world: World, pool: str = "mean", dropout: float = 0.0, **options: Any
-) -> Embedder:
+def embedder(start: Pretrained, world: World, pool: str = "mean", dropout: float = 0.0, **options: Any) -> Embedder:
     changed = {"dropout": dropout, "attention_dropout": dropout}
     config = start.config.model_copy(update={"model": start.config.model.model_copy(update=changed)})
     return model.build(config, start.weights, pool, world, torch.float32, **options)
 
 
-def contrast(
-    start: Pretrained, module: Embedder, shares: list[list[int]], rank: int = 0, chunk: int = 0
-) -> Contrast:
+def contrast(start: Pretrained, module: Embedder, shares: list[list[int]], rank: int = 0, chunk: int = 0) -> Contrast:
     items = batches.encode(TEXTS, start.tokenizer, 32)
     parts = [np.array(share, np.int64) for share in shares]
     return batches.contrast(PAIRS, items, module.layout(32), parts, rank, chunk)
@@ -56,9 +52,7 @@ def gradients(module: Embedder, batch: Contrast, seed: int = 0) -> tuple[float, 
     module.zero_grad()
     loss, _ = module(**batch.inputs())
     loss.backward()
-    return float(loss.detach()), {
-        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
-    }
+    return float(loss.detach()), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -92,21 +86,16 @@ def test_a_vector_is_pooled_from_its_own_tokens(pool: str, causal: bool, tmp_pat
 
 def test_the_loss_is_the_cross_entropy_among_what_does_not_belong(start, world) -> None:
     module = embedder(start, world, temperature=0.1)
-    vectors = F.normalize(
-        model.vectors_of(module, batches.encode(TEXTS, start.tokenizer, 32), 32, world), dim=1
-    )
+    vectors = F.normalize(model.vectors_of(module, batches.encode(TEXTS, start.tokenizer, 32), 32, world), dim=1)
     cosines = vectors @ vectors.T / 0.1
     # pair -> its second text and what it is compared with, by texts: no second text twice, none that its first text has
     compared = {0: [2, 3, 4, 6, 6, 0], 1: [3, 2, 2, 6, 6, 0], 2: [4, 2, 2, 6, 6, 0], 3: [2, 3, 4, 6, 6, 0]}
     wanted = sum(
-        F.cross_entropy(cosines[PAIRS.first[pair], others], torch.tensor(0))
-        for pair, others in compared.items()
+        F.cross_entropy(cosines[PAIRS.first[pair], others], torch.tensor(0)) for pair, others in compared.items()
     )
     loss, right = module.eval()(**contrast(start, module, [[0, 1, 2, 3]]).inputs())
     assert float(loss.detach()) == pytest.approx(float(wanted), abs=1e-4)
-    assert right == sum(
-        int(cosines[PAIRS.first[pair], others].argmax() == 0) for pair, others in compared.items()
-    )
+    assert right == sum(int(cosines[PAIRS.first[pair], others].argmax() == 0) for pair, others in compared.items())
 
 
 @pytest.mark.parametrize("pool", model.POOLS)

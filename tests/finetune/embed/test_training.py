@@ -58,9 +58,7 @@ def test_a_run_learns_and_is_searched_as_it_was_judged(trained, base, world) -> 
     judged = [line["dev/ndcg@10"] for line in lines if "dev/ndcg@10" in line]
     assert len(judged) == 4 and judged[-1] > judged[0] + 0.1
     assert result["scores"]["dev"]["ndcg@10"] == pytest.approx(max(judged), abs=1e-6)
-    assert (
-        json.loads((folder / "result.json").read_text()) == result and not (folder / "checkpoints").exists()
-    )
+    assert json.loads((folder / "result.json").read_text()) == result and not (folder / "checkpoints").exists()
     module, found, pooling = training.load(folder, world, torch.float32)
     given = pairs.read(base / "dev.tsv", Columns(("a", "b"), ("wrong",)))
     scores = training.judge(module, given, found.tokenizer, pooling.max_length, world)
@@ -95,14 +93,7 @@ def test_features_gives_the_vectors_that_are_searched_by(trained, base, tmp_path
 
 def test_features_refuses_a_model_that_does_not_say_how(base, tmp_path, capsys) -> None:
     (tmp_path / "lines.txt").write_text("w1\n")
-    arguments = [
-        "--pool",
-        "sentence",
-        "--input",
-        str(tmp_path / "lines.txt"),
-        "--output",
-        str(tmp_path / "v.npz"),
-    ]
+    arguments = ["--pool", "sentence", "--input", str(tmp_path / "lines.txt"), "--output", str(tmp_path / "v.npz")]
     assert features.main(["--model", str(base / "run"), *arguments]) == 2
     error = capsys.readouterr().err
     assert "has no modules.json" in error and error.count("\n") == 1 and not (tmp_path / "v.npz").exists()
