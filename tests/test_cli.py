@@ -138,7 +138,6 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
     ("start", "usage"),
     [
         (("-m", "megabert", "doctor"), "python -m megabert doctor "),
-        (("-m", "megabert.commands.doctor"), "python -m megabert doctor "),
         (("-m", "data_prep"), "python -m data_prep "),
         (("-m", "megabert", "prep", "build"), "python -m megabert prep build "),
         (("megabert/train.py",), "megabert/train.py "),
