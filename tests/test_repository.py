@@ -120,6 +120,14 @@ def test_links_in_documents_lead_somewhere() -> None:
                 assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
 
 
+def test_image_copies_what_the_build_needs() -> None:
+    stage = (ROOT / "launch/Dockerfile").read_text().split("FROM ")[1]
+    copied = {name for line in re.findall(r"^COPY (.*)", stage, re.M) for name in line.split()[:-1]}
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    needed = {"megabert", "data_prep", "csrc", "launch", "setup.py", "pyproject.toml", "constraints.txt", "Makefile"}
+    assert needed | {project()["readme"], *project()["license-files"]} <= copied
+
+
 def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -30,7 +30,7 @@ def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     last = [m for m in metrics(teacher) if "eval/mlm_loss" in m][-1]
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    head = ("-m", "megabert.commands.distill", "--model", teacher, "--layers", 2, "--data", dataset, "--run")
+    head = ("-m", "megabert", "distill", "--model", teacher, "--layers", 2, "--data", dataset, "--run")
     assert "deepspeed " in said(*head, whole)
     said("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", parts, *SMALL,
          "model.layers=2", f"distill.teacher={teacher}", "--stop-after", 4)  # fmt: skip
@@ -42,16 +42,16 @@ def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     assert first["step"] == 0 and first["eval/mlm_loss"] < last["eval/mlm_loss"] + 0.5  # begins as its teacher
     assert json.loads((whole / "config.json").read_text())["config"]["model"]["layers"] == 2
 
-    figures = json.loads(said("-m", "megabert.commands.evaluate", "--model", whole, "--data", dataset))
+    figures = json.loads(said("-m", "megabert", "evaluate", "--model", whole, "--data", dataset))
     assert figures["step"] == 10 and figures["eval/mlm_loss"] < 8
     assert "BertForPreTraining of step 10" in said(
-        "-m", "megabert.commands.export", "--model", whole, "--output", tmp_path / "hf"
+        "-m", "megabert", "export", "--model", whole, "--output", tmp_path / "hf"
     )
-    assert len(said("-m", "megabert.commands.fill", "--model", whole, "the [MASK] is").splitlines()) == 5
+    assert len(said("-m", "megabert", "fill", "--model", whole, "the [MASK] is").splitlines()) == 5
 
     said(*train, "schedule.total_steps=11")
     assert "distill.teacher's weights (SHA-256)" in said(*head, whole, "schedule.total_steps=12", code=2)
     for args, wrong in (((*head, tmp_path / "new", "model.hidden=32"), "model.hidden=32 but the teacher's is 64"),
-                        (("-m", "megabert.commands.distill", "--model", tmp_path, *head[4:], whole), "no checkpoint in it")):  # fmt: skip
+                        (("-m", "megabert", "distill", "--model", tmp_path, *head[4:], whole), "no checkpoint in it")):  # fmt: skip
         error = said(*args, code=2)
         assert wrong in error and error.count("\n") == 1

@@ -34,7 +34,7 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     first, folder = tmp_path / "first", tmp_path / "hf"
     train = ("megabert/train.py", "--data", dataset)
     run(*train, "--config", "tiny", "--run", first, *SHORT, *SMALL, ranks=2)
-    said = run("-m", "megabert.commands.export", "--model", first, "--output", folder)
+    said = run("-m", "megabert", "export", "--model", first, "--output", folder)
     assert "BertForPreTraining of step 4, 2,000 pieces" in said
     card = (folder / "README.md").read_text()
     assert "| updates | 4 of 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
@@ -63,7 +63,7 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     assert sequences > len(inputs["lengths"])  # packed
 
     back, data = tmp_path / "back", tmp_path / "data"
-    said = run("-m", "megabert.commands.convert", "--model", folder, "--run", back)
+    said = run("-m", "megabert", "convert", "--model", folder, "--run", back)
     assert f"--tokenizer {back / 'tokenizer.model'}" in said and f"--config {back / 'config.toml'}" in said
     weights = pretrained.load(back).weights
     assert all(weights[name].equal(found.weights[name]) for name in weights.keys() | found.weights.keys())
@@ -74,5 +74,5 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     assert f"starting from the weights of {back} at step 0" in said
     refused = command(*train, "--run", back, *SHORT)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
-    table = run("-m", "megabert.commands.fill", "--model", tmp_path / "second", "the value of the [MASK] is")
+    table = run("-m", "megabert", "fill", "--model", tmp_path / "second", "the value of the [MASK] is")
     assert len(table.splitlines()) == 5 and table.count("%") == 5

@@ -71,7 +71,7 @@ def test_every_launcher_runs_the_same_run(dataset, tmp_path) -> None:
     "launcher",
     ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("mpirun", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_a_signal_saves_under_every_launcher_and_leaves_no_process(launcher, dataset, tmp_path) -> None:
+def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None:
     needs(launcher)
     run = tmp_path / "run"
     process = start(*training(launcher, dataset, run, 1_000_000))
@@ -120,19 +120,14 @@ sys.exit(int(own))
         ("247", 3, 4),  # deepspeed's code for kill -9
         ("1:85:4+ 4 4 4", 4, 4),
         ("1:2:2", 1, 2),
-        ("1:2", 1, 2),
-        ("1:2:85", 1, 2),
         ("1:2:4 1:4:2 0:0:0", 3, 0),  # one rank's mistake where another saw a fault: its node lacks something
-        ("1:2:4", 3, 4),
         ("1:3:4", 1, 3),
-        ("143:3:3", 1, 3),
-        ("2", 1, 2),
         ("0:0:4 0:0", 2, 0),  # a launcher that lost a rank and says nothing
         ("0 0:0", 2, 0),  # one that lost all before they said anything
         ("0", 3, 4),
     ],
 )
-def test_what_helps_is_started_again_and_nothing_else(plan, starts, code, tmp_path) -> None:
+def test_only_recoverable_ends_are_restarted(plan, starts, code, tmp_path) -> None:
     quick = {"MAX_RESTARTS": "2", "RESTART_WAIT": "0"}
     process = start(sys.executable, "-c", SHAM, plan, "--run", tmp_path, **quick)
     output, errors = process.communicate(timeout=60)

@@ -119,10 +119,10 @@ def test_pre_training_on_your_own_text_line_by_line(tmp_path) -> None:
         "data_prep verify",
         "data_prep inspect",
         "deepspeed",
-        "megabert.commands.evaluate --model",
+        "megabert evaluate",
         "tensorboard",
     ]
-    figures = json.loads(shown["megabert.commands.evaluate --model"])
+    figures = json.loads(shown["megabert evaluate"])
     assert figures["step"] == 8 and figures["eval/mlm_loss"] < losses(tmp_path / "runs/mini")[0][1]
     assert "train/loss" in shown["tensorboard"] and "eval/mlm_loss" in shown["tensorboard"]
 

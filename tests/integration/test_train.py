@@ -27,7 +27,7 @@ def train(data, run, *extra, ranks=0, **kwargs):
 
 
 @pytest.mark.dist
-def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_path):
+def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     done = train(dataset, straight, "zero.stage=2", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,14 +50,14 @@ def test_two_ranks_learn_stop_resume_and_evaluate_without_a_seam(dataset, tmp_pa
             assert {"train/mlm_accuracy", "train/lr", "perf/tokens_per_sec", "perf/mfu", "train/grad_norm"} <= set(line)
     assert list((straight / "tensorboard").glob("events*"))
 
-    done = command("-m", "megabert.commands.evaluate", "--model", broken, "--data", dataset, "--rows", 64)
+    done = command("-m", "megabert", "evaluate", "--model", broken, "--data", dataset, "--rows", 64)
     assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
     assert alone["step"] == 16
     assert alone["eval/mlm_loss"] == pytest.approx(final[1]["eval/mlm_loss"], rel=2e-3)
 
 
-def test_the_script_and_a_lone_rank_and_init_from(dataset, tmp_path):
+def test_one_rank_and_init_from(dataset, tmp_path):
     first = tmp_path / "first"
     done = train(dataset, first, "schedule.total_steps=4", "schedule.warmup_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_the_script_and_a_lone_rank_and_init_from(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_left_to_right_learns_and_is_evaluated(dataset, tmp_path):
+def test_causal_run_learns(dataset, tmp_path):
     run, causal = tmp_path / "run", ("data.masking.strategy=causal", "model.nsp=false")
     done = train(dataset, run, *causal)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,7 +103,7 @@ def test_left_to_right_learns_and_is_evaluated(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_left_to_right_is_replayed(dataset, tmp_path):
+def test_causal_run_is_replayed(dataset, tmp_path):
     run, causal = tmp_path / "run", ("data.masking.strategy=causal", "model.nsp=false")
     done = train(dataset, run, *causal)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +118,7 @@ def test_left_to_right_is_replayed(dataset, tmp_path):
     assert done.returncode == 2 and "model.layers is 1 but" in done.stderr
 
 
-def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):
+def test_signal_saves_and_run_resumes(dataset, tmp_path):
     run = tmp_path / "run"
     arguments = ["--config", "tiny", "--data", dataset, "--run", run, *SMALL, "schedule.total_steps=100000"]
     process = subprocess.Popen(
@@ -139,7 +139,7 @@ def test_a_signal_saves_and_the_run_goes_on(dataset, tmp_path):
     assert [m["step"] for m in metrics(run) if "train/loss" in m] == list(range(1, saved + 3))
 
 
-def test_a_run_that_only_meets_non_finite_updates_stops_and_names_the_rows(dataset, tmp_path):
+def test_non_finite_updates_stop_the_run(dataset, tmp_path):
     run = tmp_path / "run"
     extra = ("optimizer.lr=1e38", "optimizer.clip=0.0", "precision=fp32", "max_bad_steps=3", "schedule.warmup_steps=0")
     done = train(dataset, run, *extra)
@@ -179,7 +179,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_clear_line(name, dataset, tmp_path):
+def test_mistake_is_one_clear_line(name, dataset, tmp_path):
     changes, extra, message = MISTAKES[name]
     data = damaged(dataset, tmp_path, changes[0]) if changes else dataset
     done = train(data, tmp_path / "run", *extra)

@@ -1,5 +1,6 @@
-"""The whole way over an S3 server on this machine: text from a bucket, shards into a bucket, training from there."""
+"""Builds, training and evaluation over URLs: an S3 server and a web server on this machine, against the local copy."""
 
+import json
 import os
 
 import numpy as np
@@ -7,9 +8,32 @@ import pytest
 
 from megabert.data.shards import Dataset
 from tests.helpers.job import Job
+from tests.helpers.web import serving
 from tests.integration.conftest import command, metrics
 
 pytestmark = pytest.mark.slow
+
+
+def train_losses(run):
+    return [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+
+
+@pytest.mark.dist
+def test_two_ranks_train_from_a_url(dataset, tmp_path):
+    few = ("schedule.total_steps=6", "eval.interval=3", "checkpoint.interval=3")
+    job = Job(dataset, tmp_path / "local", *few)
+    assert job.codes() == [0, 0], job.output
+    with serving() as web:
+        web.files = {f"/{p.relative_to(dataset)}": p.read_bytes() for p in dataset.rglob("*") if p.is_file()}
+        cache = str(tmp_path / "cache")
+        job = Job(web.url, tmp_path / "remote", *few, MEGABERT_CACHE=cache)
+        assert job.codes() == [0, 0], job.output
+        shards = [path for path, first, _ in web.asked if path.endswith(".tar") and first == 0]
+        assert len(shards) == len(set(shards)) > 1, "a shard was fetched by both ranks"
+        evaluate = ("-m", "megabert", "evaluate", "--model", tmp_path / "remote", "--data")
+        figures = [json.loads(command(*evaluate, data, MEGABERT_CACHE=cache).stdout) for data in (dataset, web.url)]
+    assert train_losses(tmp_path / "remote") == train_losses(tmp_path / "local")
+    assert len(train_losses(tmp_path / "local")) == 6 and figures[0] == figures[1]
 
 
 @pytest.fixture
@@ -34,7 +58,7 @@ def s3(monkeypatch):
     server.stop()
 
 
-def test_text_and_shards_in_buckets(s3, corpus, tmp_path, monkeypatch):
+def test_build_and_train_from_buckets(s3, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGABERT_CACHE", str(tmp_path / "cache"))
     (file,) = corpus.iterdir()
     lines = file.read_bytes().splitlines(keepends=True)
@@ -58,11 +82,11 @@ def test_text_and_shards_in_buckets(s3, corpus, tmp_path, monkeypatch):
     for data, run in ((tmp_path / "local", "a"), ("s3://corpora/data/seq64", "b")):
         job = Job(data, tmp_path / run, "schedule.total_steps=5", "eval.interval=0", ranks=1, **os.environ)
         assert job.codes() == [0], job.output
-        losses.append([m["train/loss"] for m in metrics(tmp_path / run) if "train/loss" in m])
+        losses.append(train_losses(tmp_path / run))
     assert losses[0] == losses[1] and len(losses[0]) == 5
 
 
-def test_a_bucket_that_is_not_there_is_one_line(s3):
+def test_missing_bucket_is_one_line(s3):
     done = command("-m", "data_prep", "build", "--input", "s3://nowhere/x", "--output", "/nowhere/x", "--workers", 1)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("--input s3://nowhere/x: no such file or folder")
