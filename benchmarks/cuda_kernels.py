@@ -239,35 +239,6 @@ def all_kernels(architectures: Sequence[str]) -> list[Kernel]:
     return [kernel for part in lists for kernel in part]
 
 
-def triton_kernel(architecture: str) -> tuple[Kernel, str]:
-    """Our product in Triton for bf16, and its PTX. Spills are part of its stack, and not counted apart."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from megabert.ops import gelu_product as source
-
-    shapes = (",".join(map(str, tile)) for tile in source.tiles())
-    names = source._product_gelu_gradient.arg_names
-    types = [*(f"tensordesc<bf16[{shape}]>" for shape in shapes), "*bf16", "*fp32", *["i32"] * 3, *["constexpr"] * 4]
-    fixed = dict(zip(names[-4:], (source.TILE_ROWS, source.TILE_COLUMNS, source.TILE_INNER, source.GROUP), strict=True))
-    program = ASTSource(source._product_gelu_gradient, dict(zip(names, types, strict=True)), fixed)
-    target, options = GPUTarget("cuda", int(architecture), 32), source.launch(int(architecture) // 10)
-    built = triton.compile(program, target=target, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
-    assert found, said
-    kernel = Kernel(
-        file=Path(source.__file__).relative_to(ROOT).as_posix(), name=built.name, architecture=architecture,
-        registers=int(found[1]), shared=built.metadata.shared, stack=int(found[2]), spilled=0, threads=32 * source.WARPS,
-    )  # fmt: skip
-    return kernel, built.asm["ptx"]
-
-
 def row(kernel: Kernel) -> dict[str, object]:
     shown = {k: v for k, v in asdict(kernel).items() if k != "instructions"}
     if kernel.threads:
@@ -286,7 +257,7 @@ def main() -> None:
     for tool in ("nvcc", "nvdisasm"):
         if find(tool) is None:
             parser.error(f"no {tool}: install the CUDA toolkit (nvdisasm: pip install nvidia-cuda-nvdisasm)")
-    found = [*all_kernels(["80", "90"]), triton_kernel("90")[0]]
+    found = all_kernels(["80", "90"])
     print(f"{'kernel':52} sm  registers threads shared blocks stores instructions an element")
     for kernel in found:
         count = kernel.an_element

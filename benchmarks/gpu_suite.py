@@ -89,7 +89,6 @@ def measured(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
         "rows_128": bf16, "rows_512": best(512, precision="bf16"),
         "fp8_ratio_128": fp8[128], "fp8_ratio_512": fp8[512],
         "attention_ratio_128": over("attention"), "layer_ratio_128": over("layer"),
-        "feed_forward_ratio": over("feed_forward"),
     }  # fmt: skip
 
 

@@ -20,11 +20,6 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   // the same operation, back
   m.def("rotate(Tensor qkv, Tensor cos, Tensor sin, int heads, bool back) -> Tensor");
 
-  // for FP8 products, x [N, D]: the result in E4M3, the gradient in E5M2, as cast_transpose of them gives it, all three results
-  m.def("bias_gelu_cast(Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor)");
-  // and then dbias
-  m.def("bias_gelu_backward_cast(Tensor grad, Tensor x, Tensor bias, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)");
-
   // dropout over x [..., D]; the gradient is the same operation on the gradient
   m.def("dropout(Tensor x, Tensor seed, int stream, float p) -> Tensor");
 
@@ -32,20 +27,11 @@ STABLE_TORCH_LIBRARY(megabert, m) {
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
       "int stream, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)");
-  // for an FP8 product that reads y: y as [N, D] in E4M3 as well, as cast_transpose of it gives it, all three results
-  m.def(
-      "dropout_add_layer_norm_cast(Tensor x, Tensor bias, Tensor residual, Tensor weight, Tensor shift, Tensor seed, "
-      "int stream, float p, float eps, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // grad: of y; second: of y too (where it is also the residual: post-LN), or of z
   // -> dx (empty without dropout: then it is dresidual), dresidual, dbias, dweight, dshift
   m.def(
       "dropout_add_layer_norm_backward(Tensor grad, Tensor? second, bool of_z, Tensor z, Tensor mean, Tensor rstd, "
       "Tensor weight, Tensor seed, int stream, float p) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-
-  // x [N, D], scale fp32 [1] -> x * scale in FP8 (E4M3 or E5M2) as [N, D] and as [D, N], each empty unless it is wanted,
-  // and the largest magnitudes in x, some of which is the largest of all
-  m.def(
-      "cast_transpose(Tensor x, Tensor scale, bool e5m2, bool straight, bool transposed) -> (Tensor, Tensor, Tensor)");
 
   // qkv [B, T, 3 * H * d], key_start, key_end int32 [B, T] -> context [B, T, H * d], log-sum-exp [B, H, T]
   // bias [3 * H * d], which qkv has in it already: given so that backward gives its gradient

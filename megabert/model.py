@@ -11,7 +11,7 @@ Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -33,19 +33,17 @@ class Affine(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        self.fp8: native.Linear8 | None = None  # of training alone; evaluation runs in the compute type
         self.packed: Tensor | None = None  # the weight as inference on the CPU reads it
 
-    def product(self, x: Tensor | native.Rounded, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
         if self.packed is not None:
-            assert isinstance(x, Tensor)
             return native.packed_linear(x, self.packed, bias)
-        return native.linear(x, self.weight, bias, self.fp8 if self.training else None)
+        return F.linear(x, self.weight, bias)
 
 
 class Linear(Affine):
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        return self.product(x, self.bias)
+        return self.matmul(x, self.bias)
 
 
 class QueriesKeysValues(Affine):
@@ -59,35 +57,23 @@ class QueriesKeysValues(Affine):
         super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
         self.native = attention == "native" and not cfg.modern  # rotation is of what has its bias
 
-    def forward(self, x: Tensor | native.Rounded) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
         if not self.native:
-            return self.product(x, self.bias), None
-        return self.product(x, self.bias.detach()), self.bias.view_as(self.bias)
+            return self.matmul(x, self.bias), None
+        return self.matmul(x, self.bias.detach()), self.bias.view_as(self.bias)
 
 
 class LinearGelu(Affine):
-    """gelu(x W^T + b), the exact (erf) one.
+    """gelu(x W^T + b), the exact (erf) one."""
 
-    `joined`: while training, GELU is left to the product that reads it. That gives b its gradient too, as attention does.
-    """
-
-    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str, joined: bool = False):
+    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str):
         super().__init__(inputs, outputs, cfg.init_std)
-        self.backend, self.joined = backend, joined
-        self.following: native.Linear8 | None = None  # of the linear that alone reads the result
+        self.backend = backend
 
-    def forward(
-        self, x: Tensor | native.Rounded
-    ) -> Tensor | native.Rounded | native.BeforeGelu:  # (..., in) -> (..., out)
-        if self.joined and self.training and self.fp8 is None:
-            return native.BeforeGelu(self.product(x), self.bias.view_as(self.bias))
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         if self.packed is not None:
-            assert isinstance(x, Tensor)
             return native.packed_linear(x, self.packed, self.bias, gelu=True)
-        fp8, following = self.fp8, self.following
-        if self.training and self.backend == "native" and following and fp8 and fp8.known:
-            return native.linear_gelu(x, self.weight, self.bias, fp8, following)
-        return native.bias_gelu(self.product(x), self.bias, self.backend)
+        return native.bias_gelu(self.matmul(x), self.bias, self.backend)
 
 
 class GatedLinear(Affine):
@@ -99,8 +85,8 @@ class GatedLinear(Affine):
         super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std)
         self.backend = backend
 
-    def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (..., D) -> (..., F)
-        return native.bias_geglu(self.product(x), self.bias, self.backend)
+    def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., F)
+        return native.bias_geglu(self.matmul(x), self.bias, self.backend)
 
 
 class LinearNorm(Affine):
@@ -114,22 +100,12 @@ class LinearNorm(Affine):
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.cfg, self.backend = cfg, backend
-        self.following: native.Linear8 | None = None  # of the linear that reads what is normed
         if cfg.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(
-        self, x: Tensor | native.Rounded | native.BeforeGelu, residual: Tensor, seed: Tensor, stream: int
-    ) -> tuple[Tensor | native.Rounded, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
         p, eps, post = (self.cfg.dropout if self.training else 0.0, self.cfg.layer_norm_eps, self.cfg.norm == "post")
-        if isinstance(x, native.BeforeGelu):
-            branch = native.gelu_linear(x, self.weight, self.backend)
-        else:
-            branch = self.product(x)
-        inputs = branch, self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
-        following = self.following if self.training else None
-        if following and native.rounds_norm(following, self.cfg.hidden, self.backend, residual.device.type):
-            return native.norm_rounded(*inputs, post, following)
+        inputs = self.matmul(x), self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
         return native.dropout_add_layer_norm(*inputs, self.backend, post)
 
 
@@ -201,12 +177,11 @@ class Layer(nn.Module):
         layer = backends.layer.name
         self.qkv = QueriesKeysValues(cfg, backends.attention.name)
         self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
-        joined = backends.feed_forward.name == "triton"
         self.feed_forward: GatedLinear | LinearGelu
         if cfg.modern:
             self.feed_forward = GatedLinear(cfg, layer)
         else:
-            self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg, layer, joined)
+            self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg, layer)
             self.feed_forward.matrices = 1
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
         self.qkv.matrices = 3
@@ -215,14 +190,14 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        normed: Tensor | native.Rounded,
+        normed: Tensor,
         x: Tensor,
         bounds: list[Tensor],
         seed: Tensor,
         stream: int,
         keep: Tensor | None = None,
         angles: native.Rotation | None = None,
-    ) -> tuple[Tensor | native.Rounded, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
         p = self.cfg.attention_dropout if self.training else 0.0
         qkv, bias = self.qkv(normed)  # (B, T, 3D)
@@ -245,8 +220,8 @@ class MlmTransform(LinearGelu):
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
         self.eps = cfg.layer_norm_eps
 
-    def forward(self, x: Tensor | native.Rounded) -> Tensor:  # (N, D) -> (N, D)
-        y = native.bias_gelu(self.product(x), self.bias, self.backend)
+    def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
+        y = native.bias_gelu(self.matmul(x), self.bias, self.backend)
         return F.layer_norm(y, y.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
 
 
@@ -306,26 +281,6 @@ class BertForPreTraining(nn.Module):
         one is added. To be called on new weights that no engine has taken over."""
         shares = (counts.double() + 1) / (counts.sum() + len(counts))
         self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
-
-    def use_fp8(self, device: torch.device, gradient_unit: int) -> native.Scaling:
-        """Train the four linears of each layer but the first and the last in FP8; their scales (arguments as there).
-
-        Raises ValueError on a device that cannot.
-        """
-        linears = [m for layer in self.layers[1:-1] for m in layer.modules() if isinstance(m, Affine)]
-        scaling = native.Scaling(len(linears), device, gradient_unit)
-        for module, scales in zip(linears, scaling.linears, strict=True):
-            module.fp8 = scales
-        if scaling.backend != "native":  # then GELU and norms do not round for the products either
-            return scaling
-        layers: list[Any] = list(self.layers)
-        for layer, above in zip_longest(layers, layers[1:]):
-            layer.attention_output.following = layer.feed_forward.fp8
-            if not self.cfg.modern:
-                layer.feed_forward.following = layer.feed_forward_output.fp8
-            if above is not None and not self.cfg.activation_checkpointing:  # which keeps what layers read
-                layer.feed_forward_output.following = above.qkv.fp8
-        return scaling
 
     def encode(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,

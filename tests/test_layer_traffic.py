@@ -36,16 +36,13 @@ class Traffic(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name not in (*PRODUCTS, *FREE) and not func.is_view:
             tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            if name == "gelu_linear_backward":  # a product, but for what a product would neither read nor write
-                _grad, _weight, *tensors = args
-                tensors.append(result[1])
             self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
         return result
 
 
-def units(norm: Any, dropout: float, backend: str, feed_forward: str = "torch") -> Counter[str]:
+def units(norm: Any, dropout: float, backend: str) -> Counter[str]:
     cfg = ModelConfig(vocab_size=100, hidden=1024, heads=16, norm=norm, dropout=dropout)
-    chosen = ops.Backends(*(ops.Choice(name, "") for name in ("native", "native", backend, feed_forward)))
+    chosen = ops.Backends(*(ops.Choice(name, "") for name in ("native", "native", backend)))
     with torch.device("meta"):
         layer = Layer(cfg, chosen).bfloat16()
         stream = torch.empty(ROWS, TOKENS, cfg.hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -62,12 +59,10 @@ def units(norm: Any, dropout: float, backend: str, feed_forward: str = "torch") 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(("dropout", "gradient"), [(0.1, 5), (0.0, 4)])
-@pytest.mark.parametrize("feed_forward", ["torch", "triton"])
-def test_every_tensor_is_moved_once(norm: str, dropout: float, gradient: int, feed_forward: str) -> None:
-    """30 units with dropout and 28 without where GELU's gradient is taken at the end of the product that gives it (`triton`);
-    38 and 36 where it is not (plain torch: about 85).
+def test_every_tensor_is_moved_once(norm: str, dropout: float, gradient: int) -> None:
+    """38 units with dropout and 36 without (plain torch: about 85).
 
-    GELU 8 + 12, or 8 + 4: at the end of a product, only x is read besides what the product reads and writes. Each norm reads
+    GELU 8 + 12. Each norm reads
     the branch and the residual and writes y and z, 4; its gradient reads two gradients and z and writes those of the residual
     and, with dropout, of the branch. Biases cost nothing: what writes a gradient sums it.
 
@@ -75,16 +70,13 @@ def test_every_tensor_is_moved_once(norm: str, dropout: float, gradient: int, fe
     read, what it takes be written, and what both passes need be kept. Post-LN could do without z: y alone, from which the
     gradient divides by the norm's weight; that is wrong where a weight is near 0. Pre-LN needs y and z.
     """
-    found = units(norm, dropout, "native", feed_forward)
-    joined = feed_forward == "triton"
+    found = units(norm, dropout, "native")
     wanted = {
         "bias_gelu": 8, "dropout_add_layer_norm": 2 * 4, "dropout_add_layer_norm_backward": 2 * gradient,
-        "gelu_linear_backward" if joined else "bias_gelu_backward": 4 if joined else 12,
+        "bias_gelu_backward": 12,
     }  # fmt: skip
     assert {name: round(number, 1) for name, number in found.items()} == wanted
-    assert found.total() <= (20 if joined else 28) + 2 * gradient + 0.1
-    if joined:
-        assert round(found.total()) <= 30
+    assert found.total() <= 28 + 2 * gradient + 0.1
 
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")

@@ -375,6 +375,4 @@ def test_a_model_without_vocabulary_is_refused() -> None:
 
 def test_backend_choices_are_recorded() -> None:
     built = model(PLAIN)
-    assert [c.name for c in built.backends] == ["sdpa", "torch", "torch", "torch"]
-    assert all(c.reason == "asked for" for c in built.backends[:3])
-    assert built.backends.feed_forward.reason == "Triton's product needs a CUDA device"
+    assert [tuple(c) for c in built.backends] == [("sdpa", "asked for"), ("torch", "asked for"), ("torch", "asked for")]

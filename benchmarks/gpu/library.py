@@ -129,19 +129,6 @@ def build(device: str) -> str:
     return "" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
 
 
-def fp8_casts(device: str) -> dict[str, Any]:
-    """The tests of the native casts to FP8, which no candidate of another operation checks. Raises RuntimeError where one
-    fails, and Absent without pytest."""
-    if importlib.util.find_spec("pytest") is None:
-        raise Absent("there is no pytest here")
-    which = "not gpu" if device == "cpu" else "gpu"
-    found = run_pytest(["-m", which, "tests/ops/test_fp8_casts.py"], time.time() + 100)
-    if found["exit"]:
-        lines = found["output"].strip().splitlines()
-        raise RuntimeError(next((line for line in lines if line.startswith("FAILED")), lines[-1]))
-    return found
-
-
 def tests(device: str, end: float) -> dict[str, Any]:
     """The operations' own tests on the device, until `end` (seconds of the epoch) at most."""
     return run_pytest(["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"], end)

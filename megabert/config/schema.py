@@ -20,7 +20,7 @@ from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
 # Keys of earlier versions, and the value with which they changed nothing of a finished model; None: with any.
-LEFT = {"average": None, "model.activation": "gelu", "objective.z_loss": None}
+LEFT = {"average": None, "ops.feed_forward": None, "model.activation": "gelu", "objective.z_loss": None}
 
 
 class MaskingConfig(Section):
@@ -152,9 +152,6 @@ class OpsConfig(Section):
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend; auto as above")
     layer: Literal["auto", "torch", "native", "compiled", "apex"] = Field(
         "auto", description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm"
-    )
-    feed_forward: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="the feed-forward's second product backwards; triton: GELU's gradient is taken at its end"
     )
     optimizer: Literal["auto", "torch", "apex"] = Field(
         "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"

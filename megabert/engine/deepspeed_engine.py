@@ -28,7 +28,7 @@ from megabert.engine.deepspeed_import import import_deepspeed, quiet
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.engine.in_step import in_step
 from megabert.engine.own_time import OwnTime
-from megabert.engine.precision import DTYPES
+from megabert.engine.precision import DTYPES, multiply_in_float8
 from megabert.engine.recorded_step import RecordedMicroSteps, check_graphs
 from megabert.engine.result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
 from megabert.engine.snapshot import Snapshot
@@ -90,6 +90,8 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
+        if config.precision == "fp8":
+            multiply_in_float8(module, world.device)
         self.module: nn.Module = module
         wrapper = self._deepspeed.optimizer
         scaler: Any = getattr(wrapper, "loss_scaler", None)
@@ -123,9 +125,6 @@ class Engine:
             # one update in 1,000 (where clipping does not hide it). So it grows after the step.
             self._update_scale = wrapper._update_scale
             wrapper._update_scale = lambda skip: self._update_scale(True) if skip else None
-        self._fp8: Any = None
-        if config.precision == "fp8":  # its gradients are averaged over the ranks only after the products
-            self._fp8 = module.use_fp8(world.device, 1 if self._summed else world.size)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -193,8 +192,6 @@ class Engine:
                     self._summed.finish()
                 norm = self.optimizer.guard(self._gradients(), self.config.optimizer.clip, skip=vetoed)
             engine.step()
-        if self._fp8 is not None:
-            self._fp8.end_update()
         overflow = False
         if self._guarded:
             assert self.optimizer.found_inf is not None
@@ -277,8 +274,6 @@ class Engine:
         }
         if self.optimizer.primed and not counters["optimizer_steps"]:
             counters["primed"] = True
-        if self._fp8 is not None:
-            counters["amax_history"] = self._fp8.state()
         return Snapshot(
             shapes={name: tuple(shape) for name, shape in zip(layout.names, layout.shapes, strict=True)},
             weights=layout.copies(world, {n: {WEIGHT: tensor} for n, tensor in enumerate(masters)}),
@@ -300,8 +295,6 @@ class Engine:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
         self._unapplied.zero_()
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
-        if self._fp8 is not None:
-            self._fp8.load(counters.get("amax_history", []))
         scaler = loss_scaler.of(self._deepspeed.optimizer)
         for name, value in counters["loss_scale"].items():
             if name in loss_scaler.STATE and hasattr(scaler, name):  # stage 0 has no hysteresis
@@ -366,10 +359,9 @@ class Engine:
         """One line for the log: precision, optimizer, ZeRO, ranks, batch."""
         c = self.config
         parameters = sum(shape.numel() for shape in self.layout.shapes)
-        precision = f"fp8 ({self._fp8.how})" if self._fp8 is not None else c.precision
         offload = " with CPU offload" if c.zero.offload == "cpu" else ""
         return (
-            f"{parameters / 1e6:.1f} M parameters, {precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
+            f"{parameters / 1e6:.1f} M parameters, {c.precision}, {c.optimizer.name}, ZeRO-{c.zero.stage}{offload}, "
             f"{self.world.size} rank(s) on {self.world.device.type} ({self.world.launcher}), global batch "
             f"{c.batch.global_size} = {shares(c, self.world.size)}"
         )

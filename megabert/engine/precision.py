@@ -6,7 +6,12 @@ GFLOP/s where fp32 does 65.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megabert.common import environment
 from megabert.common.logs import log
@@ -17,6 +22,7 @@ AUTO = "auto"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 SLOWEST_LAST = ("bf16", "fp16", "fp32")  # of what devices are fastest in
 AMPERE = (8, 0)  # the first GPUs that multiply bf16
+ADA = (8, 9)  # the first GPUs that multiply float8
 
 
 def usual(device: torch.device) -> str:
@@ -48,3 +54,31 @@ def choose(asked: str, world: World, begun: str = "") -> str:
 def settle(config: Config, world: World, begun: str = "") -> Config:
     """`config` with the precision that `choose` gives. A collective."""
     return config.model_copy(update={"precision": choose(config.precision, world, begun)})
+
+
+def multiply_in_float8(model: nn.Module, device: torch.device) -> None:
+    """Training multiplies in float8 in the linears of all layers but the first and the last: torchao's products, with a scale
+    of each tensor (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Parameters stay as they are.
+
+    Raises ValueError where the device or the installation cannot.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < ADA:
+        raise ValueError("precision=fp8 needs a GPU of compute capability 8.9 or newer; use bf16")
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise ValueError(f"precision=fp8 needs torchao ({error}): pip install torchao, or use bf16") from error
+    layers: Any = model.layers
+    for linear in (module for layer in layers[1:-1] for module in layer.modules() if hasattr(module, "matmul")):
+        outputs, inputs = linear.weight.shape
+        shell = nn.Linear(inputs, outputs, bias=False, device="meta")
+        shell.weight = linear.weight
+        linear.matmul = partial(_float8_product, convert_to_float8_training(shell), linear)
+
+
+def _float8_product(float8: Any, linear: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias; evaluation computes in the model's type."""
+    if not linear.training:
+        return F.linear(x, float8.weight, bias)
+    y = float8(x)
+    return y if bias is None else y + bias

@@ -2,10 +2,7 @@
 
 from megabert.ops.attention import attend, attention_inputs, only_queries
 from megabert.ops.backend import BACKENDS, LIBRARY, MISSING, Backends, Choice, choose, has_kernel, obstacles
-from megabert.ops.feed_forward import BeforeGelu, gelu_linear
-from megabert.ops.fp8 import Linear8, Rounded, Scaling, linear, linear_gelu
-from megabert.ops.fp8 import support as fp8_support
-from megabert.ops.layer import bias_geglu, bias_gelu, dropout, dropout_add_layer_norm, norm_rounded, rounds_norm
+from megabert.ops.layer import bias_geglu, bias_gelu, dropout, dropout_add_layer_norm
 from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_loss_of_logits
 from megabert.ops.packed import pack_weight, packed_linear, packs
 from megabert.ops.rotary import Rotation, rotate, rotation
@@ -16,12 +13,8 @@ __all__ = [
     "LIBRARY",
     "MISSING",
     "Backends",
-    "BeforeGelu",
     "Choice",
-    "Linear8",
     "Rotation",
-    "Rounded",
-    "Scaling",
     "attend",
     "attention_inputs",
     "bias_geglu",
@@ -29,16 +22,11 @@ __all__ = [
     "choose",
     "dropout",
     "dropout_add_layer_norm",
-    "fp8_support",
     "fused_softmax_mask",
-    "gelu_linear",
     "has_kernel",
-    "linear",
-    "linear_gelu",
     "mlm_logits",
     "mlm_loss",
     "mlm_loss_of_logits",
-    "norm_rounded",
     "obstacles",
     "only_queries",
     "pack_weight",
@@ -46,5 +34,4 @@ __all__ = [
     "packs",
     "rotate",
     "rotation",
-    "rounds_norm",
 ]

@@ -22,7 +22,6 @@ ROLES: dict[str, dict[str, str]] = {
     "attention": {"sdpa": "", "varlen": "", "cudnn": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
     "layer": {"torch": "", "native": "bias_gelu", "compiled": "", "apex": ""},
-    "feed_forward": {"torch": "", "triton": ""},
 }
 FLASH = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's attention"}  # tensor cores of 16-bit types only
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
@@ -39,7 +38,6 @@ class Backends(NamedTuple):
     attention: Choice
     mlm_loss: Choice
     layer: Choice
-    feed_forward: Choice
 
 
 def _load() -> str:
@@ -115,8 +113,6 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
     if name == "compiled":
         return _compiler(device)
-    if name == "triton":
-        return _triton(device, dtype)
     if name == "apex":
         if device != "cuda":
             return "NVIDIA's apex needs a CUDA device"
@@ -133,17 +129,6 @@ def _compiler(device: str) -> str:
         return "" if importlib.util.find_spec("triton") else "torch.compile needs the package triton on cuda"
     compiler = os.environ.get("CXX", "g++")  # as torch looks for it
     return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler; there is no {compiler}"
-
-
-def _triton(device: str, dtype: torch.dtype) -> str:
-    """Why our product in Triton cannot run, or an empty string."""
-    if device != "cuda":
-        return "Triton's product needs a CUDA device"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"Triton's product takes bfloat16 and float16, not {_short(dtype)}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        return "Triton's product needs compute capability 9.0 or newer, whose copy engine moves its tiles"
-    return "" if importlib.util.find_spec("triton") else "it needs the package triton"
 
 
 def has_kernel(op: str, device: str) -> bool:

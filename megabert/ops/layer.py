@@ -13,10 +13,8 @@ from torch import Tensor
 
 from megabert.ops import row_dropout
 from megabert.ops.backend import MISSING
-from megabert.ops.fp8 import INPUT, Linear8, Quantized, Rounded
 
 GRAPHS = 64  # of one compiled function at most
-ROUNDED_COLUMNS = 1024  # at most, in a norm that rounds for an FP8 product on CUDA
 
 
 def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
@@ -52,7 +50,7 @@ def dropout_add_layer_norm(
     """
     if backend == "native":
         if post:
-            return _Norm.apply(x, bias, residual, weight, shift, seed, stream, p, eps, post, None)
+            return _Norm.apply(x, bias, residual, weight, shift, seed, stream, p, eps, post)
         op = torch.ops.megabert.dropout_add_layer_norm
         return op(x, bias, residual, weight, shift, seed, stream, p, eps)[:2]
     if backend == "apex":
@@ -68,49 +66,26 @@ def dropout_add_layer_norm(
     return normed, normed if post else z
 
 
-def rounds_norm(following: Linear8, width: int, backend: str, device: str) -> bool:
-    """Whether a norm of `width` columns can be `norm_rounded`."""
-    return backend == "native" and following.known and (device != "cuda" or width <= ROUNDED_COLUMNS)
-
-
-def norm_rounded(
-    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-    p: float, eps: float, seed: Tensor, stream: int, post: bool, following: Linear8,
-) -> tuple[Rounded, Tensor]:  # fmt: skip
-    """Native `dropout_add_layer_norm` whose first result an FP8 product reads, that of `following`: besides it as it is, with
-    the bits that the product's own cast would give."""
-    inputs = x, bias, residual, weight, shift, seed, stream, p, eps, post, following
-    y, second, *eight = _Norm.apply(*inputs)
-    return Rounded(y, Quantized(*eight)), second
-
-
 class _Norm(torch.autograd.Function):
     """The norm and the next residual: `post` the norm for both of its uses, so that backward reads two gradients and autograd
-    need not add them in memory first. With `following` what is normed in FP8, too."""
+    need not add them in memory first."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-        seed: Tensor, stream: int, p: float, eps: float, post: bool, following: Linear8 | None,
+        seed: Tensor, stream: int, p: float, eps: float, post: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
-        inputs = (x, bias, residual, weight, shift, seed, stream, p, eps)
-        if following is None:
-            y, z, mean, rstd = torch.ops.megabert.dropout_add_layer_norm(*inputs)
-            eight: tuple[Any, ...] = ()
-        else:
-            op = torch.ops.megabert.dropout_add_layer_norm_cast
-            y, z, mean, rstd, *codes = op(*inputs, following.scale(INPUT))
-            eight = following.take(INPUT, *codes)
+        op = torch.ops.megabert.dropout_add_layer_norm
+        y, z, mean, rstd = op(x, bias, residual, weight, shift, seed, stream, p, eps)
         ctx.save_for_backward(z, mean, rstd, weight, seed)
         ctx.numbers, ctx.of_z = (stream, p), not post
-        ctx.mark_non_differentiable(*eight)
         ctx.set_materialize_grads(False)
-        return y, y.view_as(y) if post else z, *eight
+        return y, y.view_as(y) if post else z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, second: Tensor | None, *_eight: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, ...]:
         found = _norm_gradients(grad, second, ctx.of_z, ctx.saved_tensors, *ctx.numbers)
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 def _norm_gradients(
@@ -210,17 +185,6 @@ def _register() -> None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         statistic = x.new_empty(x.shape[:-1], dtype=torch.float32)
         return _like(x), _like(x), statistic, torch.empty_like(statistic)
-
-    @torch.library.register_fake("megabert::dropout_add_layer_norm_cast")
-    def _(
-        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
-        seed: Tensor, stream: int, p: float, eps: float, scale: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        statistic, width = x.new_empty(x.shape[:-1], dtype=torch.float32), x.shape[-1]
-        rows = statistic.numel()
-        kind, tiles = torch.float8_e4m3fn, -(-rows // (32 if x.is_cuda else 128))
-        codes = x.new_empty(rows, width, dtype=kind), x.new_empty(width, rows, dtype=kind)
-        return _like(x), _like(x), statistic, torch.empty_like(statistic), *codes, statistic.new_empty(tiles)
 
     @torch.library.register_fake("megabert::dropout_add_layer_norm_backward")
     def _(

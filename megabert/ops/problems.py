@@ -13,8 +13,6 @@ from torch import Tensor
 
 from megabert.ops import reference
 from megabert.ops.attention import attend, attention_inputs
-from megabert.ops.backend import obstacles
-from megabert.ops.feed_forward import BeforeGelu, gelu_linear
 from megabert.ops.layer import bias_geglu, bias_gelu, dropout_add_layer_norm
 from megabert.ops.mlm_loss import mlm_loss
 from megabert.ops.tolerance import Function
@@ -177,28 +175,6 @@ def layer_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool
     )
 
 
-def feed_forward_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool) -> Problem:
-    """GELU and the product that reads it: the two products of its gradient, and GELU's. Without dropout."""
-    tokens = rows, shapes.seq_len
-    gelu = "native" if not obstacles("layer", device.type, shapes.dtype)["native"] else "torch"
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return _normal(*shape, like=shapes, device=device, scale=scale)
-
-    def call(backend: str) -> Function:
-        if backend == "triton":
-            return lambda x, bias, weight: [gelu_linear(BeforeGelu(x, bias), weight, gelu)]
-        return lambda x, bias, weight: [F.linear(bias_gelu(x, bias, gelu), weight)]
-
-    return Problem(
-        inputs=[normal(*tokens, shapes.ffn), normal(shapes.ffn), normal(shapes.hidden, shapes.ffn, scale=shapes.ffn**-0.5)],
-        grads=[normal(*tokens, shapes.hidden)],
-        call=call,
-        plain=lambda x, bias, weight: [F.linear(F.gelu(x + bias), weight)],
-        exact=lambda x, bias, weight: [reference.bias_gelu(x, bias) @ weight.t()],
-    )  # fmt: skip
-
-
 def mlm_loss_problem(shapes: Shapes, device: torch.device, rows: int, dropout: bool) -> Problem:
     """The decoder and the loss on every prediction slot of `rows` rows, a tenth of them unused. Without dropout."""
     slots = rows * shapes.predictions
@@ -225,5 +201,4 @@ PROBLEMS: dict[str, Callable[[Shapes, torch.device, int, bool], Problem]] = {
     "attention": attention_problem,
     "mlm_loss": mlm_loss_problem,
     "layer": layer_problem,
-    "feed_forward": feed_forward_problem,
 }

@@ -38,8 +38,6 @@ RESULTS = dict(
         candidate("layer", "torch", 128, 0.7),
         candidate("layer", "native", 128, 0.3),
         candidate("layer", "compiled", 128, 0.27),
-        candidate("feed_forward", "torch", 128, 1.2, dropout=0.0),
-        candidate("feed_forward", "triton", 128, 1.0, dropout=0.0),
         ("operations/optimizer adamw", {"state": "done", "value": {"ms": 5.5}}),
         ("operations/accumulate", {"state": "failed", "reason": "x"}),
         step("torch", 128, 128, 1600.0, backends="torch"),
@@ -68,7 +66,6 @@ def test_the_values_are_those_of_the_named_items() -> None:
     assert found["fp8_ratio_128"] == pytest.approx(1.25) and found["fp8_ratio_512"] is None
     assert found["attention_ratio_128"] == pytest.approx(2.0)
     assert found["layer_ratio_128"] == pytest.approx(0.9)
-    assert found["feed_forward_ratio"] == pytest.approx(1.2)
 
 
 def test_each_line_says_what_it_was_expected_to_be() -> None:

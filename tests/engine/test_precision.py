@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,12 @@ def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> N
     assert trainer.train() and trainer.engine.dtype == torch.float32
     trainer.close()
     assert evaluate_run(str(tmp_path / "run"), str(DATA))["step"] == 4
+
+
+def test_float8_needs_its_gpu_and_torchao(monkeypatch):
+    with pytest.raises(ValueError, match=r"precision=fp8 needs a GPU of compute capability 8\.9 or newer; use bf16"):
+        precision.multiply_in_float8(torch.nn.Module(), CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ValueError, match=r"precision=fp8 needs torchao \(.*\): pip install torchao, or use bf16"):
+        precision.multiply_in_float8(torch.nn.Module(), torch.device("cuda"))

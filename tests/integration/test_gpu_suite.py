@@ -23,7 +23,7 @@ from tests.helpers.rows import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_library = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
-TORCHS = {"attention": "varlen", "mlm_loss": "torch", "layer": "torch", "feed_forward": "torch"}
+TORCHS = {"attention": "varlen", "mlm_loss": "torch", "layer": "torch"}
 SUITE = ["benchmarks/gpu_suite.py", "--device", "cpu", "--small"]
 
 
@@ -138,19 +138,8 @@ def test_without_the_library_torchs_backends_are_left(tmp_path: Path, monkeypatc
     natives = dict.fromkeys(("attention", "mlm_loss", "layer"), "native library not built")
     for backends in ("torch", "ours", "best"):
         found, notes = steps.chosen(steps.Setup(backends=backends), "cuda", 128, str(tmp_path / "journal"))
-        assert found == TORCHS | ({} if backends == "torch" else {"feed_forward": "triton"})
+        assert found == TORCHS
         assert notes == ({} if backends == "torch" else natives)
-
-
-def test_fp8_is_not_measured_with_casts_that_failed_their_tests(tmp_path: Path) -> None:
-    journal = runner.Journal(tmp_path / "journal")
-    options = plan.Options("cuda", False, "", {128: "", 512: ""}, str(journal.path), 0)
-    keys = [item.key for item in plan.items(options)]
-    first = min(keys.index(key) for key in keys if key.startswith("steps/fp8"))
-    assert keys.index(steps.FP8_CASTS) < first
-    journal.end(steps.FP8_CASTS, "failed", 9, reason="FAILED test_cast[cuda]")
-    with pytest.raises(runner.Absent, match=r"operations/fp8 casts failed: FAILED test_cast"):
-        steps.build(steps.Setup(precision="fp8"), "cpu", 128, 4, 2000, True, str(journal.path))
 
 
 def test_a_setup_without_memory_is_absent_and_deepspeed_is_not_to_blame(

@@ -311,27 +311,3 @@ def test_mixed_devices_are_named(name: str, arguments: tuple[Any, ...], message:
         mixed = [a.cuda() if i == moved else a for i, a in enumerate(arguments)]
         with pytest.raises(RuntimeError, match=message.replace("|x", "|bias is not|x") + "|not on a CUDA"):
             op(*mixed)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "hidden", "ffn"), [(300, 72, 136), (2048, 1024, 4096)], ids=["parts of tiles", "BERT-LARGE"]
-)
-def test_a_product_with_gelus_gradient_at_its_end(rows: int, hidden: int, ffn: int, dtype: torch.dtype) -> None:
-    if reason := ops.obstacles("feed_forward", "cuda", dtype)["triton"]:
-        pytest.skip(reason)
-    inputs = [normal(rows, ffn, seed=1, scale=2.0), normal(ffn, seed=2), normal(hidden, ffn, seed=3, scale=0.1)]
-    grads = [normal(rows, hidden, seed=4)]
-
-    def ours(x: Tensor, bias: Tensor, weight: Tensor) -> list[Tensor]:
-        return [ops.gelu_linear(ops.BeforeGelu(x, bias), weight, "torch")]
-
-    check(
-        ours,
-        lambda x, bias, weight: [F.linear(F.gelu(x + bias), weight)],
-        lambda x, bias, weight: [reference.bias_gelu(x, bias) @ weight.t()],
-        inputs, grads, dtype,
-    )  # fmt: skip
-    there = [t.to("cuda", dtype) for t in inputs]
-    first, again = (results(ours, there, [g.to(dtype) for g in grads]) for _ in range(2))
-    assert all(a.equal(b) for a, b in zip(first, again, strict=True)), "it repeats bit for bit"

@@ -128,7 +128,6 @@ MODERN: dict[str, Any] = {"model__kind": "modern", "model__norm": "pre", "model_
 OTHERS = {
     "bf16": {},
     "recorded": {"cuda_graphs": True},
-    "fp8": {"precision": "fp8", "model__layers": 3},
     "fp16 at 0": {"precision": "fp16", "zero__stage": 0},
     "fp16 at 2": {"precision": "fp16", "zero__stage": 2},
 }

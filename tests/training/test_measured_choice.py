@@ -33,7 +33,7 @@ from tests.ops.oracle import needs_library
 
 DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-OURS = dict.fromkeys(("attention", "mlm_loss", "layer"), "native") | {"feed_forward": "torch"}  # of the CPU
+OURS = dict.fromkeys(("attention", "mlm_loss", "layer"), "native")  # of the CPU
 NATIVE = [f"ops.{role}={name}" for role, name in OURS.items()]
 TORCH = ["ops.attention=sdpa", "ops.mlm_loss=torch", "ops.layer=torch"]
 SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "precision=fp32", "batch.micro_size=2"]
@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> Path:
 
 def names(settled: Config) -> dict[str, str]:
     found = settled.ops.model_dump()
-    assert found.pop("optimizer") == found.pop("feed_forward") == "torch"  # nothing else can run on the CPU
+    assert found.pop("optimizer") == "torch"  # nothing else can run on the CPU
     return found
 
 
@@ -105,10 +105,9 @@ def test_the_fastest_right_one_runs_and_the_log_says_why_others_lost(stand, run,
         settled = settle(config(), MANIFEST, ALONE, run)
     assert names(settled) == {"attention": "native", "mlm_loss": "native", "layer": "native"}
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 5 and lines[0].startswith("ops.attention=auto is native, measured now: ")
+    assert len(lines) == 4 and lines[0].startswith("ops.attention=auto is native, measured now: ")
     assert "no varlen: variable-length flash attention needs a CUDA device" in lines[0]
-    assert lines[3].startswith("ops.feed_forward=auto is torch, the only one that can run: nothing timed; no triton: ")
-    assert lines[4].startswith(
+    assert lines[3].startswith(
         "ops.optimizer=auto is torch, the only one that can run: nothing timed; no apex: NVIDIA's"
     )
     assert re.search(r"native 0\.1 ms, torch [123]\d(\.\d)? ms", lines[2])  # asleep for 10 ms, once or more a pass

@@ -8,11 +8,10 @@
 #include "attention/backward.cuh"
 #include "attention/kernel.cuh"
 #include "bias_geglu/kernel.cuh"
-#include "bias_gelu/cast.cuh"
-#include "cast_transpose/kernel.cuh"
+#include "bias_gelu/kernel.cuh"
 #include "common/rows.h"
 #include "dropout/kernel.cuh"
-#include "dropout_add_layer_norm/cast.cuh"
+#include "dropout_add_layer_norm/kernel.cuh"
 #include "mlm_loss/kernel.cuh"
 #include "rotate/kernel.cuh"
 #include "softmax_mask/kernel.cuh"
@@ -52,7 +51,6 @@ dim3 column_grid(int64_t width) {
   return dim3(kBlocks, (width + kColumnThreads * kGroup - 1) / (kColumnThreads * kGroup));
 }
 
-dim3 cast_grid(int64_t rows, int64_t width) { return dim3((rows + kTile - 1) / kTile, (width + kTile - 1) / kTile); }
 
 template <class T, int Vectors>
 std::string reduce(bool backwards, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines, int64_t stride,

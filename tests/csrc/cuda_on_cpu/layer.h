@@ -34,45 +34,6 @@ const char* rotate(int type, bool backwards, const void* x, const float* cos, co
   });
 }
 
-const char* cast_transpose(int type, bool backwards, const void* x, const float* scale, uint8_t* values,
-                           uint8_t* transposed, float* amax, int64_t rows, int64_t width, bool e5m2) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    const Codes codes{scale, values, transposed, amax, rows, width, aligned(width, {x, values}), rows % 4 == 0};
-    return launch(cast_grid(rows, width), kCastThreads, backwards, [&] {
-      auto kernel = e5m2 ? cast_transpose_tile<T, E5M2> : cast_transpose_tile<T, E4M3>;
-      kernel(static_cast<const T*>(x), codes);
-    });
-  });
-}
-
-const char* bias_gelu_cast(int type, bool backwards, const void* x, const void* bias, const float* scale, uint8_t* values,
-                           uint8_t* transposed, float* amax, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    const Codes codes{scale, values, transposed, amax, rows, width, aligned(width, {x, bias, values}), rows % 4 == 0};
-    return launch(cast_grid(rows, width), kCastThreads, backwards,
-                  [&] { bias_gelu_codes<T>(static_cast<const T*>(x), static_cast<const T*>(bias), codes); });
-  });
-}
-
-// partial [tiles of rows, width]
-const char* bias_gelu_backward_cast(int type, bool backwards, const void* grad, const void* x, const void* bias,
-                                    const float* scale, uint8_t* values, uint8_t* transposed, float* amax, float* partial,
-                                    void* dbias, int64_t rows, int64_t width) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    const bool whole = aligned(width, {grad, x, bias, values});
-    const Codes codes{scale, values, transposed, amax, rows, width, whole, rows % 4 == 0};
-    const dim3 grid = cast_grid(rows, width);
-    const std::string result = launch(grid, kCastThreads, backwards, [&] {
-      bias_gelu_gradient_codes<T>(static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<const T*>(bias), codes,
-                                  partial);
-    });
-    return result.empty() ? reduce(backwards, partial, static_cast<T*>(dbias), grid.x, width, width) : result;
-  });
-}
-
 const char* dropout(int type, bool backwards, const void* x, void* y, int64_t rows, int64_t width, int64_t stream,
                     double p, const int64_t* seed) {
   return with_type(type, [&](auto t) {
@@ -104,27 +65,6 @@ const char* layer_norm(int type, bool backwards, const void* x, const void* bias
           layer_norm_forward<T, S::threads, S::groups, decltype(whole)::value>(a, dropout_of(stream, p), seed);
         });
       });
-    });
-    return result;
-  });
-}
-
-const char* layer_norm_cast(int type, bool backwards, const void* x, const void* bias, const void* residual,
-                            const void* weight, const void* shift, void* y, void* z, float* mean, float* rstd,
-                            const float* scale, uint8_t* values, uint8_t* transposed, float* amax, int64_t rows,
-                            int64_t width, double eps, int64_t stream, double p, const int64_t* seed) {
-  return with_type(type, [&](auto t) {
-    using T = decltype(t);
-    const LayerNormRows<T> a{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual),
-                             static_cast<const T*>(weight), static_cast<const T*>(shift), static_cast<T*>(y),
-                             static_cast<T*>(z), mean, rstd, rows, width, static_cast<float>(eps)};
-    const Codes codes{scale, values, transposed, amax, rows, width, true, true};
-    std::string result;
-    with_row_shape(width, [&](auto shape) {
-      if constexpr (decltype(shape)::threads == kWarp)
-        result = launch((rows + kCodeRows - 1) / kCodeRows, kCodeWarps * kWarp, backwards, [&] {
-          layer_norm_codes<T, decltype(shape)::groups>(a, dropout_of(stream, p), seed, codes);
-        });
     });
     return result;
   });
