@@ -41,9 +41,8 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import process_group
 from megabert.engine import DTYPES, Engine, precision
-from megabert.metrics import matmul_tflops
+from megabert.metrics import datasheet_tflops, matmul_tflops, training_flops
 from megabert.model import BertForPreTraining
-from megabert.training.flops import datasheet_tflops, training_flops
 
 SIZES = {
     "mini": {"layers": 4, "hidden": 256, "heads": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from megabert import config as configuration
 from megabert import distillation, evaluation
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights, start_engine
-from megabert.common import errors
+from megabert.common import environment, errors
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.logs import log
+from megabert.common.run_files import STARTS
 from megabert.common.text import duration
 from megabert.config import Config
 from megabert.data import mixture
@@ -31,18 +33,15 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
-from megabert.distributed.together import together
+from megabert.distributed.together import agreed, refuse, together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
-from megabert.metrics import Meter, matmul_tflops, progress_line
+from megabert.engine.profiler import Profiler
+from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
+from megabert.metrics import Meter, Shown, check_packages, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
-from megabert.training import measured_choice, samples, sinks
-from megabert.training.exchange import agreed, refuse
-from megabert.training.profiling import Profiler
-from megabert.training.provenance import describe, record_start
-from megabert.training.samples import HeldOutSamples
-from megabert.training.sinks import Shown
+from megabert.training import measured_choice
 
 
 class Pretraining:
@@ -98,7 +97,7 @@ class Pretraining:
         if not self.world.is_main and self.config.zero.stage < 3:
             return []
         if self._samples is None:
-            batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=samples.ROWS)
+            batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=SAMPLE_ROWS)
             causal = evaluated(self.config).causal
             self._samples = HeldOutSamples(batches, self.tokenizer, causal)
         return self._samples.look(self.engine.module, self.world.device)
@@ -140,7 +139,7 @@ def open_run(
     With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
     update to profile on this rank. A collective. Raises ValueError naming what does not fit.
     """
-    sinks.check(config)
+    check_packages(config)
     dataset = open_data(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
@@ -273,3 +272,34 @@ def fill_in(config: Config, dataset: AnyDataset, tokenizer: Tokenizer) -> Config
     if config.model.nsp and not dataset.manifest.options.get("nsp", True):
         raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
     return configuration.from_dict(tree)
+
+
+def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, backends: Mapping[str, str]) -> dict[str, Any]:
+    """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
+    of each checkpoint."""
+    return {
+        "config": config.model_dump(),
+        "config_sha256": config.digest(),
+        **mixture.described(dataset),
+        "tokenizer": tokenizer.sha256,
+        "backends": dict(backends),
+        "versions": environment.versions(),
+        "revision": environment.revision(),
+        "command": environment.command(),
+    }
+
+
+def record_start(run_dir: Path, provenance: Mapping[str, Any], world: World, step: int) -> None:
+    """One more line of `starts.jsonl`: at which step the run goes on, when, and on what."""
+    cuda = world.device.type == "cuda"
+    start = {
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name(world.device) if cuda else environment.cpu_model(),
+        "cores": environment.cores(),
+        "memory_gib": environment.memory_gib(),
+        **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
+    }
+    with open(run_dir / STARTS, "a") as file:
+        file.write(json.dumps(start) + "\n")

@@ -38,12 +38,12 @@ from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import Config
+from megabert.distributed import session
 from megabert.distributed.preemption import REQUEUE, end_of_time
+from megabert.distributed.session import Session
 from megabert.engine.determinism import repeat_bit_for_bit
+from megabert.engine.profiler import parse_steps
 from megabert.pretraining import open_run
-from megabert.training import session
-from megabert.training.profiling import parse_steps
-from megabert.training.session import Session
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

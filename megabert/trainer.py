@@ -7,35 +7,244 @@ ranks make the same calls in the same order and come to the same decisions: what
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from megabert.checkpoint import Checkpoints
-from megabert.common.errors import BadTraining
+from megabert.checkpoint.rate_record import RateRecord
+from megabert.common.errors import BadTraining, Failed
 from megabert.common.logs import log
 from megabert.config import Config
 from megabert.data.batch import VACANT
 from megabert.data.row_digest import RowDigest
 from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
+from megabert.distributed.process_group import Pending, World
+from megabert.distributed.together import refuse
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
-from megabert.metrics import figures, measured
+from megabert.engine.profiler import Profiler
+from megabert.metrics import RankFigures, Shown, Sinks, as_json, figures, measured
 from megabert.optim.lr_schedule import finished, learning_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
-from megabert.training.exchange import Exchange, Report
-from megabert.training.profiling import Profiler
-from megabert.training.rank_figures import RankFigures
-from megabert.training.rate_record import RateRecord
-from megabert.training.saves import Saves
-from megabert.training.sinks import Sinks, as_json
-from megabert.training.state import TrainState, Unjudged
-from megabert.training.workload import Update, Workload
 
-OBJECTIVES = {"causal": "left to right", "masked": "masked LM"}  # what the log calls them
+# what the log calls them
+OBJECTIVES = {"causal": "causal LM", "masked": "masked LM"}
+
+
+class Update(Protocol):
+    """This rank's part of one update: micro-batches for the engine, and which rows of the data they hold."""
+
+    step: int  # its number in the data, from 0
+    epoch: int
+    batches: list[Any]
+    objective: str  # what it trains; losses of different ones are not compared
+    row_ids: np.ndarray
+    epochs: np.ndarray
+    tokens: int  # real ones of this rank, without padding
+    damage: dict[int, str]
+    problem: str
+    problem_code: int  # the exit code that goes with it
+
+
+class Updates(Protocol):
+    """An endless iterator over updates that lets go of its workers when closed."""
+
+    def __next__(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Meter(Protocol):
+    """Figures of the updates between two log lines."""
+
+    @property
+    def counts(self) -> list[int]: ...
+    def add(self, result: UpdateResult, update: Any) -> None: ...
+    def passed(self, seconds: float) -> None: ...
+    def drain(self, counts: Sequence[int]) -> dict[str, float]: ...
+    def state(self) -> dict[str, Any]: ...
+    def resume(self, saved: Mapping[str, Any] | None) -> None: ...
+
+
+class Workload(Protocol):
+    """What is trained on and judged by. All methods are called on every rank at the same moment."""
+
+    @property
+    def meter(self) -> Meter:
+        """Figures of the updates between two log lines."""
+
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Updates:
+        """This rank's updates from number `first` of the data on. `share_used(number)`: how much of the run's budget is used
+        before an update, exactly for the next one and as far as is known for those behind it."""
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` updates, the end of the schedule aside; step 0 is before the first one."""
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to save after `step` updates, the end aside."""
+
+    def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
+        """Figures of the model after `step` updates, logged and given; {} where there is nothing to evaluate on. `progress` is
+        called now and then, for the watchdog."""
+
+    @property
+    def shown(self) -> Shown:
+        """What the newest evaluation looked at besides its figures."""
+
+    def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
+        """One line for the terminal from the values of a log line."""
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether to end before the schedule does."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the workload, as JSON."""
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+
+
+@dataclass
+class TrainState:
+    """How far a run is.
+
+    `step`: updates done. `cursor`: updates of the data consumed, those passed over after a spike included. `seconds` of
+    training, evaluations and saves not counted. `bad`: updates in a row that were not applied; `skipped` and `spiked`:
+    updates not applied, and spikes. `tokens`: real ones of all ranks, counted where the schedule goes by them.
+    `objective`: what the newest update trained ("": there was none).
+    """
+
+    step: int = 0
+    cursor: int = 0
+    seconds: float = 0.0
+    bad: int = 0
+    skipped: int = 0
+    spiked: int = 0
+    tokens: int = 0
+    objective: str = ""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> TrainState:
+        """That of a checkpoint; those of earlier versions have neither tokens nor objective."""
+        known: dict[str, Any] = {"tokens": 0, "objective": ""} | dict(saved)
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """An update that was done and not looked at: its step, its place and rows in the data (not its batches, whose memory
+    the loader uses again), and what came of it."""
+
+    step: int
+    cursor: int
+    epoch: int
+    row_ids: list[int]
+    result: UpdateResult
+
+
+class Report(NamedTuple):
+    """What the ranks have to know of each other after an update, as integers: the maximum counts."""
+
+    nanoseconds: int  # of the update
+    stop: int  # asked to stop
+    saving: int  # `Checkpoints.status` of the save in flight
+    problem: int  # the data could not be had: an exit code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A report on its way between the ranks, and this rank's own problem with the update (text and exit code)."""
+
+    pending: Pending
+    problem: str
+    code: int
+
+
+class Exchange:
+    """Reports of all ranks. Its methods are collectives and raise Refused where a rank has a problem."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._asked: list[Asked] = []
+
+    def tell(self, own: Report, problem: str, counts: Sequence[int] | None) -> tuple[list[Report], list[int] | None]:
+        """Send this rank's report on an update; what is known now, oldest first: the reports of the updates before and,
+        with `counts` or on a lone rank, this one's. `counts` are given back summed over the ranks."""
+        known, size = self.outstanding(), self._world.size
+        if counts is None and size > 1:
+            self._asked.append(Asked(self._world.start_max_ints(own), problem, own.problem))
+            return known, None
+        slots = [slot for value in own for slot in self._world.slots(int(value))]
+        sums = self._world.sum_ints([*slots, *(counts or ())])
+        found = Report(*(max(sums[first : first + size]) for first in range(0, len(slots), size)))
+        self._refuse(found, problem, own.problem)
+        return [*known, found], None if counts is None else sums[len(slots) :]
+
+    def outstanding(self) -> list[Report]:
+        """The reports that are on their way, waited for."""
+        asked, self._asked = self._asked, []
+        found = []
+        for one in asked:
+            found.append(Report(*one.pending.result()))
+            self._refuse(found[-1], one.problem, one.code)
+        return found
+
+    def _refuse(self, report: Report, problem: str, code: int) -> None:
+        if report.problem:
+            refuse(self._world, problem, code)
+
+
+class Saves:
+    """What is saved by one Trainer. All methods are called by all ranks alike; `stop` and `watchdog` hear of each save."""
+
+    def __init__(self, checkpoints: Checkpoints, stop: Stop, watchdog: Watchdog) -> None:
+        self.step = -1  # of the newest checkpoint; -1 where there is none
+        self._checkpoints, self._stop, self._watchdog = checkpoints, stop, watchdog
+        self._since, self._begun = 0.0, -1  # of the newest save that was begun
+
+    def begin(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Begin a checkpoint of this moment; it is committed by `finish`, or at once where saving is not asynchronous."""
+        self.finish()
+        self._since, self._begun = time.perf_counter(), step
+        self._ended(self._checkpoints.save(engine, state()) is not None)
+        self._watchdog.progress()
+
+    def hear(self, status: int) -> None:
+        """What all ranks reported of the save in flight, if there is one."""
+        if self._checkpoints.pending:
+            self._ended(self._checkpoints.heard(status) is not None)
+
+    def finish(self) -> None:
+        """Commit the checkpoint that is being written, if there is one; waits for it."""
+        if self._checkpoints.pending:
+            self._ended(self._checkpoints.finish() is not None)
+
+    def complete(self, engine: Engine, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Commit a checkpoint of this moment, at the second try if the first fails. Raises Failed where there is none then,
+        whatever `checkpoint.on_error` says: nothing comes after it that could save these updates."""
+        self.finish()
+        for _ in range(2):
+            if self.step != step:
+                self.begin(engine, step, state)
+                self.finish()
+        if self.step != step:
+            raise Failed(
+                f"{self._checkpoints.folder}: step {step} is where this run ends and it could not be saved, twice; "
+                "the same command goes on from the checkpoint before"
+            )
+
+    def _ended(self, committed: bool) -> None:
+        """Note what came of a save and how long it took, where none is in flight any more."""
+        if not self._checkpoints.pending:
+            if committed:
+                self.step = self._begun
+            self._stop.saved(time.perf_counter() - self._since)
+            self._watchdog.progress()
 
 
 class Trainer:

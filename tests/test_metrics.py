@@ -7,9 +7,7 @@ import torch
 
 from megabert.common.text import duration
 from megabert.config import ModelConfig, load
-from megabert.metrics import matmul_tflops
-from megabert.training.flops import datasheet_tflops, training_flops
-from megabert.training.sinks import JsonLines, TensorBoard
+from megabert.metrics import JsonLines, TensorBoard, datasheet_tflops, matmul_tflops, training_flops
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 

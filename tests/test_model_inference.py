@@ -9,8 +9,8 @@ import torch
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
 from megabert.data.packing import pack, pack_line
+from megabert.hf.inference import pack_weights
 from megabert.model import BertForPreTraining
-from megabert.training.inference import pack_weights
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ import torch
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest, dataset
+from megabert.distributed.together import Refused, agreed
 from megabert.model import BertForPreTraining
 from megabert.pretraining import Pretraining, open_data, open_run
-from megabert.training.exchange import Refused, agreed
 from tests.helpers import tiny
 from tests.helpers.rows import make_dataset, vocabulary
 

@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from megabert.checkpoint import Checkpoints, newest_step
+from megabert.checkpoint.rate_record import FILE, RECORD
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed.process_group import World
+from megabert.distributed.together import refuse
 from megabert.distributed.watchdog import Watchdog
 from megabert.trainer import Trainer
-from megabert.training.exchange import refuse
-from megabert.training.rate_record import FILE, RECORD
 from tests.helpers import tiny
 from tests.helpers.loop import Killed, StopAt, Workload
 from tests.helpers.ranks import run_ranks

@@ -33,9 +33,9 @@ from megabert.data.masking import Vocabulary
 from megabert.data.shards import Dataset
 from megabert.distributed import process_group
 from megabert.engine import DTYPES, Engine
+from megabert.metrics import datasheet_tflops, training_flops
 from megabert.model import BertForPreTraining, Layer
 from megabert.optim import optimizers
-from megabert.training.flops import datasheet_tflops, training_flops
 
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "max_positions": 512}
 SMALL = {"layers": 3, "hidden": 64, "heads": 2, "max_positions": 512}

@@ -12,7 +12,7 @@ from benchmarks.peers.hf_config import bert_config
 from megabert.config import Config
 from megabert.data.loader import Update
 from megabert.engine.precision import DTYPES
-from megabert.training.flops import training_flops
+from megabert.metrics import training_flops
 
 
 class HuggingFace:

@@ -227,9 +227,8 @@ def measured(device: str) -> list[Finding]:
 
 def cluster(folder: Path, as_json: bool) -> int:
     """The preflight of the ranks that were launched together; rank 0 prints it. The exit code, the same on every rank."""
-    from megabert.distributed import preflight
+    from megabert.distributed import preflight, session
     from megabert.metrics import matmul_tflops
-    from megabert.training import session
 
     def command(ranks: session.Session) -> int:
         ranks.join()

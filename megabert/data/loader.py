@@ -42,9 +42,6 @@ __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 # program's main module, and is born with the signals below blocked. The threads that a run has by then (gloo, watchdog,
 # OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-DEAD_WORKER = (
-    "DataLoader worker"  # how torch's RuntimeError begins that it raises, wherever a process is, when a worker dies
-)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 CHUNK_TOKENS = 1 << 18  # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
 

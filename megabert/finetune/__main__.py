@@ -31,7 +31,9 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
+from megabert.distributed import session
 from megabert.distributed.preemption import REQUEUE
+from megabert.distributed.session import Session
 from megabert.engine import precision
 from megabert.finetune import datasets, encoding, prediction, preparation, search, tasks
 from megabert.finetune.class_weights import weights_of
@@ -41,8 +43,6 @@ from megabert.finetune.run import check, check_counts
 from megabert.finetune.tasks import LENGTHS, Task
 from megabert.finetune.training import Data, FineTuning, Settings, describe
 from megabert.hf import Pretrained
-from megabert.training import session
-from megabert.training.session import Session
 
 SQUAD = LENGTHS["squad1.1"]
 

@@ -35,7 +35,7 @@ from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 from megabert.finetune.metrics import Form
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
-from megabert.training.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
 
 CHUNK = 2048  # examples that are sorted by length together, and in memory
 BATCH_TOKENS = 1024  # of a file that is predicted, computed at once: by one core, where it is the CPU

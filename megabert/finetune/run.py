@@ -32,10 +32,8 @@ from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.finetune.batches import Update, steps_per_epoch
-from megabert.metrics import Window
-from megabert.trainer import Trainer
-from megabert.training.sinks import Shown
-from megabert.training.workload import Updates
+from megabert.metrics import Shown, Window
+from megabert.trainer import Trainer, Updates
 
 RESULT = "result.json"
 

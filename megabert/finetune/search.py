@@ -24,10 +24,10 @@ from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
 from megabert.distributed.preemption import REQUEUE, Stop
 from megabert.distributed.process_group import World
+from megabert.distributed.session import Session
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune.run import RESULT, Run, RunSettings, write_json
-from megabert.training.session import Session
 
 AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
 COMMON, SUMMARY = "settings.json", "summary.json"

@@ -31,7 +31,7 @@ from megabert.finetune.run import Run, RunSettings, configure
 from megabert.finetune.save import Described
 from megabert.finetune.tasks import Task
 from megabert.hf import Pretrained
-from megabert.training.sinks import Shown
+from megabert.metrics import Shown
 
 SUFFIXES = dict.fromkeys(KINDS, "tsv") | {"tag": "conll", "span": "json"}  # of predictions
 

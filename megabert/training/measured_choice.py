@@ -26,13 +26,12 @@ from megabert.config import Config
 from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed.process_group import World
-from megabert.distributed.together import together
+from megabert.distributed.together import refuse, together
 from megabert.engine import DTYPES
 from megabert.engine.determinism import repeat_bit_for_bit
 from megabert.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
 from megabert.ops.problems import Shapes
 from megabert.training import optimizer_candidates
-from megabert.training.exchange import refuse
 
 MEASURED_ON = ("cuda",)  # device types; on the others `auto` is `ops.choose`'s, which costs nothing at the start
 RECORD = "backends.json"  # in the run folder

@@ -19,7 +19,7 @@ from megabert.finetune import datasets, encoding, save, search, tasks, training
 from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.hf import Pretrained
-from megabert.training.state import TrainState
+from megabert.trainer import TrainState
 from tests.helpers import finetune_problem
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks

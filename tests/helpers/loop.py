@@ -11,8 +11,7 @@ import numpy as np
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
-from megabert.metrics import Meter
-from megabert.training.sinks import Shown
+from megabert.metrics import Meter, Shown
 from tests.helpers import tiny
 
 

@@ -18,7 +18,7 @@ from megabert.commands.features.writers import Part
 from megabert.common.ahead import in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.hf import Pretrained
-from megabert.training.inference import one_thread, pack_weights, threads_apart, workers
+from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
 
 POOLS = ("none", "cls", "mean", "max")
 SENTENCE = "sentence"  # as the model's folder says: its pooling, its length, vectors of length 1

@@ -21,8 +21,8 @@ from megabert.commands.plan.step_time import MicroBatch
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of
 from megabert.config import Config
-from megabert.training import session
-from megabert.training.session import Session
+from megabert.distributed import session
+from megabert.distributed.session import Session
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megabert.training.flops import datasheet_tflops
+from megabert.metrics import datasheet_tflops
 
 GB = 1e9
 MICROSECOND = 1e-6

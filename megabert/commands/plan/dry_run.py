@@ -36,9 +36,9 @@ from megabert.data.shards import Manifest
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
 from megabert.engine import DTYPES, precision
+from megabert.metrics import attending_pairs, training_flops
 from megabert.model import outline, parameter_count
 from megabert.optim.muon import Matrix, find_matrices
-from megabert.training.flops import attending_pairs, training_flops
 
 DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
 GIB = 2**30

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megabert.commands.report.series import Metrics, objects, read_metrics
+from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE
 from megabert.config import Config
-from megabert.training.sinks import METRICS, SAMPLES, STARTS, TROUBLE
 
 OBJECTIVES = {"causal": "left to right", "masked": "masked LM"}
 CONFIG, REPORT, MANIFEST, SUMMARY = "config.json", "report.json", "manifest.json", "summary.json"
@@ -190,7 +190,7 @@ def _three(path: Path) -> list[dict[str, Any]]:
 
 
 def _are_samples(found: Any) -> bool:
-    """Whether they are as `megabert.training.samples` has them."""
+    """Whether they are as `megabert.evaluation` has them."""
     try:
         return all(map(_is_sample, found))
     except (KeyError, TypeError, ValueError):

@@ -37,9 +37,10 @@ from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import WatchdogConfig
-from megabert.distributed import run_lock
+from megabert.distributed import run_lock, session
 from megabert.distributed.preemption import REQUEUE, Stop
 from megabert.distributed.process_group import World
+from megabert.distributed.session import Session
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import precision
@@ -51,8 +52,6 @@ from megabert.finetune.run import check as check_settings
 from megabert.finetune.run import check_counts, write_json
 from megabert.finetune.training import Data, FineTuning, Settings
 from megabert.hf import Pretrained
-from megabert.training import session
-from megabert.training.session import Session
 
 RESULTS, PAGE, HANDED_IN = "results.json", "results.md", "submission"
 

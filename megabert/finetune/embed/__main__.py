@@ -36,6 +36,8 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.common.malloc import keep_freed_memory
+from megabert.distributed import session
+from megabert.distributed.session import Session
 from megabert.engine import precision
 from megabert.finetune import datasets, search
 from megabert.finetune.embed import metrics, pairs, training
@@ -44,8 +46,6 @@ from megabert.finetune.embed.pairs import Columns, Pairs, Scored
 from megabert.finetune.embed.training import Data, EmbeddingRun, Settings
 from megabert.finetune.run import check, check_counts
 from megabert.hf import Pretrained, hf_tokenizer
-from megabert.training import session
-from megabert.training.session import Session
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -21,8 +21,8 @@ from megabert.commands.plan.step_time import (
     wave_share,
 )
 from megabert.config import ModelConfig
+from megabert.metrics import training_flops
 from megabert.optim.muon import Matrix
-from megabert.training.flops import training_flops
 
 MODEL = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 BATCH = MicroBatch(tokens=16_384, pairs=32 * 512**2, predictions=2_464, sequences=32)

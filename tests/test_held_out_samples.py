@@ -18,15 +18,14 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
+from megabert.evaluation import HeldOutSamples
+from megabert.metrics import as_markdown
 from megabert.model import BertForPreTraining
 from megabert.pretraining import open_run
-from megabert.training import samples
-from megabert.training.samples import HeldOutSamples
-from megabert.training.sinks import as_markdown
 from tests.helpers import runs
 from tests.helpers.ranks import run_ranks
 
-DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+DATA = Path(__file__).parent / "data" / "old_formats" / "dataset"
 CPU = torch.device("cpu")
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.max_positions=64", "batch.micro_size=2"]
 
@@ -38,7 +37,7 @@ def made(*overrides: str, causal: bool = False) -> tuple[Config, Tokenizer, Bert
     more = ["data.masking.strategy=causal", "model.nsp=false"] if causal else []
     cfg = configuration.load("tiny", [*TINY, f"model.vocab_size={tokenizer.vocab_size}", *overrides, *more])
     model = runs.model(cfg.model)
-    batches = evaluation.fixed_batches(held_out, tokenizer, cfg, rows=samples.ROWS)
+    batches = evaluation.fixed_batches(held_out, tokenizer, cfg, rows=evaluation.SAMPLE_ROWS)
     return cfg, tokenizer, model, list(batches)
 
 
@@ -60,22 +59,22 @@ def test_what_is_said_is_what_the_logits_of_every_position_say(causal: bool) -> 
             shares = model.mlm_logits(hidden[0]).softmax(-1)
         lengths = batch.lengths[row].tolist()
         first = sum(lengths[: lengths.index(max(lengths))])
-        assert len(sample["tokens"]) == min(max(lengths), samples.WINDOW)
+        assert len(sample["tokens"]) == min(max(lengths), evaluation.SAMPLE_TOKENS)
         hidden_at = {int(p) - row * batch.input_ids.shape[1]: int(i) for p, i in labels(batch, row)}
         for mask in sample["masks"]:
             at = first + mask["at"] - causal
             assert sample["tokens"][mask["at"]] == tokenizer.pieces[hidden_at[at]]
             assert mask["shown"] == ("" if causal else tokenizer.pieces[batch.input_ids[row, at]])
-            best = shares[at].topk(samples.TOP)
+            best = shares[at].topk(evaluation.SAMPLE_WORDS)
             assert [word for word, _ in mask["said"]] == [tokenizer.pieces[i] for i in best.indices]
             assert [p for _, p in mask["said"]] == pytest.approx(best.values.tolist(), abs=6e-5)
         window = [at for at in sorted(hidden_at) if first <= at < first + len(sample["tokens"]) - causal]
-        assert len(sample["masks"]) == len(window) // (samples.EVERY if causal else 1)
+        assert len(sample["masks"]) == len(window) // (evaluation.CAUSAL_STRIDE if causal else 1)
 
 
 def labels(batch: Batch, row: int) -> list[tuple[int, int]]:
     pairs = zip(batch.mlm_positions[row].tolist(), batch.mlm_labels[row].tolist(), strict=True)
-    return [(p, i) for p, i in pairs if i != samples.IGNORE]
+    return [(p, i) for p, i in pairs if i != evaluation.IGNORE]
 
 
 def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megabert.common.logs import log
 from megabert.distributed.process_group import World
-from megabert.training.rank_figures import Stragglers, median
+from megabert.metrics import Stragglers, median
 from tests.helpers import tiny
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks

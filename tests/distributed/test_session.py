@@ -13,8 +13,8 @@ import pytest
 from megabert.common.errors import FAILED, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
+from megabert.distributed import session
 from megabert.distributed.watchdog import Watchdog
-from megabert.training import session
 from tests.helpers.rows import make_dataset, vocabulary
 
 

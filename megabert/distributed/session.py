@@ -8,12 +8,14 @@ from pathlib import Path
 from megabert.common import errors, logs
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.data.loader import DEAD_WORKER
 from megabert.distributed import process_group
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
+from megabert.distributed.together import Refused
 from megabert.distributed.watchdog import Watchdog
-from megabert.training.exchange import Refused
+
+# how the RuntimeError begins that torch raises, wherever a process is, when a worker of its loader dies
+DEAD_WORKER = "DataLoader worker"
 
 
 class Session:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megabert.training.profiling import Profiler, parse_steps
+from megabert.engine.profiler import Profiler, parse_steps
 
 
 @pytest.mark.parametrize("text", ["", "3", "5:4", "0:3", "a:b", "1:2:3", "-1:2"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megabert.checkpoint.rate_record import FILE, RECORD, RateRecord
 from megabert.common.canonical_json import canonical
 from megabert.config import Config
-from megabert.training.rate_record import FILE, RECORD, RateRecord
 from tests.helpers import tiny
 
 MINUTES = {"schedule__by": "minutes", "schedule__budget_minutes": 5.0}

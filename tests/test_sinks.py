@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megabert import config as configuration
+from megabert import metrics
+from megabert.metrics import JsonLines, MLflow, SampleLines, Shown, Sink, Sinks, TensorBoard
 from megabert.pretraining import open_run
-from megabert.training import sinks
-from megabert.training.sinks import JsonLines, MLflow, SampleLines, Shown, Sink, Sinks, TensorBoard
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "said": [[" b", 0.5]]}]}]
 
@@ -65,13 +65,13 @@ def test_tensorboard_has_the_samples_and_the_curves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_package_that_is_missing_is_named_with_its_setting(name: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda package: None)
     config = configuration.load("tiny", [f"log.{name}=mine", f"data.path={tmp_path}"])
     said = rf"log\.{name}=mine: {name} is not installed; pip install 'megabert\[{name}\]'"
     with pytest.raises(ValueError, match=said):
         open_run(tmp_path / "run", config, None, None, None)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-    sinks.check(configuration.load("tiny"))  # nothing is asked for
+    metrics.check_packages(configuration.load("tiny"))  # nothing is asked for
 
 
 def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
@@ -137,7 +137,7 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
 ) -> None:
     from mlflow import MlflowClient
 
-    for variable in ("MLFLOW_TRACKING_URI", *sinks.MLFLOW_PATIENCE):
+    for variable in ("MLFLOW_TRACKING_URI", *metrics.MLFLOW_PATIENCE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "mini"
@@ -151,7 +151,7 @@ def test_mlflow_keeps_the_figures_in_the_runs_folder_where_no_server_is_named(
     assert run.data.metrics["final/mlm_loss"] == 7.5 and run.data.params["log.mlflow"] == "mine"
     assert "data/row_digest" not in run.data.metrics
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mini"]  # nothing where the command was given
-    for variable, value in sinks.MLFLOW_PATIENCE.items():
+    for variable, value in metrics.MLFLOW_PATIENCE.items():
         assert os.environ[variable] == value
 
     config = configuration.load("tiny", ["log.tensorboard=false", "log.mlflow=mine"])
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_answer_when_a_run_goes_on_is_left_alone(tmp_path
     config = configuration.load("tiny", ["log.tensorboard=false", "log.mlflow=mine"])
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        for variable, value in zip(sinks.MLFLOW_PATIENCE, ("1", "0"), strict=True):
+        for variable, value in zip(metrics.MLFLOW_PATIENCE, ("1", "0"), strict=True):
             monkeypatch.setenv(variable, value)
         opened = Sinks(tmp_path, config, 20, 20)
         opened.write({"step": 30, "train/loss": 7.0})
