@@ -1,55 +1,149 @@
-"""Seconds for which a save keeps training waiting: this tree, another revision, torch.distributed.checkpoint.
+"""Seconds for which a save blocks training: ours and torch.distributed.checkpoint's, from as many gloo processes.
 
-    python benchmarks/bench_checkpoint.py --base REVISION|DIR [--ranks 8] [--stage 1] [--rounds 3] [--json FILE]
+    python benchmarks/bench_checkpoint.py [--ranks 8] [--stage 1] [--rounds 3] [--json FILE]
 
-Every side saves the same model from as many processes (gloo), in turn, which one first changes every round. `blocked` is
-what the slowest rank spends in calls that belong to a save (taking the snapshot, committing, removing what is too old),
-`committed` the time until the checkpoint could be gone on from; medians over all saves but each round's first.
-A revision with other native operations is named by a folder where they are built.
-Then bits of a finished checkpoint are flipped, one at a time: `noticed` counts those that loading it tells of.
+Both sides save the same model in turn; which one is first changes every round. `blocked` is what the slowest rank spends in
+calls that belong to a save (snapshot, commit, removal of what is too old), `committed` the time until the checkpoint could be
+resumed from; medians over all saves but each round's first. Then bits of a finished checkpoint are flipped, one at a time:
+`noticed` counts those that loading it refuses.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-from benchmarks.bench_revisions import tree_of
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
 from benchmarks.common import hardware
-from benchmarks.survival.life import free_port
+from megabert import config as configuration
+from megabert.checkpoint import Checkpoints
+from megabert.config import CheckpointConfig
+from megabert.distributed import process_group
+from megabert.distributed.process_group import World
+from megabert.engine.deepspeed_engine import Engine
+from megabert.model import BertForPreTraining
 
-RANKS = hardware.ROOT / "benchmarks/checkpoint/save_ranks.py"
-OURS, BASE, DCP = "ours", "base", "torch.distributed.checkpoint"
+OURS, DCP = "ours", "torch.distributed.checkpoint"
 FLIPS = 8
+# seconds of an update, which is a pause here; after it the ranks agree on one number, as a run's do
+UPDATE = 0.05
 
 
-def run_side(tree: Path, side: str, asked: dict[str, Any], ranks: int) -> list[dict[str, float]]:
+def engine_of(asked: dict[str, Any], world: World) -> tuple[Engine, dict[str, Any]]:
+    """An engine whose optimizer has taken an update, and a run's state."""
+    tree: dict[str, Any] = {
+        "model": asked["model"],
+        "precision": "fp32",
+        "zero": {"stage": asked["stage"]},
+        "optimizer": {"name": asked["optimizer"]},
+        "batch": {"global_size": world.size, "micro_size": 1},
+        "ops": {"attention": "sdpa", "mlm_loss": "torch", "layer": "torch"},
+    }
+    config = configuration.from_dict(tree)
+    torch.manual_seed(1)
+    engine = Engine(config, BertForPreTraining(config.model, config.ops), world)
+    engine.optimizer.resume([master.tensor for master in engine.layout.masters], 1)
+    return engine, {"config": config.model_dump(), "dataset": "d" * 64, "tokenizer": "t" * 64}
+
+
+class OurSaves:
+    """This project's checkpoints, committed in the background as the Trainer does it."""
+
+    def __init__(self, asked: dict[str, Any], world: World) -> None:
+        self.engine, self.state = engine_of(asked, world)
+        self.checkpoints = Checkpoints(asked["folder"], world, CheckpointConfig(keep=2))
+
+    def save(self, step: int) -> None:
+        self.checkpoints.save(self.engine, self.state | {"step": step})
+
+    def status(self) -> int:
+        return self.checkpoints.status
+
+    def finish(self, greatest: int) -> bool:
+        """Takes the greatest status over ranks; whether the save is committed."""
+        self.checkpoints.heard(greatest)
+        return not self.checkpoints.pending
+
+
+class DcpSaves:
+    """torch.distributed.checkpoint's asynchronous save of the same tensors: what this rank holds, each under its own name."""
+
+    def __init__(self, asked: dict[str, Any], world: World) -> None:
+        engine, _ = engine_of(asked, world)
+        self.folder = Path(asked["folder"])
+        self.future: Any = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        if engine.layout.partitioned or world.is_main:
+            for segment, view in engine.layout.pieces():
+                self.tensors[f"weight:{engine.layout.names[segment.index]}:{segment.offset}"] = view
+            for piece in engine.layout.moments(engine.optimizer):
+                self.tensors |= {f"{kind}:{piece.name}:{piece.offset}": value for kind, value in piece.values.items()}
+        self.group = dist.new_group(backend="gloo")
+
+    def save(self, step: int) -> None:
+        place = self.folder / f"step-{step:08d}"
+        self.future = dcp.async_save(self.tensors, checkpoint_id=place, process_group=self.group)
+
+    def status(self) -> int:
+        return int(not self.future.done())
+
+    def finish(self, greatest: int) -> bool:
+        if not greatest:
+            self.future.result()
+        return not greatest
+
+
+def run_rank(asked: dict[str, Any]) -> None:
+    """One rank that saves again and again; rank 0 prints the seconds of the slowest rank for each save."""
+    world = process_group.init(process_group.discover())
+    side: Any = (DcpSaves if asked["side"] == DCP else OurSaves)(asked, world)
+    found = []
+    for step in range(1, asked["saves"] + 1):
+        world.barrier()
+        start = time.perf_counter()
+        side.save(step)
+        blocked, done = time.perf_counter() - start, False
+        while not done:
+            time.sleep(UPDATE)
+            greatest = world.max_ints([side.status()])[0]
+            finish_start = time.perf_counter()
+            done = side.finish(greatest)
+            blocked += time.perf_counter() - finish_start
+        each = [blocked, time.perf_counter() - start]
+        slowest = [number / 1e9 for number in world.max_ints([round(1e9 * seconds) for seconds in each])]
+        found.append(dict(zip(("blocked", "committed"), slowest, strict=True)))
+    if world.is_main:
+        print(json.dumps(found), flush=True)
+    process_group.shutdown()
+
+
+def run_side(asked: dict[str, Any], ranks: int) -> list[dict[str, float]]:
     """Figures of each save. Raises ValueError with the end of the output of a rank that failed."""
-    argument = json.dumps(asked | {"side": "dcp" if side == DCP else "store"})
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hardware.free_port()), "WORLD_SIZE": str(ranks)}
+    place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank", json.dumps(asked)]
     processes = []
     for rank in range(ranks):
-        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        env |= {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, str(RANKS), argument]
-        processes.append(
-            subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        env = hardware.clone_environment(**place, RANK=str(rank), LOCAL_RANK=str(rank))
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate() for process in processes]
     for process, (out, error) in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise ValueError(f"{side}: a rank ended with {process.returncode}:\n{(out + error)[-2000:]}")
+            raise ValueError(f"{asked['side']}: a rank ended with {process.returncode}:\n{(out + error)[-2000:]}")
     return json.loads(outputs[0][0].splitlines()[-1])
 
 
@@ -62,7 +156,7 @@ def noticed(folder: Path, load: Callable[[], object]) -> int:
         flip(file, place)
         try:
             load()
-        except Exception:  # whatever a library tells it by
+        except Exception:  # every library has its own error for damage
             found += 1
         flip(file, place)
     return found
@@ -77,21 +171,13 @@ def flip(file: Path, place: int) -> None:
 
 
 def load_ours(folder: Path, newest: str) -> None:
-    """Raises ValueError where not `newest` but one before it would be gone on from."""
-    import torch
-
-    from megabert.checkpoint import Checkpoints
-    from megabert.distributed.process_group import World
-
+    """Raises ValueError where a run would resume from one before `newest`."""
     found = Checkpoints(folder, World(0, 0, 1, torch.device("cpu"), "gloo", "single")).latest()
     if found is None or found.name != newest:
-        raise ValueError("an older one was taken")
+        raise ValueError(f"{folder}: {newest} was refused")
 
 
 def load_dcp(folder: Path) -> object:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     reader = dcp.FileSystemReader(folder)
     tensors = reader.read_metadata().state_dict_metadata
     state = {name: torch.zeros(found.size) for name, found in tensors.items()}  # type: ignore[union-attr]
@@ -99,53 +185,57 @@ def load_dcp(folder: Path) -> object:
     return state
 
 
+def measure(args: argparse.Namespace, asked: dict[str, Any], scratch: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, list[dict[str, float]]] = {OURS: [], DCP: []}
+    for number in range(args.rounds):
+        for side in list(found)[:: 1 if number % 2 else -1]:
+            shutil.rmtree(scratch / side, ignore_errors=True)
+            (scratch / side).mkdir()
+            saves = run_side(asked | {"side": side, "folder": str(scratch / side)}, args.ranks)
+            found[side] += saves[1:]
+            print(f"round {number + 1}, {side}: {[round(s['blocked'], 4) for s in saves]}", flush=True)
+    results: dict[str, dict[str, Any]] = {
+        side: {key: round(statistics.median(save[key] for save in saves), 4) for key in saves[0]}
+        for side, saves in found.items()
+    }
+    name = f"step-{args.saves:08d}"
+    theirs, ours = scratch / DCP / name, scratch / OURS / "checkpoints" / name
+    results[DCP] |= {"noticed": noticed(theirs, lambda: load_dcp(theirs))}
+    results[OURS] |= {"noticed": noticed(ours, lambda: load_ours(scratch / OURS, name))}
+    results[DCP]["index_bytes"] = (theirs / ".metadata").stat().st_size
+    results[OURS]["index_bytes"] = (ours / "manifest.json").stat().st_size
+    return results
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", metavar="REVISION|DIR", help="compared with this tree (default: none)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--stage", type=int, choices=range(4), default=1, help="ZeRO stage")
     parser.add_argument("--optimizer", choices=("adamw", "lamb", "muon"), default="adamw")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--saves", type=int, default=5, help="of each side in each round")
+    parser.add_argument("--saves", type=int, default=5, help="of each side in each round, two at least")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)  # this process is one of the ranks
     hardware.add_json(parser)
     args = parser.parse_args(argv)
+    if args.rank:
+        run_rank(args.rank)
+        return 0
     hardware.refuse_dirty(parser, args)
-    heads = args.hidden // 64
-    model = {"layers": args.layers, "hidden": args.hidden, "heads": heads, "vocab_size": 30_528}
+    model = {"layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "vocab_size": 30_528}
     asked = {"stage": args.stage, "optimizer": args.optimizer, "saves": args.saves, "model": model}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in (OURS, DCP, BASE) if side != BASE or args.base}
     try:
         with tempfile.TemporaryDirectory(prefix="bench_checkpoint_") as scratch:
-            with tree_of(args.base or str(hardware.ROOT)) as base:
-                for number in range(args.rounds):
-                    for side in list(found)[:: 1 if number % 2 else -1]:
-                        folder = Path(scratch) / side
-                        shutil.rmtree(folder, ignore_errors=True)
-                        folder.mkdir()
-                        tree = base if side == BASE else hardware.ROOT
-                        saves = run_side(tree, side, asked | {"folder": str(folder)}, args.ranks)
-                        found[side] += saves[1:]
-                        print(f"round {number + 1}, {side}: {[round(s['blocked'], 4) for s in saves]}", flush=True)
-            results = {
-                side: {key: round(statistics.median(save[key] for save in saves), 4) for key in saves[0]}
-                for side, saves in found.items()
-            }
-            name = f"step-{args.saves:08d}"
-            theirs, ours = Path(scratch) / DCP / name, Path(scratch) / OURS / "checkpoints" / name
-            results[DCP]["noticed"] = noticed(theirs, lambda: load_dcp(theirs))
-            results[OURS]["noticed"] = noticed(ours, lambda: load_ours(Path(scratch) / OURS, name))
-            results[DCP]["index_bytes"] = (theirs / ".metadata").stat().st_size
-            results[OURS]["index_bytes"] = (ours / "manifest.json").stat().st_size
+            results = measure(args, asked, Path(scratch))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for side, figures in results.items():
-        over = figures["blocked"] / results[OURS]["blocked"]
-        print(f"{side}: {json.dumps(figures)}, blocked {over:.2f} times as long as ours")
+        ratio = figures["blocked"] / results[OURS]["blocked"]
+        print(f"{side}: {json.dumps(figures)}, blocked {ratio:.2f} times as long as ours")
     if args.json:
-        setting = asked | {"ranks": args.ranks, "rounds": args.rounds, "base": args.base, "flips": FLIPS}
+        setting = asked | {"ranks": args.ranks, "rounds": args.rounds, "flips": FLIPS}
         hardware.write_json(args.json, {"benchmark": "checkpoint", "setting": setting, "results": results})
     return 0
 

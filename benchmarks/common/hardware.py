@@ -1,8 +1,7 @@
-"""Description of the machine, command, git revision and package versions in every result file, and who may write one.
+"""Result files of benchmarks, the machine and revision that each of them names, and commands that benchmarks run.
 
-Benchmarks call `write_json(path, result)`; the description is added under `"about"`, so a figure can always be traced
-back to the command that gives it again. A file among the committed results is refused when the tree has uncommitted
-changes: such a figure belongs to no revision. Nothing here needs a GPU or any package but the standard library.
+`write_json(path, result)` adds command, revision, hardware and package versions under `"about"`. A file among the committed
+results is refused when the tree has uncommitted changes: such a figure belongs to no revision. Only the standard library.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ import functools
 import json
 import os
 import platform
+import random
 import re
 import shlex
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +105,26 @@ def clone_environment(**more: str) -> dict[str, str]:
 def shown(command: list[str]) -> str:
     """A command as one would type it in the clone's folder."""
     return shlex.join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
+
+
+def call(command: list[str], threads: int, log: Path) -> None:
+    """Runs a command to its end, its output in `log`. Raises ValueError when it fails."""
+    env = clone_environment(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        code = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        last = (log.read_text().splitlines() or [""])[-1]
+        raise ValueError(f"{shown(command)} failed (exit {code}: {last:.200}); its output is in {log}")
+
+
+def free_port() -> int:
+    """A free port below those that the system gives to outgoing connections, which could take it first."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "write all figures there", **more: Any) -> None:

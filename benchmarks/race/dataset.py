@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import hardware
-from benchmarks.common.commands import call
 from megabert.common.atomic_io import appearing
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
@@ -49,13 +48,6 @@ class RaceData:
     def tokens_a_row(self) -> float:
         """Real tokens of a training row, the mean over the dataset."""
         return self.manifest.statistics["tokens"] / self.manifest.rows
-
-    @property
-    def search_split(self) -> Path:
-        path = Dataset(self.train).held_out_path
-        if path is None:
-            raise ValueError(f"{self.train}: no search split; the text is too small")
-        return Path(path)
 
     def identity(self) -> dict[str, str]:
         """What a result was measured on: the held-out documents, and the fingerprints of both datasets."""
@@ -148,7 +140,7 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
 def build(text: Path, output: Path, *options: str) -> None:
     command = [sys.executable, "-m", "data_prep", "build", "--input", str(text), "--output", str(output)]
     command += ["--seq-len", str(SEQ_LEN), "--no-nsp", "--quiet", *options]
-    call(command, threads=1, log=output.with_name(f"{output.name}.log"))
+    hardware.call(command, threads=1, log=output.with_name(f"{output.name}.log"))
 
 
 def bytes_a_token(folder: Path) -> float:

@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
@@ -61,13 +60,10 @@ class Recipe:
     def warmup(self) -> float:
         return float(self.keys.get(WARM_UP, 0.06))
 
-    def with_keys(self, keys: Mapping[str, Any]) -> Recipe:
-        return replace(self, keys={**self.keys, **keys})
-
     def changed(self, keys: Mapping[str, Any]) -> Recipe:
         """The recipe with these keys of other values, which its name says."""
         said = " ".join(overrides_of(keys))
-        return replace(self.with_keys(keys), name=f"{self.name}, {said}", change=f"{self.name} with {said}")
+        return replace(self, keys={**self.keys, **keys}, name=f"{self.name}, {said}", change=f"{self.name} with {said}")
 
     def overrides(self) -> list[str]:
         """Ours as `section.key=value`, without what the track decides."""
@@ -114,14 +110,6 @@ def load(name: str) -> Recipe:
         if recipe.system == OURS and key in BUDGET:
             raise ValueError(f"{path}: {key} is the track's; set {WARM_UP}, the share of the budget, or nothing")
     return recipe
-
-
-def save(recipe: Recipe, path: Path) -> None:
-    """The file that `load` reads back as the same recipe."""
-    lines = [f"{name} = {json.dumps(getattr(recipe, name))}" for name in ("about", "change", "system", "preset")]
-    lines += [f"vocabulary = {json.dumps(recipe.vocabulary)}", "", "[keys]"]
-    lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in recipe.keys.items()]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def our_config(recipe: Recipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:

@@ -25,7 +25,6 @@ from megabert.model import BertForPreTraining
 
 HELD_OUT_ROWS = 2_048  # of a score that is kept as one; about 37,000 masked tokens
 CURVE_ROWS = 512  # of a point of a curve
-SEARCH_ROWS = 1_024
 
 
 class Scorer:

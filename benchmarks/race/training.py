@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.common import hardware
-from benchmarks.common.commands import call
 from benchmarks.race import recipes
 from benchmarks.race.dataset import RaceData
 from benchmarks.race.recipes import Recipe
@@ -48,7 +47,7 @@ class Trained:
 def train(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
     """Trains an entry for the track's budget in the folder `run`, or finishes what was begun there (the peer: begins again).
 
-    Raises CommandFailed where training ends with an error, ValueError where the recipe does not fit.
+    Raises ValueError where training ends with an error or the recipe does not fit.
     """
     if recipe.system == recipes.PEER:
         return train_peer(recipe, track, data, run, seed)
@@ -63,7 +62,7 @@ def train_ours(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
     overrides += [f"checkpoint.interval={interval}", f"checkpoint.keep={KEPT}", "eval.interval=0"]
     command = [sys.executable, str(hardware.ROOT / "megabert/train.py"), "--config", recipe.preset]
     command += ["--data", str(data.train), "--run", str(run), *overrides]
-    call(command, track.cores, run.with_name(f"{run.name}.log"))
+    hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))
     points, tree = [], {}
     for folder in sorted(run.glob("checkpoints/step-*")):
         state = json.loads((folder / "manifest.json").read_text())["state"]
@@ -78,7 +77,7 @@ def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
     command += ["--preset", recipe.preset, "--points", str(POINTS)]
     fields = {"minutes": track.minutes, "tokens": track.tokens, "seed": seed, **recipe.keys}
     command += ["--recipe", json.dumps(fields, sort_keys=True)]
-    call(command, track.cores, run.with_name(f"{run.name}.log"))
+    hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))
     finished = json.loads((run / "finished.json").read_text())
     points = [
         Point(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")

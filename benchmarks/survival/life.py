@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from benchmarks.common import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 SURVIVORS_END_WITHIN = 20.0  # seconds after one rank was killed
@@ -98,7 +98,7 @@ class Life:
         self.log = run.with_name(f"{run.name}.log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         self._stale = set(self._saving())
-        argv, port = case.argv(data, run), free_port()
+        argv, port = case.argv(data, run), hardware.free_port()
         self.ranks: list[Process] = []
         for rank in range(case.world):
             env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
@@ -206,15 +206,6 @@ def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} for {seconds} s")
         time.sleep(POLL)
-
-
-def free_port() -> int:
-    """A free port below those that the system gives to outgoing connections, which could take it first."""
-    while True:
-        port = random.SystemRandom().randrange(12_000, 30_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def last_step(run: Path) -> int:

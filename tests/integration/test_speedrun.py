@@ -1,18 +1,13 @@
-"""The race and the search as they are typed, on tracks of seconds; killed and started again, they do what is left."""
+"""The race's command on tracks of seconds; started again it trains what is missing."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, command
+from tests.integration.conftest import command
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -37,20 +32,6 @@ vocabulary = 600
 batch = 16
 causal = 0.5
 "model.layers" = 1
-"""
-SEARCH = """recipe = "{recipe}"
-
-[space]
-"optimizer.lr" = {{ low = 1e-4, high = 1e-2, log = true }}
-
-[[rung]]
-track = "8k-tokens"
-trials = 3
-
-[[rung]]
-track = "16k-tokens"
-trials = 1
-seeds = 2
 """
 
 
@@ -101,58 +82,3 @@ def test_a_race_of_both_systems_is_scored_once_a_seed_and_drawn(tmp_path: Path, 
     written = (tmp_path / "r.json").read_bytes()
     again = command(*race, *both, "--track", "10k-tokens", timeout=900)
     assert again.stdout == more.stdout and (tmp_path / "r.json").read_bytes() == written
-
-
-def test_a_search_killed_twice_ends_with_the_same_table(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "small.toml").write_text(SMALL)
-    (tmp_path / "find.toml").write_text(SEARCH.format(recipe=tmp_path / "small.toml"))
-    search = [sys.executable, "benchmarks/recipe_search.py", "--search", tmp_path / "find.toml"]
-    search += ["--threads", "1", "--text", text, "--run", tmp_path / "race", "--winner", tmp_path / "best.toml"]
-
-    def rows(name: str) -> list[dict]:
-        path = tmp_path / name
-        return json.loads(path.read_text())["rows"] if path.is_file() else []
-
-    for wanted in (1, 2):
-        process = subprocess.Popen(
-            [*map(str, search), "--json", str(tmp_path / "killed.json")], cwd=ROOT, start_new_session=True
-        )
-        deadline = time.time() + 600
-        while len(rows("killed.json")) < wanted and time.time() < deadline:
-            time.sleep(0.2)
-        time.sleep(1.0)  # into the next trial
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finished = command(*search[1:], "--json", tmp_path / "killed.json", timeout=900)
-    whole = command(*search[1:], "--json", tmp_path / "whole.json", timeout=900)
-    assert finished.returncode == whole.returncode == 0, finished.stderr + whole.stderr
-
-    def scores(name: str) -> list[tuple]:
-        return [(r["trial"], r["track"], r["seed"], r["bits"], r["keys"]) for r in rows(name)]
-
-    assert len(scores("whole.json")) == 5 and scores("killed.json") == scores("whole.json")
-    assert finished.stdout == whole.stdout and finished.stdout.count("\n") == 2 + 3
-    first = sorted(row["bits"] for row in rows("whole.json")[:3])
-    best = next(row for row in rows("whole.json")[:3] if row["bits"] == first[0])
-    assert {row["trial"] for row in rows("whole.json")[3:]} == {best["trial"]}
-    for key, value in best["keys"].items():
-        assert f'"{key}" = {value}' in (tmp_path / "best.toml").read_text()
-
-
-def test_a_trial_that_diverges_is_a_row_and_one_that_cannot_train_an_error(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "small.toml").write_text(SMALL + '"optimizer.clip" = 0.0\n"precision" = "fp32"\n')
-    (tmp_path / "find.toml").write_text(
-        f'recipe = "{tmp_path}/small.toml"\n[space]\n"optimizer.lr" = [1e30]\n[[rung]]\ntrack = "8k-tokens"\ntrials = 2\n'
-    )
-    search = ["benchmarks/recipe_search.py", "--search", tmp_path / "find.toml", "--text", text, "--threads", 1]
-    search += ["--run", tmp_path / "race", "--json", tmp_path / "t.json"]
-    done = command(*search, timeout=900)
-    assert done.returncode == 0, done.stderr
-    sound, diverged = json.loads((tmp_path / "t.json").read_text())["rows"]
-    assert not sound["diverged"] and diverged["diverged"] and diverged["bits"] is None
-    assert "diverged" in done.stdout
-    (tmp_path / "find.toml").write_text((tmp_path / "find.toml").read_text().replace("1e30", "-1.0"))
-    refused = command(*search)
-    assert refused.returncode == 2 and "was made by a search with another digest" in refused.stderr
-    refused = command(*search[:-1], tmp_path / "other.json", "--runs", 2)
-    assert refused.returncode == 2 and "optimizer.lr" in refused.stderr.splitlines()[-1]
