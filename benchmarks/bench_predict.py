@@ -31,7 +31,7 @@ import torch
 from benchmarks.common import hardware
 from benchmarks.peers import hf_predict
 from megabert import hf as pretrained
-from megabert.commands.features.extraction import Extractor
+from megabert.commands.extraction import Extractor
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig
 from megabert.distributed.process_group import discover

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megabert import hf as pretrained
-from megabert.commands.features.extraction import Extractor
+from megabert.commands.extraction import Extractor
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf import sentence_folder

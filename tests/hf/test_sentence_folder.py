@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_named(file: str, tree: Any, said: str, tmp_path)
 def test_sentence_transformers_gives_our_vectors(kind, pool, fields, tmp_path) -> None:
     from sentence_transformers import SentenceTransformer
 
-    from megabert.commands.features.extraction import Extractor
+    from megabert.commands.extraction import Extractor
 
     start = write(tmp_path / "out", Pooling(pool, 24), kind, **fields)
     peer = SentenceTransformer(str(tmp_path / "out"), device="cpu")

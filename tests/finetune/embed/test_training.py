@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megabert import hf as pretrained
-from megabert.commands.features import __main__ as features
+from megabert.commands import features
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
@@ -81,22 +81,21 @@ def test_features_gives_the_vectors_that_are_searched_by(trained, base, tmp_path
     texts = ["w1 w2 w3", "w4 " * 30, "w5"]
     (tmp_path / "lines.txt").write_text("".join(f"{text}\n" for text in texts))
     arguments = ["--pool", "sentence", "--input", str(tmp_path / "lines.txt")]
-    assert features.main(["--model", str(best), "--output", str(tmp_path / "v.npz"), *arguments]) == 0
+    assert features.main(["--model", str(best), "--output", str(tmp_path / "v.npy"), *arguments]) == 0
     module, found, pooling = training.load(best, world, torch.float32)
     assert pooling.max_length == SETTINGS.max_length
     items = batches.encode(texts, found.tokenizer, pooling.max_length)
     wanted = model.vectors_of(module, items, pooling.max_length, world).numpy()
-    written = np.load(tmp_path / "v.npz")
-    assert np.allclose(written["vectors"], wanted, atol=1e-6)
-    assert written["truncated"].tolist() == [False, True, False]
+    written = np.load(tmp_path / "v.npy")
+    assert np.allclose(written, wanted, atol=1e-6)
 
 
 def test_features_refuses_a_model_that_does_not_say_how(base, tmp_path, capsys) -> None:
     (tmp_path / "lines.txt").write_text("w1\n")
-    arguments = ["--pool", "sentence", "--input", str(tmp_path / "lines.txt"), "--output", str(tmp_path / "v.npz")]
+    arguments = ["--pool", "sentence", "--input", str(tmp_path / "lines.txt"), "--output", str(tmp_path / "v.npy")]
     assert features.main(["--model", str(base / "run"), *arguments]) == 2
     error = capsys.readouterr().err
-    assert "has no modules.json" in error and error.count("\n") == 1 and not (tmp_path / "v.npz").exists()
+    assert "has no modules.json" in error and error.count("\n") == 1 and not (tmp_path / "v.npy").exists()
 
 
 def test_scored_pairs_are_judged_by_their_cosines(trained, tmp_path, world) -> None:
