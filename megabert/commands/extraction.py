@@ -322,8 +322,8 @@ class VectorWriter:
         self.spool, self.form = spool, form
         self.texts = int(spool.state.get("texts", 0))
         self.truncated = int(spool.state.get("truncated", 0))
-        dtypes = (form.dtype, np.int32, np.int64, np.bool_, np.int64)
-        self.dtypes = dict(zip(self.FIELDS, map(np.dtype, dtypes), strict=True))
+        dtypes = (form.dtype, "int32", "int64", "bool", "int64")
+        self.dtypes = {name: np.dtype(dtype) for name, dtype in zip(self.FIELDS, dtypes, strict=True)}
 
     def add(self, part: Vectors) -> None:
         arrays = part._asdict() | {"texts": np.array([len(part.lengths)])}
