@@ -20,7 +20,7 @@ from data_prep.arguments import actions, corpora, options_of, parser, part_of, t
 from data_prep.build import build, build_part
 from data_prep.common import recipe
 from data_prep.common.errors import BadInput
-from data_prep.executor import output_folder, pipe, pool, upload
+from data_prep.executor import output_folder, pool
 from data_prep.executor.inputs import Known
 from data_prep.options import TRAINING, BuildOptions
 from data_prep.readers.tasks import Corpus
@@ -49,8 +49,6 @@ def _add(args: argparse.Namespace, argv: list[str]) -> int:
     """Build the next version of a dataset: what of the input is not in it yet, in a folder of its own."""
     if not args.output or args.recipe or args.overwrite:
         raise BadInput("build --add: give --output, the dataset, and new --input; no recipe and no --overwrite")
-    if is_url(args.output):
-        raise BadInput(f"--output {args.output}: --add takes a folder")
     if args.part or args.merge or args.tokenizer:
         raise BadInput("build --add: takes the tokenizer of the dataset, and goes neither with --part nor with --merge")
     _check_json(args)
@@ -120,16 +118,9 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
         raise BadInput("build: give --output, the folder of the dataset")
     _check_json(args)
     part = part_of(args)
-    url, folder = _target(args, options)
-    piped = any(pipe.PIPE in corpus.paths for corpus in inputs)
-    if piped and (part or args.merge or pool.launched_ranks() > 1):
-        raise BadInput("--input -: one process reads standard input; give --part, --merge and mpirun a file")
-    inputs = pipe.spooled(inputs, folder, sys.stdin.buffer)
     with pool.opened(workers_of(args)) as executor:
         if executor is None:
             return 0
-        if url:
-            upload.check(url, options.seq_lens, args.overwrite)
         if part:
             given, progress = tokenizer_of(args), not args.quiet
             done = build_part(inputs, args.output, options, executor, part, given, args.on_error, progress)
@@ -143,7 +134,7 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             return 0
         summary = build(
             inputs,
-            folder,
+            args.output,
             options,
             executor,
             tokenizer_of(args),
@@ -155,16 +146,11 @@ def _build(args: argparse.Namespace, argv: list[str]) -> int:
             stored,
             recipe_file=recipe_file,
         )
-    uploaded = upload.upload(url) if url else 0
-    if piped:
-        pipe.spool_of(folder).unlink()
-    if uploaded:
-        log.info(f"{url}: {uploaded} files uploaded; the local copy is {folder}")
-    elif summary is None:
+    if summary is None:
         log.info(f"{args.output}: whole already, from the same input with the same options; nothing to do")
     if summary is not None:
         print(summary_text(summary, args.output))
-    _write_json(args, summary, Path(folder))
+    _write_json(args, summary, Path(args.output))
     return 0
 
 
@@ -179,18 +165,8 @@ def _write_json(args: argparse.Namespace, summary: dict[str, Any] | None, folder
     if not args.json:
         return
     if summary is None:
-        summary = json.loads((folder / output_folder.REPORTS[0]).read_bytes())
+        summary = json.loads((folder / output_folder.REPORT).read_bytes())
     Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-
-
-def _target(args: argparse.Namespace, options: BuildOptions) -> tuple[str, str]:
-    """(the URL that the dataset goes to or "", the folder that it is built in) of --output. Raises BadInput."""
-    if not is_url(args.output):
-        return "", args.output
-    if args.part or args.merge:
-        raise BadInput(f"--output {args.output}: --part and --merge take a folder that all jobs see")
-    options.check()
-    return args.output, str(upload.staging(args.output))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -212,12 +188,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__).parse_args(argv)
     pool.collect_seldom()
     try:
+        target = args.output if args.command == "build" else args.folder
+        if target and is_url(target):
+            raise BadInput(f"{target}: is a URL; give a folder")
         if args.command == "build":
             return _build(args, argv)
-        if is_url(args.folder):
-            raise BadInput(
-                f"{args.command} {args.folder}: takes a folder; what is fetched of a URL is compared with its SHA-256"
-            )
         if args.command == "verify":
             return _verify(args)
         from data_prep.report import inspect_dataset

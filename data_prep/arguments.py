@@ -41,11 +41,11 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="TOML file of options by these names, and a table [corpus.NAME] a corpus: input, weight, and of its own format, "
         "text_documents, text_field, keep_titles, encoding, split, language, filters")  # fmt: skip
     add("--input", nargs="+", metavar="[NAME=]PATH",
-        help="files, folders, globs (each also at a URL: s3://, gs://, hf://, https://), - (standard input), or the word pydoc: MediaWiki XML dumps, "
-        "WikiExtractor output, text, JSONL, WARC and WET (each also .gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; "
+        help="files, folders, globs (each also at a URL: s3://, gs://, hf://, https://), or the word pydoc: MediaWiki XML dumps, "
+        "WikiExtractor output, text, JSONL (each also .gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; "
         "NAME= begins a corpus of that name")  # fmt: skip
     add("--output", metavar="DIR",
-        help="folder of the dataset, or its URL: it is then built in $MEGABERT_CACHE (default ~/.cache/megabert) and uploaded")  # fmt: skip
+        help="folder of the dataset")  # fmt: skip
     add("--seq-len", type=int, nargs="+", default=list(d.seq_lens), metavar="N",
         help="tokens a row; several make a dataset each, in DIR/seqN")  # fmt: skip
     add("--weight", nargs="+", default=[], metavar="NAME=W",
@@ -96,25 +96,12 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--min-quality", type=float, default=0.5, metavar="P", help="least probability of these together")
     add("--mask", nargs="+", default=[], choices=masking.KINDS,
         help="put reserved addresses in the place of e-mail and IP addresses, take away citation marks: [12], [edit]")  # fmt: skip
-    add("--decontaminate", nargs="+", default=[], metavar="FILE",
-        help="evaluation files (TSV, CSV, JSON, JSON lines, CoNLL, lines): documents that overlap with a text of theirs are "
-        "dropped and listed in DIR/contaminated.jsonl")  # fmt: skip
-    add("--drop-urls", nargs="+", default=[], metavar="FILE",
-        help="lists of hosts and URLs, one a line (# begins a comment, .gz is read): documents of these hosts, of what is below "
-        "them, or of these pages are dropped")  # fmt: skip
-    add("--url-field", metavar="NAME",
-        help="field or column that holds a document's URL (default: url; WikiExtractor's documents say it in their tag)")  # fmt: skip
     add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
         help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
-    add("--dedup-substrings", type=int, default=d.dedup_substrings, metavar="N",
-        help="cut out any N words in a row that were there before, and what is longer, wherever it begins; 50 is usual, 0 cuts none")  # fmt: skip
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
     g = p.add_argument_group("rows")
     add = g.add_argument
     add("--no-nsp", action="store_true", help="full sentences in place of sentence pairs")
-    add("--cut", choices=("words", "sentences"), default=d.cut,
-        help="where full sentences end when a row is full: words fills rows and goes on in the next, sentences leaves a "
-        "tenth of a row of 128 empty, as all builds did before")  # fmt: skip
     add("--short-share", type=float, default=d.short_share, help="share of pairs that aim at a shorter length")
     add("--max-sentence", type=int, default=d.max_sentence, metavar="N",
         help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
@@ -167,13 +154,10 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
     """What decides the bytes of a build. Raises BadInput for a rule that is none and for what does not go together."""
     if "none" in args.dedup and len(args.dedup) > 1:
         raise BadInput("--dedup: none stands alone")
-    if args.url_field and not args.drop_urls:
-        raise BadInput(f"--url-field: {args.url_field} takes --drop-urls")
     return BuildOptions(
         seq_lens=tuple(args.seq_len),
         max_sequences=args.max_sequences,
         nsp=not args.no_nsp,
-        cut=args.cut,
         short_share=args.short_share,
         max_sentence=args.max_sentence,
         held_out=args.held_out,
@@ -186,10 +170,7 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         language=_classifier("language", args.language_model, args.language, args.min_language),
         quality=_classifier("quality", args.quality_model, args.quality_label, args.min_quality),
         mask=tuple(name for name in masking.KINDS if name in args.mask),
-        decontaminate=tuple(args.decontaminate),
-        drop_urls=tuple(args.drop_urls),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
-        dedup_substrings=args.dedup_substrings,
         keep_whitespace=args.keep_whitespace,
         vocab_size=args.vocab_size,
         model_type=args.model_type,
@@ -204,7 +185,6 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
             keep_titles=args.keep_titles,
             encoding=args.encoding,
             split=args.split,
-            url_field=(args.url_field or "url") if args.drop_urls else "",
         ),
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,12 +20,11 @@ from data_prep.executor import inputs, output_folder, work_files
 from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
-from data_prep.filters.url_lists import UrlList
 from data_prep.options import BuildOptions
 from data_prep.pipeline import TRAINING_STAGES, Made, Ready, Stages, make_ready, run_stages
 from data_prep.readers.tasks import Corpus, Piece, list_pieces
-from data_prep.report import html_report, summary
-from data_prep.stages import decontaminate, read
+from data_prep.report import summary
+from data_prep.stages import read
 from megabert.common.atomic_io import sha256_of, write_whole
 from megabert.common.logs import log
 from megabert.data import shards
@@ -198,7 +196,7 @@ def _sources(
 ) -> Iterator[str]:
     """Every file that a build reads."""
     models = [classifier.path for classifier in (options.language, options.quality) if classifier]
-    named = [*options.decontaminate, *options.drop_urls, *models]
+    named = [*models]
     if given is not None:
         named.append(str(given.path))
     if recipe_file is not None:
@@ -225,13 +223,8 @@ def account_of(
     digest = hashlib.blake2b(digest_size=16)
     for _, piece in pieces:
         digest.update(repr(piece).encode())
-    named = {
-        "evaluation files": {file.path: file.sha256 for file in decontaminate.files(options.decontaminate)},
-        "url lists": {path: UrlList.of(path).sha256 for path in options.drop_urls},
+    return {
         "models": {c.path: sha256_of(Path(c.path)) for c in (options.language, options.quality) if c},
-    }
-    return {name: files for name, files in named.items() if files} | {
-        output_folder.VERSION: output_folder.READING_VERSION,
         "options": options.listed(given is None),
         "corpora": {
             corpus.name: {"paths": list(corpus.paths), "weight": corpus.weight} | own_options(corpus)
@@ -249,8 +242,6 @@ def account_of(
 def own_options(corpus: Corpus) -> dict[str, Any]:
     """What a corpus reads and keeps in its own way, as accounts list it."""
     own: dict[str, Any] = {} if corpus.read is None else {"read": asdict(corpus.read)}
-    if corpus.read is not None and not corpus.read.url_field:
-        del own["read"]["url_field"]
     if corpus.languages is not None:
         own["languages"] = list(corpus.languages)
     return own if corpus.filters is None else own | {"filters": list(corpus.filters)}
@@ -261,10 +252,7 @@ def _commit(folder: Path, made: Made, facts: dict[str, Any], account: dict[str, 
     for dataset in made.datasets:
         for name, data in made.tokenizer.files().items():
             (dataset.folder / name).write_bytes(data)
-    write_json(folder / output_folder.REPORTS[0], facts)
-    write_whole(folder / output_folder.REPORTS[1], html_report.render(facts).encode())
-    if made.contaminated is not None:
-        shutil.copyfile(made.contaminated, folder / output_folder.CONTAMINATED)
+    write_json(folder / output_folder.REPORT, facts)
     if recipe:
         write_whole(folder / output_folder.RECIPE, recipe.encode())
     write_json(folder / output_folder.ACCOUNT, account)

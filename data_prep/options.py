@@ -16,28 +16,11 @@ from megabert.data.tokenizer import Tokenizer
 
 BLOCK_ROWS = 256
 SHORTEST_SENTENCE = 8  # tokens
-SHORTEST_SUBSTRING = 8  # words; what is shorter every text repeats
 DEDUP = ("documents", "near", "paragraphs")
 TRAINING = (
     *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
     *("model_form", "character_coverage", "byte_fallback"),
 )
-
-# Options that manifests did not list when there were none: at these values a build is known by what it was known by then.
-LATER: dict[str, Any] = {
-    "cut": "sentences",
-    "decontaminate": (),
-    "drop_urls": (),
-    "dedup_substrings": 0,
-    "mask": (),
-    "language": None,
-    "quality": None,
-    "max_sentence": 0,
-    "model_form": "NFKC",
-    "character_coverage": 0.9995,
-    "byte_fallback": False,
-    "keep_whitespace": False,
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +43,6 @@ class BuildOptions:
     seq_lens: tuple[int, ...] = (128,)  # tokens a row; a dataset each
     max_sequences: int = 0  # packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
     nsp: bool = True  # sentence pairs; without, full sentences
-    cut: str = "words"  # where full sentences end: words fills rows, sentences is what builds did before
     short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
     held_out: float = 0.01  # of documents, by a hash of their words
     seed: int = 0
@@ -69,10 +51,7 @@ class BuildOptions:
     quality: Classifier | None = None  # and those that a model of the user's judges to be no good
     mask: tuple[str, ...] = ()  # what is masked in texts: text.masking.KINDS
     rules: Rules = field(default_factory=Rules)
-    decontaminate: tuple[str, ...] = ()  # files of evaluation texts that no document may overlap with
-    drop_urls: tuple[str, ...] = ()  # lists of hosts and URLs whose documents are dropped
     dedup: tuple[str, ...] = ("documents",)
-    dedup_substrings: int = 0  # words in a row that are cut out where they were there before; 0: none are
     vocab_size: int = 30_000
     model_type: str = "unigram"
     model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
@@ -103,7 +82,6 @@ class BuildOptions:
             ("sample_alpha", 0, 1),
             ("character_coverage", 0.9, 1),
             ("max_sentence", 0, 8192),
-            ("dedup_substrings", 0, 10_000),
             ("rows_per_shard", BLOCK_ROWS, 1 << 24),
         ):
             value = getattr(self, name)
@@ -111,10 +89,6 @@ class BuildOptions:
                 raise BadInput(f"--{name.replace('_', '-')}: must lie in {low}..{high}, is {value}")
         if 0 < self.max_sentence < SHORTEST_SENTENCE:
             raise BadInput(f"--max-sentence: must be 0 or at least {SHORTEST_SENTENCE}, is {self.max_sentence}")
-        if 0 < self.dedup_substrings < SHORTEST_SUBSTRING:
-            raise BadInput(
-                f"--dedup-substrings: must be 0 or at least {SHORTEST_SUBSTRING}, is {self.dedup_substrings}"
-            )
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
 
@@ -160,20 +134,8 @@ class BuildOptions:
         return CorpusOptions(corpus.read or self.read, own, language)
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """As manifests and accounts list them, equal to what is read back; a reused tokenizer makes the options of its training void.
-
-        An option that came later is left out where it says what builds did before it, so that their accounts still fit.
-        """
+        """As manifests and accounts list them, equal to what is read back; a reused tokenizer makes the options of its training void."""
         listed = asdict(self)
-        for name, default in LATER.items():
-            if listed[name] == default or (name == "cut" and self.nsp):
-                del listed[name]
-        for name in rules.LATER:
-            if listed["rules"][name] is None:
-                del listed["rules"][name]
-        for name in ("split", "url_field"):
-            if listed["read"][name] == getattr(ReadOptions, name):
-                del listed["read"][name]
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)

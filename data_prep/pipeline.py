@@ -17,24 +17,11 @@ from tqdm import tqdm
 
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stage
-from data_prep.executor.work_files import TEXT_RULES, Done, Job, total
-from data_prep.filters.url_lists import UrlList
-from data_prep.readers.documents import LATER_RULES
+from data_prep.executor.work_files import Done, Job, total
 from data_prep.readers.tasks import Piece, Task, group
 from data_prep.report import pair_checks, summary
-from data_prep.stages import (
-    decontaminate,
-    dedup,
-    read,
-    sequences,
-    shuffle,
-    substrings,
-    train_tokenizer,
-    unpack,
-    url_list,
-    write,
-)
-from data_prep.text import clean, minhash
+from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, unpack, write
+from data_prep.text import minhash
 from megabert.common.atomic_io import write_whole
 from megabert.data.tokenizer import Tokenizer
 
@@ -97,7 +84,6 @@ class Made:
     tasks: list[Task]
     documents: Stage
     datasets: list[WrittenDataset]
-    contaminated: str | None  # the list of documents that overlap with evaluation texts
 
 
 @dataclass(frozen=True)
@@ -114,14 +100,8 @@ def make_ready(stages: Stages, job: Job, pieces: list[tuple[int, Piece]], given:
     if given is not None:
         job.options.check_tokenizer(given)
     tasks, unpacked = _tasks(stages, job, pieces)
-    if job.options.drop_urls:
-        lists = tuple(UrlList.of(path) for path in job.options.drop_urls)
-        stages.map("URL lists", url_list.index, job, [lists], unit="list")
     tokenizer = _tokenizer(stages, job, tasks, given)
     job = replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256)
-    if job.options.decontaminate:
-        listed_files = tuple(decontaminate.files(job.options.decontaminate))
-        stages.map("evaluation", decontaminate.index, job, [listed_files], unit="file")
     return Ready(job, tokenizer, tasks, unpacked)
 
 
@@ -133,10 +113,6 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
     documents = stages.map("read", read.read_task, job, tasks, unit="B", size=size)
     if unpacked:
         stages.journal.consume(unpacked, documents)
-    if options.drop_urls:
-        url_list.check(total(documents.results), options.read.url_field, allow)
-    if options.decontaminate:
-        stages.map("list", decontaminate.collect, job, [len(tasks)])
     compared, mask = _mark_duplicates(stages, job, documents)
     held_out = _hold_out(job, documents)
     job = replace(job, held_limit=held_out.limit)
@@ -144,8 +120,6 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
         sequences.Kept(task.index, tuple(done.facts["units"]), task.corpus, mask)
         for task, done in zip(tasks, documents.results, strict=True)
     ]
-    if options.dedup_substrings:
-        kept = _cut_substrings(stages, job, kept, compared)
 
     datasets = []
     for seq_len, place in output_folder.folders(folder, options.seq_lens).items():
@@ -157,13 +131,8 @@ def run_stages(stages: Stages, ready: Ready, folder: Path, trained: bool, allow:
                 stages.journal.consume(stage, drawn)
         pair_checks.check(total(drawn.results[len(groups) :]), seq_len, allow)
         listed = options.listed(trained)
-        if any(done.counts[clean.BY_SCRIPT] for done in documents.results):
-            listed["text_rules"] = TEXT_RULES
-        if unpacked or documents_by_later_rules(tasks, documents):
-            listed["reading_version"] = output_folder.READING_VERSION
         datasets.append(_dataset(stages, job, seq_len, drawn, len(groups), tokenizer, place, listed))
-    contaminated = job.path(output_folder.CONTAMINATED) if options.decontaminate else None
-    return Made(tokenizer, tasks, documents, datasets, contaminated)
+    return Made(tokenizer, tasks, documents, datasets)
 
 
 def _tasks(stages: Stages, job: Job, pieces: list[tuple[int, Piece]]) -> tuple[list[Task], Stage | None]:
@@ -174,12 +143,6 @@ def _tasks(stages: Stages, job: Job, pieces: list[tuple[int, Piece]]) -> tuple[l
     size = sum(item.piece.size for item in items)
     unpacked = stages.map("unpack", unpack.unpack, job, items, unit="B", size=size)
     return group(unpack.cut(job, pieces, items, unpacked.results)), unpacked
-
-
-def documents_by_later_rules(tasks: list[Task], documents: Stage) -> bool:
-    """Whether reading made other documents or other tasks than version 1 did: the manifest then names the version."""
-    in_batches = any(piece.format == "arrow" and piece.start for task in tasks for piece in task.pieces)
-    return in_batches or any(done.counts[LATER_RULES] for done in documents.results)
 
 
 def _tokenizer(stages: Stages, job: Job, tasks: list[Task], given: Tokenizer | None) -> Tokenizer:
@@ -217,16 +180,6 @@ def _mark_duplicates(stages: Stages, job: Job, documents: Stage) -> tuple[list[S
     found = find_duplicates(stages, job, dedup.Runs("paragraphs", "keep", tasks), paragraphs, made)
     made.append(stages.map("trim", dedup.mask_paragraphs, job, dedup.task_masks(tasks, [found])))
     return made, "trim"
-
-
-def _cut_substrings(stages: Stages, job: Job, kept: list[sequences.Kept], made: list[Stage]) -> list[sequences.Kept]:
-    """What tasks keep without substrings that were there before; the stages that it took are added to `made`."""
-    windows = stages.map("windows", substrings.windows, job, kept)
-    count = sum(done.facts["windows"] for done in windows.results)
-    found = find_duplicates(stages, job, dedup.Runs(substrings.KIND, "windows", len(kept)), count, made)
-    stages.journal.consume(windows, made[-1])
-    made.append(stages.map("cut", substrings.cut, job, substrings.cuts(kept, found)))
-    return [replace(its, cut=True) for its in kept]
 
 
 def find_duplicates(

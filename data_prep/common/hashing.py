@@ -1,4 +1,4 @@
-"""64-bit hashes of words and of runs of words, and SHA-256 of files that options name.
+"""64-bit hashes of words and of runs of words.
 
 They are the same in every process, on every machine and for every seed of Python. A word is a run of bytes and a document a
 run of words. The hash of a run is a sum over its parts, each mixed with its place, so that it costs array operations and no
@@ -9,27 +9,16 @@ somebody who wants a collision.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 
-from data_prep.common.errors import BadInput
 from data_prep.common.segments import sums
-from megabert.common.atomic_io import sha256_of
 from megabert.common.hash_mixer import GOLDEN64, mix64
 
 
 def of_bytes(data: bytes) -> int:
     """64 bits of BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def of_file(path: str, option: str) -> str:
-    """SHA-256 in hex of a file that `option` names. Raises BadInput where it can't be read."""
-    try:
-        return sha256_of(Path(path))
-    except OSError as error:
-        raise BadInput(f"{option} {path}: can't be read: {error.strerror}") from None
 
 
 def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -46,25 +35,6 @@ def of_runs(parts: np.ndarray, edges: np.ndarray, seed: int = 0) -> np.ndarray:
     total += mix64(np.array([seed], np.uint64)) + lengths.astype(np.uint64)
     found = np.maximum(mix64(total), np.uint64(1))
     found[lengths == 0] = 0
-    return found
-
-
-def of_windows(parts: np.ndarray, size: int) -> np.ndarray:
-    """uint64 [n - size + 1]: a hash of each `size` neighbours among the hashes `parts` [n]; [0] where there are fewer.
-
-    Runs of 1, 2, 4, … are made from two of half their length, and a window from those that its length is a sum of.
-    """
-    count = max(len(parts) - size + 1, 0)
-    found: np.ndarray | None = None
-    done, length, run = 0, 1, parts
-    while length <= size:
-        if size & length:
-            part = run[done : done + count]
-            found = part.copy() if found is None else mix64(found * GOLDEN64 + part)
-            done += length
-        run = mix64(run[: max(len(run) - length, 0)] * GOLDEN64 + run[length:])
-        length *= 2
-    assert found is not None
     return found
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 AUTO = "auto"
 TABLES = ("parquet", "arrow")
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line")
-WARC = "warc"
-FORMATS = ("text", "wiki", "mediawiki", "jsonl", WARC, *TABLES)
+FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,6 @@ class ReadOptions:
     """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
 
     `text_field` is as `megabert.common.fields` takes it, `split` the part of a saved dataset that is read, or "all".
-    `url_field` holds a document's URL; "" where nobody asks for it.
     """
 
     format: str = AUTO
@@ -25,7 +23,6 @@ class ReadOptions:
     keep_titles: bool = False
     encoding: str = AUTO
     split: str = "train"
-    url_field: str = ""
 
     @staticmethod
     def choices(name: str) -> tuple[str, ...]:
@@ -94,4 +91,3 @@ class Document:
     offset: int
     text: bytes | str
     markup: bool
-    url: str | None = None  # where it is known and asked for

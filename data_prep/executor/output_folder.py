@@ -28,11 +28,9 @@ WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 RECIPE = "recipe.toml"
-CONTAMINATED = "contaminated.jsonl"
 INPUTS = "inputs.bin"
-REPORTS = ("report.json", "report.html")
+REPORT = "report.json"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
-VERSION, READING_VERSION = "reading version", 2  # of the rules by which files become documents and tasks
 FILES = (
     "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
 )
@@ -51,9 +49,9 @@ def _is_ours(path: Path) -> bool:
             or re.fullmatch(r"added-\d{3}", name) is not None
             or (name.startswith("seq") and name[3:].isdigit())
         )
-    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".contaminated", ".inputs")):
+    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".inputs")):
         return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, RECIPE, CONTAMINATED, INPUTS, *REPORTS, *TOKENIZERS.values(), CONFIG)
+    return name in (MANIFEST, ACCOUNT, RECIPE, INPUTS, REPORT, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:
@@ -92,13 +90,6 @@ def _load(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: not valid JSON; --overwrite builds anew") from None
 
 
-def _of_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The account of a whole dataset; one of before there were versions took the digest of its files otherwise."""
-    if VERSION in old:
-        return old
-    return {**old, VERSION: new[VERSION], FILES: {**old[FILES], "digest": new[FILES]["digest"]}}
-
-
 def account(output: Path) -> dict[str, Any]:
     """The account of a whole dataset. Raises BadInput where there is none."""
     if not (output / ACCOUNT).is_file() or (output / WORK / ACCOUNT).exists():
@@ -130,7 +121,7 @@ def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -
     """Whether `output` holds the whole dataset of `account`. Raises BadInput where it holds that of another."""
     if not _is_whole(output, seq_lens) or (output / WORK / ACCOUNT).exists():
         return False
-    if changed := list(differences(_of_now(_load(output / ACCOUNT), account), account)):
+    if changed := list(differences(_load(output / ACCOUNT), account)):
         raise BadInput(
             f"--output {output}: holds a dataset of another build ({'; '.join(changed)}); --overwrite replaces it"
         )

@@ -28,13 +28,10 @@ MAX_OPENS = 1 << 19
 MERGED_RUNS = 64  # to which runs are merged where that would be more
 EXAMPLES = 3  # of what was dropped under a reason, from one item of work
 EXAMPLE_CHARACTERS = 300
-TEXT_RULES = 2  # of paragraphs and sentences. 1 knew Latin, Cyrillic and Greek ones and cut at ideographic full stops
 
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")])
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])  # a key to group by and who has it
-CUT, CUT_WORDS = "repeated substrings", "words of repeated substrings"  # that were cut, as they are counted
-SUBSTRING = np.dtype([*KEYED.descr, ("check", "<u8")])  # of a hash of 128 bits the other 64
 SEQUENCE = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1")])
 
 
@@ -50,7 +47,6 @@ class Job:
     held_limit: int = 0  # documents whose 64-bit hash is below are held out
     weights: tuple[float, ...] = (1.0,)  # of the corpora
     own: tuple[CorpusOptions, ...] = ()  # of the corpora, where one has options of its own
-    text_rules: int = TEXT_RULES
 
     def options_of(self, corpus: int) -> CorpusOptions:
         return self.own[corpus] if self.own else self.options.shared()

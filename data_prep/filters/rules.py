@@ -72,8 +72,6 @@ _FIELDS = {rule.name.replace("_", "-"): rule for rule in fields(Rules)}
 REASONS = ("", *_FIELDS)  # what a number from a verdict means; 0 is a document, or a line, that stays
 LINE_RULES = frozenset(name for name, rule in _FIELDS.items() if rule.metadata["lines"])
 FOLDED_RULES = ("max_line_notices", "max_lorem_ipsum")  # look at folded words
-# Rules that came later; off, they are not listed, so that the accounts of builds before them stay as they are.
-LATER = ("min_line_words", "min_line_ends", "max_line_notices", "max_curly_brackets", "max_lorem_ipsum")
 
 
 def _limits(preset: str) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import ReadOptions
 from data_prep.readers import formats
 from data_prep.readers.files import open_regular
 from megabert.common import arrow_tables, fields
 from megabert.common.arrow_tables import BadTable
 
-Row = tuple[int, str, str | None]
+Row = tuple[int, str]
 
 
 @contextlib.contextmanager
@@ -31,7 +30,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
         raise BadInput(str(error)) from None
 
 
-def _columns(path: str, schema: Any, text_field: str, option: str = "--text-field") -> list[list[str]]:
+def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     """Names from the outermost column to each text column.
 
     Raises BadTable listing the columns, or naming the type of one that is no text.
@@ -43,19 +42,12 @@ def _columns(path: str, schema: Any, text_field: str, option: str = "--text-fiel
         try:
             parts = arrow_tables.locate(path, schema, name)
         except BadTable as error:
-            raise BadTable(f"{error}; name one with {option}") from None
+            raise BadTable(f"{error}; name one with --text-field") from None
         type_ = arrow_tables.type_of(schema, parts)
         if not (_is_text(type_) or types.is_null(type_)):
-            raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with {option}")
+            raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
         found.append(parts)
     return found
-
-
-def _url_column(path: str, schema: Any, url_field: str) -> list[list[str]]:
-    """The names to the column of URLs, where one is asked for and the table has it. Raises BadTable where it is no text."""
-    if not url_field or fields.path(url_field, schema.names)[0] not in schema.names:
-        return []
-    return _columns(path, schema, url_field, "--url-field")
 
 
 def _is_text(type_: Any) -> bool:
@@ -107,18 +99,17 @@ def ratio(path: str) -> float:
 
 
 def read_table(
-    path: str, format_: str, start: int, end: int | None, options: ReadOptions, problems: Problems
+    path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
 ) -> Iterator[Row]:
-    """(row number, text, URL) of a table, of its row groups or batches [start, end). Null values are counted and left out.
+    """(row number, text) of a table, of its row groups or batches [start, end). Null values are counted and left out.
 
     Raises BadInput where the file is damaged or has no such column.
     """
     with open_regular(path) as file:
         with _arrow_errors(path):
             schema = arrow_tables.schema_of(format_, file)
-            columns = _columns(path, schema, options.text_field)
-            urls = _url_column(path, schema, options.url_field)
-        batches = arrow_tables.batches_of(format_)(path, file, columns + urls, start, end)
+            columns = _columns(path, schema, text_field)
+        batches = arrow_tables.batches_of(format_)(path, file, columns, start, end)
         while True:
             with _arrow_errors(path):
                 batch = next(batches, None)
@@ -127,8 +118,8 @@ def read_table(
                 row, arrays = batch
                 values = [_values(array) for array in arrays]
             for record in zip(*values, strict=True):
-                text, url = None, record[-1] if urls else None
-                parts = [value for value in record[: len(columns)] if value is not None]
+                text = None
+                parts = [value for value in record if value is not None]
                 try:
                     if sum(map(len, parts)) > formats.MAX_DOCUMENT:
                         detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
@@ -140,7 +131,7 @@ def read_table(
                 except UnicodeDecodeError:
                     problems.bad(path, row, "invalid UTF-8", unit="row")
                 if text is not None:
-                    yield row, text, None if url is None else url.decode("utf-8", "replace")
+                    yield row, text
                 row += 1
 
 

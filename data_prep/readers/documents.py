@@ -11,18 +11,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, WARC, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked, warc
+from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
+from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked
 from data_prep.readers.decompress import Edge
 from data_prep.readers.formats import ELEMENTS
 from megabert.common import arrow_tables, fields
 
 SNIFF = 1 << 18  # bytes that decide the encoding
-SIZE_RULE = 16 << 20  # bytes on disk at which version 1 changed what a document is in a text file
-LATER_RULES = "text files read by rules of version 2"
 UNTOLD = "text files that do not tell what a document is"
 UNTOLD_DOCUMENTS = "documents of text files that do not tell"
 EXPANSION = 4  # unpacked bytes a compressed one, a rough figure that only steers grouping
@@ -40,11 +37,6 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Pie
         return replace(piece, format=found, encoding=encodings.UTF8)
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
-    if format_ in (AUTO, WARC) and head.startswith(warc.MAGIC):
-        warc.check(path)
-        return replace(piece, format=WARC, encoding=encodings.UTF8)  # each page has an encoding of its own
-    if format_ == WARC:
-        raise BadInput(f"{path}: no WARC file")
     encoding = encodings.check(options.encoding)
     if encoding == AUTO:  # XML is in UTF-8 where it names nothing else, and a dump names nothing else
         is_dump = formats.XML_HEAD.match(head.removeprefix(formats.BOM).lstrip())
@@ -87,9 +79,6 @@ def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folde
     unseen = piece.format == "text" and options.text_documents == AUTO and not piece.documents
     if piece.format == AUTO or piece.encoding == AUTO or unseen:
         piece = inspect(piece, first[:SNIFF], options, whole=len(first) <= SNIFF)
-    if piece.format == WARC:
-        yield from warc.documents(chain([first], chunks), path, problems)
-        return
     synced = begin == 0
     if piece.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
@@ -102,7 +91,6 @@ def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folde
         kind = _kind(piece, options)
         if not piece.start and piece.format == "text":
             problems.noted[UNTOLD] += not piece.told
-            problems.noted[LATER_RULES] += _later_rules(piece, kind, options)
         for document in _lines(chunks, begin, synced, piece, kind, options, problems):
             problems.noted[UNTOLD_DOCUMENTS] += not piece.told
             yield document
@@ -114,8 +102,7 @@ def _elements(
     for offset, body in formats.split_elements(chunks, begin, piece.format, path, problems, edge):
         if piece.format == "wiki":
             text = formats.wiki_body(body, options.keep_titles)
-            url = formats.wiki_url(body) if options.url_field else None
-            yield Document(path, offset + len(body) - len(text), text, True, url)
+            yield Document(path, offset + len(body) - len(text), text, True)
         elif (article := mediawiki.article(body, offset, path, options.keep_titles, problems)) is not None:
             yield Document(path, offset, article, True)
 
@@ -125,14 +112,6 @@ def _kind(piece: Piece, options: ReadOptions) -> str:
     if piece.format == "jsonl":
         return "line"
     return piece.documents if options.text_documents == AUTO else options.text_documents
-
-
-def _later_rules(piece: Piece, kind: str, options: ReadOptions) -> bool:
-    """Whether the file was read in another way before: up to SIZE_RULE it was one document, a larger one had blank lines
-    between, and parts of a file were counted from the end of the part before."""
-    size = piece.stamp[0] if piece.stamp else piece.size
-    large = size > SIZE_RULE // (EXPANSION if piece.compression else 1)
-    return (kind == "blank-line") != large if options.text_documents == AUTO else large and kind == "file"
 
 
 def _lines(
@@ -152,18 +131,15 @@ def _lines(
         if offset < start:
             continue
         if piece.format == "jsonl":
-            record = _json_text(body, offset, path, options, problems)
-            if record is not None:
-                yield Document(path, offset, record[0], False, record[1])
+            text = _json_text(body, offset, path, options.text_field, problems)
+            if text is not None:
+                yield Document(path, offset, text, False)
         else:
             yield Document(path, offset, body, False)
 
 
-def _json_text(
-    line: bytes, offset: int, path: str, options: ReadOptions, problems: Problems
-) -> tuple[str, str | None] | None:
-    """(text, URL) of a record; None where there is no text."""
-    field = options.text_field
+def _json_text(line: bytes, offset: int, path: str, field: str, problems: Problems) -> str | None:
+    """The text of a record; None where there is none."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -192,14 +168,4 @@ def _json_text(
     joined = fields.join(texts)
     if joined is None:
         problems.dropped[formats.NULL] += 1
-        return None
-    return joined, _json_url(record, options.url_field) if options.url_field else None
-
-
-def _json_url(record: dict[str, Any], field: str) -> str | None:
-    """The URL of a record, None where it has none that is a text."""
-    try:
-        url = fields.find(record, field)
-    except KeyError:
-        return None
-    return url if isinstance(url, str) else None
+    return joined

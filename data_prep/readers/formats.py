@@ -7,7 +7,6 @@ the bytes alone, not on chunks or ranges. A line or a document that never ends c
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
 SPACE = b" \t\r\n"
-URL_OF_TAG = re.compile(rb'\burl="([^"]*)"')
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 # An end of a sentence in the scripts that mark one, with the quotes and brackets that close behind it.
 SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။|។|།)(?:[\"')}\\]]|»|”|’|」|』|）)*$".encode())
@@ -199,12 +197,6 @@ def split_elements(
 def _tag_end(element: bytes) -> int:
     line_end = element.find(b"\n")
     return element.rfind(b">", 0, line_end if line_end >= 0 else len(element)) + 1
-
-
-def wiki_url(element: bytes) -> str | None:
-    """What the tag of a `<doc …>` element has as `url`, None where it has none."""
-    found = URL_OF_TAG.search(element, 0, _tag_end(element))
-    return html.unescape(found[1].decode("utf-8", "replace")) if found else None
 
 
 def wiki_body(element: bytes, keep_title: bool) -> bytes:

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import TypeVar
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
-from data_prep.common.records import AUTO, TABLES, WARC, Corpus, Document, Piece, ReadOptions, Task
+from data_prep.common.records import AUTO, TABLES, Corpus, Document, Piece, ReadOptions, Task
 from data_prep.readers import (
     arrow,
     bzip2_blocks,
@@ -238,8 +238,6 @@ def _ranges(whole: Piece, head: bytes, options: ReadOptions) -> list[Piece]:
         text = next(decompress.read_chunks(path, whole.compression), b"")
     all_of_it = len(text) <= SNIFF if whole.compression else size <= SNIFF
     whole = documents.inspect(whole, text[:SNIFF], options, whole=all_of_it)
-    if whole.format == WARC:
-        return [whole]
     if whole.format in TABLES:
         parts = max(size // step, 1)
         if whole.format == "arrow" and (parts == 1 or files.is_url(path)):  # to skip batches is to fetch them
@@ -311,9 +309,10 @@ def read_piece(piece: Piece, options: ReadOptions, problems: Problems, folder: s
 def _documents(piece: Piece, options: ReadOptions, problems: Problems, folder: str) -> Iterator[Document]:
     for part in [piece] if piece.opened else _opened(piece, options, problems):
         if part.format in TABLES:
-            rows = arrow.read_table(part.path, part.format, part.start, part.end, options, problems)
-            for row, text, url in rows:
-                yield Document(part.path, row, text, False, url)
+            for row, text in arrow.read_table(
+                part.path, part.format, part.start, part.end, options.text_field, problems
+            ):
+                yield Document(part.path, row, text, False)
         else:
             yield from documents.text_documents(part, options, problems, folder)
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.common.errors import Problems
-from data_prep.executor.work_files import CUT, CUT_WORDS, Done, total
-from data_prep.filters.url_lists import WITHOUT_URL
+from data_prep.executor.work_files import Done, total
 from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
 from data_prep.readers.tasks import Corpus, Task
 from megabert.data.tokenizer import Tokenizer
@@ -91,9 +90,7 @@ def facts(
             "reasons": dict(sorted(everything.dropped.items())),
             "repeated_paragraphs": everything.counts["repeated paragraphs"],
         }
-        | ({"lines": lines} if (lines := _lines(everything)) else {})
-        | (_substrings(everything) if account["options"].get("dedup_substrings") else {})
-        | ({"without_url": everything.counts[WITHOUT_URL]} if account["options"].get("drop_urls") else {}),
+        | ({"lines": lines} if (lines := _lines(everything)) else {}),
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")}
         | {name: everything.counts[name] for name in MASKED if everything.counts[name]},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
@@ -106,11 +103,6 @@ def facts(
         },
         "datasets": datasets,
     }
-
-
-def _substrings(everything: Done) -> dict[str, int]:
-    """Substrings that were cut, and the words in them."""
-    return {"repeated_substrings": everything.counts[CUT], "words_of_substrings": everything.counts[CUT_WORDS]}
 
 
 def _lines(everything: Done) -> dict[str, int]:
@@ -145,10 +137,6 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     ]  # fmt: skip
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
-    if cut := dropped.get("repeated_substrings"):
-        lines.insert(2, ("", f"{cut:,} repeated substrings ({dropped['words_of_substrings']:,} words) cut out"))
-    if without := dropped.get("without_url"):
-        lines.insert(2, ("", f"{without:,} documents have no URL and stayed"))
     if (untold := s["untold"])["files"]:
         said = (
             f"{untold['files']:,} text files do not tell what a document is: each was taken as one, cut every 8 MiB, "
@@ -170,6 +158,6 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     lines += [
         ("speed", _speed(s)),
         ("memory", f"{s['peak_memory'] / mb:.0f} MB at most in one process"),
-        ("report", f"{folder}/report.html"),
+        ("report", f"{folder}/report.json"),
     ]  # fmt: skip
     return "\n".join([f"dataset    {folder}", *(f"{name:10} {text}" for name, text in lines)])

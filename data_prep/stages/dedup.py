@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, SUBSTRING, TASK_SHIFT, Done, Job, Writer
+from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.stages import read
 from data_prep.text import minhash
 
@@ -38,8 +38,7 @@ class Runs:
     def open(self, job: Job, first: int = 0, runs: int | None = None) -> list[np.ndarray]:
         last = self.count if runs is None else first + runs
         names = (f"{self.source}-{run:07d}.{self.kind}-keys" for run in range(first, last))
-        dtype = SUBSTRING if self.kind == "substrings" else KEYED
-        return [work_files.mapped(job, name, dtype) for name in names]
+        return [work_files.mapped(job, name, KEYED) for name in names]
 
 
 @dataclass(frozen=True)
@@ -153,25 +152,12 @@ def find(job: Job, part: KeyRange) -> Done:
     records = np.concatenate([work_files.key_range(run, part.index, part.count) for run in part.runs.open(job)])
     if kind == "near":
         dropped, kept = _near(job, records)
-    elif kind == "substrings":
-        dropped, kept = _again(records)
     else:
         dropped, kept = minhash.exact_duplicates(records["key"], records["number"])
     found = np.empty(len(dropped), PARTNERS)
     found["number"], found["kept"] = dropped, kept
     work_files.write(job, f"{kind}-{part.index:06d}.drop", found, done)
     return done
-
-
-def _again(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of each of SUBSTRING `records` that an earlier one equals, ascending; that of the first of these)."""
-    records = records[np.lexsort((records["number"], records["check"], records["key"]))]
-    first = np.ones(len(records), bool)
-    first[1:] = (records["key"][1:] != records["key"][:-1]) | (records["check"][1:] != records["check"][:-1])
-    kept = records["number"][first][np.cumsum(first) - 1]
-    dropped, kept = records["number"][~first], kept[~first]
-    order = np.argsort(dropped)
-    return dropped[order], kept[order]
 
 
 def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

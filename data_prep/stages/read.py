@@ -17,9 +17,7 @@ from data_prep.common.errors import Problems
 from data_prep.executor import work_files
 from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
 from data_prep.filters import quality, rules
-from data_prep.filters.url_lists import WITH_URL, WITHOUT_URL
 from data_prep.readers.tasks import Task, read_piece
-from data_prep.stages import decontaminate, url_list
 from data_prep.text import clean, masking, minhash
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
 from data_prep.tokens.shared_words import SharedWords
@@ -35,13 +33,13 @@ def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder, SharedWords]:
     """The tokenizer, its word cache and those of other workers, kept for the life of the process; every build in a folder
     has the same path of it."""
     form = job.options.normalization
-    folded = bool(job.options.decontaminate) or job.folds()
+    folded = job.folds()
     key = (job.tokenizer, job.tokenizer_sha256, form, folded)
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
         encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, folded)
-        of_options = hashing.of_bytes(repr((*key[1:], job.text_rules)).encode())
+        of_options = hashing.of_bytes(repr(key[1:]).encode())
         _encoders[key] = (tokenizer, encoder, SharedWords(job.work, f"{of_options:016x}"))
     return _encoders[key]
 
@@ -51,7 +49,6 @@ class Text(NamedTuple):
 
     paragraphs: list[str]
     size: int
-    url: str | None
 
 
 def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text]:
@@ -77,7 +74,7 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
             if job.options.mask:
                 text = masking.mask(text, job.options.mask, done.counts)
             paragraphs = clean.paragraphs(text, document.markup, done.counts, job.options.keep_whitespace, glued)
-            found = Text(paragraphs, len(raw), document.url)
+            found = Text(paragraphs, len(raw))
             done.seconds["clean"] += clock() - before
             yield found
             before = clock()
@@ -153,8 +150,6 @@ class _TaskFiles:
             names.append("signatures")
         if "paragraphs" in self._job.options.dedup:
             names.append("paragraphs")
-        if self._job.options.decontaminate:
-            names.append("contaminated")
         self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
         return self
 
@@ -168,7 +163,6 @@ class _TaskFiles:
         table["sentences"] = batch.encoded.document_sizes
         table["tokens"] = batch.encoded.document_tokens()
         done.counts["documents read"] += len(table)
-        done.counts[clean.BY_SCRIPT] += batch.by_script
         done.counts["bytes read"] += int(table["bytes"].sum())
         done.counts["sentences read"] += int(table["sentences"].sum())
         done.counts["tokens read"] += int(table["tokens"].sum())
@@ -223,12 +217,6 @@ class _TaskFiles:
         if self._weight < 1:
             codes[(codes == 0) & ~hashing.chosen(table["hash"], self._weight)] = -2
             reasons[-2] = "left out by weight"
-        if self._job.options.drop_urls:
-            reasons[-6] = url_list.REASON
-            self._drop_listed(codes, texts)
-        if self._job.options.decontaminate:
-            reasons[-3] = decontaminate.REASON
-            self._drop_overlaps(batch, codes, texts)
         quality_model, language = self._job.options.quality, self._language
         for number, reason, classifier in ((-4, "language", language), (-5, "model quality", quality_model)):
             if classifier:
@@ -244,24 +232,6 @@ class _TaskFiles:
                 reason, len(here), int(table["sentences"][here].sum()), int(table["tokens"][here].sum()), examples
             )
         return codes == 0
-
-    def _drop_listed(self, codes: np.ndarray, texts: list[Text]) -> None:
-        """Give the kept documents whose URL is listed the code -6, and count those that have none."""
-        listed = url_list.opened(self._job)
-        for i, text in enumerate(texts):
-            self._done.counts[WITH_URL if text.url else WITHOUT_URL] += 1
-            if text.url and codes[i] == 0 and text.url in listed:
-                codes[i] = -6
-
-    def _drop_overlaps(self, batch: DocumentBatch, codes: np.ndarray, texts: list[Text]) -> None:
-        """Give the kept documents that overlap with an evaluation text the code -3, and list them."""
-        lines = ""
-        for match in decontaminate.find(self._job, batch.words):
-            if codes[match.document] == 0:
-                codes[match.document] = -3
-                text = " ".join(" ".join(texts[match.document].paragraphs).split())
-                lines += decontaminate.listed(self._job, match, text)
-        self._files["contaminated"].write(np.frombuffer(lines.encode("utf-8", "replace"), np.uint8))
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
         """Keys that duplicates are found by, of the kept documents."""

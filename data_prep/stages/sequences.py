@@ -26,31 +26,23 @@ _AT_ONCE = 1 << 15  # sequences written together
 
 @dataclass(frozen=True)
 class Kept:
-    """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim).
-
-    `cut`: repeated substrings are to be left out of that, too.
-    """
+    """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim)."""
 
     task: int
     units: tuple[int, ...]
     corpus: int
     mask: str
-    cut: bool = False
 
     def load(self, job: Job) -> list[tuple[np.ndarray, Encoded]]:
         """(DOCUMENT [d], documents) of each unit; a document that was dropped has size 0."""
         table, units = read.load(job, self.task, list(self.units))
         mask = work_files.read(job, f"{self.mask}-{self.task:07d}.mask", "bool") if self.mask else None
-        of_tokens = work_files.mapped(job, f"cut-{self.task:07d}.mask", "bool") if self.cut else None
-        parts, d, s, t = [], 0, 0, 0
+        parts, d, s = [], 0, 0
         for unit in units:
             d_end, s_end = d + len(unit.document_sizes), s + len(unit.sentence_lengths)
             left = unit if mask is None else unit.select_sentences(mask[s:s_end])
-            t_end = t + len(left.tokens)
-            if of_tokens is not None:
-                left = left.select_tokens(work_files.copy_of(of_tokens, slice(t, t_end)))
             parts.append((table[d:d_end], left))
-            d, s, t = d_end, s_end, t_end
+            d, s = d_end, s_end
         return parts
 
 
@@ -160,8 +152,6 @@ def _choose(job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator, don
             done.counts["split sentences"] += len(unit.sentence_lengths) - whole
         return sentence_pairs.sentence_pairs(unit, capacity, options.short_share, rng)
     capacity = seq_len - sentence_pairs.SINGLE_SPECIALS
-    if options.cut == "sentences":
-        return sentence_pairs.full_sentences(unit, capacity, options.short_share, rng)
     word_start = read.encoder_of(job)[0].word_start
     return sentence_pairs.filled_rows(unit, capacity, options.short_share, word_start, rng)
 

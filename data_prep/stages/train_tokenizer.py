@@ -25,7 +25,7 @@ from data_prep.executor.work_files import Done, Job
 from data_prep.filters import quality
 from data_prep.options import BuildOptions
 from data_prep.readers.tasks import Task, unpacked_bytes
-from data_prep.stages import train_wordpiece, url_list
+from data_prep.stages import train_wordpiece
 from data_prep.stages.read import texts
 from data_prep.stages.train_wordpiece import too_few
 from data_prep.text import clean, sentences
@@ -70,11 +70,9 @@ def sample(job: Job, share: Share) -> Done:
     documents: list[list[str]] = []
     size = share.size
     # What is wrong with the input is counted by the build itself, so that it is counted once.
-    listed = url_list.opened(job) if job.options.drop_urls else None
     for text in texts(share.task, job, Done(), Problems(job.on_error)):
         size -= text.size
-        if listed is None or not text.url or text.url not in listed:
-            documents.append(text.paragraphs)
+        documents.append(text.paragraphs)
         if size <= 0:
             break
     options = job.options

@@ -1,8 +1,8 @@
 """Unpacking of large files that can't be cut as they are: gzip, xz, zstd, one bzip2 stream, other encodings than UTF-8.
 
-One process reads a file from its first byte to its last and leaves spools, zstd files of RANGE_BYTES of text each; of a bzip2
-file several read a range of blocks each, and a zstd or bgzip file that can be read from everywhere is only indexed. After
-that the file is cut in ranges of its text, exactly as the unpacked file would be, and gives the same tasks.
+One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each; a bzip2
+file is read by several, a range of blocks each. The file is then cut in ranges of its text, exactly as the unpacked file
+would be, and gives the same tasks.
 """
 
 from __future__ import annotations
@@ -43,24 +43,19 @@ def parts(pieces: Sequence[tuple[int, Piece]]) -> list[Part]:
 
 
 def unpack(job: Job, part: Part) -> Done:
-    """Write stream-INDEX-NUMBER-I.zst, and leave the fact "members": where the text lies, in order.
+    """Write stream-INDEX-NUMBER-I.zst, and leave the fact "spools": name and unpacked bytes of each.
 
     The fact "whole" is false where bad input was skipped: what follows it in the file is left out.
     """
     done, problems = Done(size=part.piece.size), Problems(job.on_error)
-    members = None
-    if part.piece.encoding == encodings.UTF8:
-        members = unpacked.members_of(part.piece.path, part.piece.compression)
-    if members is None:
-        members = _spool(job, part, done, problems)
-    done.facts["members"] = members
+    done.facts["spools"] = _spool(job, part, done, problems)
     done.facts["whole"] = not problems.counts
     done.problems = problems.counts
     return done
 
 
-def _spool(job: Job, part: Part, done: Done, problems: Problems) -> list[unpacked.Member]:
-    found: list[unpacked.Member] = []
+def _spool(job: Job, part: Part, done: Done, problems: Problems) -> list[unpacked.Spool]:
+    found: list[unpacked.Spool] = []
     stem = f"stream-{part.index:07d}-{part.number:06d}"
     spool = None
     for chunk in tasks.unpack(part.piece, problems):
@@ -90,32 +85,32 @@ class _Spool:
         self.size += len(text)
         self._file.write(np.frombuffer(self._packer.compress(text), np.uint8))
 
-    def close(self) -> unpacked.Member:
+    def close(self) -> unpacked.Spool:
         self._file.write(np.frombuffer(self._packer.flush(), np.uint8))
         self._file.__exit__()
-        return self._name, 0, self._done.files[self._name][0], self.size
+        return self._name, self.size
 
 
 def cut(
     job: Job, pieces: Sequence[tuple[int, Piece]], items: Sequence[Part], results: Sequence[Done]
 ) -> list[tuple[int, Piece]]:
     """`pieces` with the ranges of its text in place of each unpacked file. Writes stream-INDEX.index."""
-    members: dict[int, list[unpacked.Member]] = {}
+    spools: dict[int, list[unpacked.Spool]] = {}
     ended: set[int] = set()
     for item, done in zip(items, results, strict=True):
-        found = members.setdefault(item.index, [])
+        found = spools.setdefault(item.index, [])
         if item.index not in ended:
-            found += done.facts["members"]
+            found += done.facts["spools"]
         if not done.facts["whole"]:
             ended.add(item.index)
     cut_pieces: list[tuple[int, Piece]] = []
     for index, (corpus, piece) in enumerate(pieces):
-        if index not in members:
+        if index not in spools:
             cut_pieces.append((corpus, piece))
             continue
         name = f"stream-{index:07d}.index"
-        write_whole(Path(job.path(name)), unpacked.index_bytes(members[index]))
+        write_whole(Path(job.path(name)), unpacked.index_bytes(spools[index]))
         text = replace(piece, encoding=encodings.UTF8, index=name, stream=False)
-        size = sum(member[3] for member in members[index])
+        size = sum(spool[1] for spool in spools[index])
         cut_pieces += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]
     return cut_pieces

@@ -37,7 +37,6 @@ FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows the
 GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
 _CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
 GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
-BY_SCRIPT = "sentence ends by script"  # what they are counted under
 _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})  # that one of them begins with
 GLUED_SHARE = 200  # characters a mark at most, where a text is in such a script and does not merely quote it
 
@@ -95,14 +94,14 @@ def paragraphs(
     if keep_whitespace:
         return KEPT_EDGE.split(" " + text) if text.strip(BLANKS) else [""]
     if glued:
-        text = _part_sentences(text, counts)
+        text = _part_sentences(text)
     if not markup and is_hard_wrapped(text):
         return BLANK_LINES.split(text)
     return text.split("\n")
 
 
-def _part_sentences(text: str, counts: Counter[str] | None) -> str:
-    """`text` with a space where a sentence ends without one, its closing quotation marks before it; these are counted.
+def _part_sentences(text: str) -> str:
+    """`text` with a space where a sentence ends without one, its closing quotation marks before it.
 
     A text that merely quotes a line in such a script is cut there, quotation marks or not, into paragraphs.
     """
@@ -110,10 +109,7 @@ def _part_sentences(text: str, counts: Counter[str] | None) -> str:
     if not marks:
         return text
     if marks * GLUED_SHARE >= len(text):
-        text, ends = GLUED_END.subn(r"\1 ", text)
-        if counts is not None:
-            counts[BY_SCRIPT] += ends
-        return text
+        return GLUED_END.sub(r"\1 ", text)
     for stop in FULL_STOPS:
         text = text.replace(stop, stop + "\n")
     return text

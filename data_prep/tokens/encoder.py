@@ -72,15 +72,6 @@ class Encoded:
         sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
         return Encoded(self.tokens[np.repeat(keep, self.sentence_lengths)], self.sentence_lengths[keep], sizes)
 
-    def select_tokens(self, keep: np.ndarray) -> Encoded:
-        """The tokens where the bool array `keep` [t] is true; sentences without any left are gone."""
-        if keep.all():
-            return self
-        lengths = sums(keep, np.append(0, np.cumsum(self.sentence_lengths)))
-        document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
-        sizes = np.bincount(document[lengths > 0], minlength=len(self.document_sizes)).astype(np.int64)
-        return Encoded(self.tokens[keep], lengths[lengths > 0], sizes)
-
     def document_tokens(self) -> np.ndarray:
         """int64 [d]: tokens of each document."""
         ends = np.concatenate([[0], np.cumsum(self.sentence_lengths)])
@@ -93,13 +84,12 @@ class DocumentBatch:
     """Documents as they came out of the encoder, with what judges them.
 
     words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
-    paragraphs, empty ones too; by_script: sentence ends that other rules than the plain ones found.
+    paragraphs, empty ones too.
     """
 
     words: quality.WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
-    by_script: int = 0
 
     def select_paragraphs(self, keep: np.ndarray) -> DocumentBatch:
         """The paragraphs where the bool array `keep` [p] is true; the others are there without words and sentences."""
@@ -276,8 +266,7 @@ class WordEncoder:
             return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64))
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
-        found, by_script = self._sentence_begins(numbers, documents)
-        begins[1:-1] |= found
+        begins[1:-1] |= self._sentence_begins(numbers, documents)
         sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
@@ -288,15 +277,11 @@ class WordEncoder:
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)
         tokens = self._flat[source]
-        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes, by_script)
+        return DocumentBatch(words, Encoded(tokens, sentence_lengths[kept], sizes), paragraph_sizes)
 
-    def _sentence_begins(self, numbers: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
-        """(bool [w - 1]: whether a sentence begins at each word but the first; how many of them by more than PLAIN)."""
+    def _sentence_begins(self, numbers: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """bool [w - 1]: whether a sentence begins at each word but the first."""
         starts = self._table["starts"][numbers]
         shared = self._table["ends"][numbers[:-1]] & starts[1:]
-        plain = (shared & sentences.PLAIN) > 0
         kinds = sentences.allowed(starts, documents)
-        if (kinds == sentences.PLAIN).all():
-            return plain, 0
-        found = (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0
-        return found, int(found.sum() - plain.sum())
+        return (shared & np.repeat(kinds, np.diff(documents))[1:]) > 0

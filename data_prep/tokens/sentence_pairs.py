@@ -103,32 +103,6 @@ def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> int
     return int(excess.sum())
 
 
-def full_sentences(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> Ranges:
-    """Runs of whole sentences inside documents, as many as fit in `capacity` tokens; nothing is dropped.
-
-    A share of them stops at a shorter, uniform length, as pairs do: they fill the rows that longer ones leave open.
-    A sentence longer than the target is cut (otherwise RoBERTa's doc-sentences, Liu et al. 2019).
-    """
-    edges = _document_edges(encoded, halve=False)
-    at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
-    rows: list[tuple[int, int, int, int]] = []
-    draws: list[list[float]] = []
-    for d in range(len(edges) - 1):
-        position, end = at[edges[d]], at[edges[d + 1]]
-        while position < end:
-            if not draws:
-                draws = rng.random((_DRAWS, 2)).tolist()
-            short, target_draw = draws.pop()
-            target = capacity if short >= short_share else 2 + int(target_draw * (capacity - 1))
-            stop = at[bisect_right(at, position + target, edges[d], edges[d + 1] + 1) - 1]
-            if stop <= position:
-                stop = min(position + target, end)
-            rows.append((position, stop, 0, 0))
-            position = stop
-    spans = np.array(rows, np.int64).reshape(-1, 4)
-    return Ranges(spans, np.full(len(spans), -1, np.int8))
-
-
 def filled_rows(
     encoded: Encoded, capacity: int, short_share: float, word_start: np.ndarray, rng: np.random.Generator
 ) -> Ranges:
@@ -136,7 +110,7 @@ def filled_rows(
 
     The next run goes on with the word after the cut (RoBERTa's full sentences, Liu et al. 2019, but with rows of 128 filled:
     ending at sentences they lose half a sentence each). A share of them stops at a shorter, uniform length, at the end
-    of a sentence where one fits, as `full_sentences` does. `word_start` is bool [vocab_size]; a word of more than a
+    of a sentence where one fits. `word_start` is bool [vocab_size]; a word of more than a
     sixteenth of a row is cut.
     """
     edges = _document_edges(encoded, halve=False)

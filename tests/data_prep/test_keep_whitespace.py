@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.options import BuildOptions
 from data_prep.text import clean
 from data_prep.tokens.encoder import WordEncoder, word_facts
 from megabert.data.shards import Dataset
@@ -113,4 +112,3 @@ def test_whitespace_is_kept_by_those_alone_who_say_so(built, capsys):
     assert main(arguments(built, "again", *given, *kept)) == 0
     first, again = ((built / name / "shard-000000.tar").read_bytes() for name in ("out", "again"))
     assert first == again
-    assert "keep_whitespace" not in BuildOptions().listed(trained=True)

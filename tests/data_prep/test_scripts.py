@@ -87,7 +87,6 @@ def built(request, tmp_path_factory):
 def test_little_is_lost_and_half_of_the_pairs_are_random(built, capsys):
     language, folder = built
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["options"].get("text_rules") == (None if language in ("ar", "hi", "ko", "ru") else 2)
     facts = manifest["statistics"]
     lost = facts["truncated_tokens"] / (facts["corpus_tokens"] + facts["borrowed_tokens"])
     assert lost < 0.05 and 0.45 <= facts["random_next_share"] <= 0.55, (lost, facts["random_next_share"])

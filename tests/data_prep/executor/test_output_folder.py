@@ -33,19 +33,6 @@ def test_a_mistake_in_the_options_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_whole_dataset_of_before_there_were_reading_versions_is_left_alone(tmp_path):
-    files = {"count": 3, "bytes": 7, "digest": "of another kind"}
-    old = {"options": {"seed": 1}, output_folder.FILES: files}
-    output_folder.write_json(tmp_path / "build.json", old)
-    (tmp_path / "manifest.json").write_text("{}")
-    now = {**old, output_folder.FILES: {**files, "digest": "d"}, output_folder.VERSION: 2}
-    with opened(tmp_path, now, (128,), False) as work:
-        assert work is None
-    changed = {**now, output_folder.FILES: {**files, "digest": "d", "bytes": 8}}
-    with pytest.raises(BadInput, match="input files: bytes was 7, is 8"), opened(tmp_path, changed, (128,), False):
-        pass
-
-
 @pytest.mark.parametrize("files", range(4))
 def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path, monkeypatch):
     """Whatever files went before the kill, in whatever order: nobody goes on with the rest."""

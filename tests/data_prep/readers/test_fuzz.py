@@ -28,7 +28,7 @@ PACK = {
     "xz": lambda data: lzma.compress(data, preset=0),
     "zst": zstandard.ZstdCompressor().compress,
 }
-FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "warc", "parquet", "arrow")
+FORMATS = ("auto", "text", "wiki", "mediawiki", "jsonl", "parquet", "arrow")
 few = settings(derandomize=True, max_examples=150, deadline=None, database=None)
 PIECES = {
     "wiki": (b"<doc ", b"</doc>", b'id="1">\n', b"T\n\n", b"text ", b"<d", b"oc ", b"</", b"doc>", b"\n", b">", b"\xff", b"\xc3\xa9"),

@@ -73,8 +73,6 @@ def test_planted_copies_are_dropped_and_nothing_else(planted, tokenizer_file, co
     assert report["dropped"]["reasons"] == {"exact duplicate": 40, "near duplicate": 30}
     # 25 planted ones; those of near copies went with them
     assert report["dropped"]["repeated_paragraphs"] == 25
-    page = (tmp_path / "all" / "report.html").read_text()
-    assert "near duplicate" in page and "exact duplicate" in page and "<script" not in page
 
 
 def test_repeated_paragraphs_stand_once_in_the_rows(planted, tokenizer_file, command, tmp_path):

@@ -72,14 +72,6 @@ def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: P
     assert with_bytes.decode(with_bytes.encode_batch(["\u4e2d \u2318 the"])[0]) == "\u4e2d \u2318 the"
 
 
-def test_options_that_are_new_are_listed_where_they_are_used() -> None:
-    old = BuildOptions().listed(trained=True)
-    assert "model_form" not in old and "max_sentence" not in old and old["normalization"] == "NFC"
-    new = BuildOptions(model_form="none", max_sentence=40).listed(trained=True)
-    assert new == old | {"model_form": "none", "max_sentence": 40}
-    assert "model_form" not in BuildOptions(model_form="none").listed(trained=False)
-
-
 def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(topics: list[str], tmp_path: Path) -> None:
     lines = [*topics[:9], *["Die Bücher über Élan, किताबों की दुकान"] * 20]
     options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}

@@ -4,9 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
-import struct
 import time
-import zlib
 
 import pytest
 import zstandard
@@ -16,34 +14,10 @@ from data_prep.common.errors import Problems, Unfinished
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import Done, Job
 from data_prep.options import BuildOptions
-from data_prep.readers import decompress, tasks, unpacked
+from data_prep.readers import decompress, tasks
 from data_prep.readers.tasks import Corpus, Piece, ReadOptions
 from data_prep.stages import unpack
-from megabert.data.shards import Manifest
 from megabert.data.tokenizer import Tokenizer
-
-
-def seekable(data, size=9_000):
-    """A zstd file of frames of `size` bytes with a seek table, as zstd's contrib/seekable_format writes, each frame with
-    its checksum, as zstd's command writes them: without it a changed literal is just another text."""
-    packer = zstandard.ZstdCompressor(write_checksum=True)
-    frames = [data[i : i + size] for i in range(0, len(data), size)]
-    packed = [packer.compress(frame) for frame in frames]
-    table = b"".join(struct.pack("<II", len(a), len(b)) for a, b in zip(packed, frames, strict=True))
-    footer = struct.pack("<IBI", len(frames), 0, 0x8F92EAB1)
-    return b"".join(packed) + struct.pack("<II", 0x184D2A5E, len(table) + 9) + table + footer
-
-
-def bgzip(data, size=5_000):
-    """Blocks of gzip with their size in an extra field, and the empty block that ends a bgzip file."""
-    found = []
-    for part in [*(data[i : i + size] for i in range(0, len(data), size)), b""]:
-        packer = zlib.compressobj(wbits=-15)
-        packed = packer.compress(part) + packer.flush()
-        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + struct.pack("<H", len(packed) + 25)
-        found.append(head + packed + struct.pack("<II", zlib.crc32(part), len(part)))
-    return b"".join(found)
-
 
 PACK = {
     "gz": gzip.compress,
@@ -51,8 +25,6 @@ PACK = {
     "bz2": lambda data: bz2.compress(data, 1),  # blocks of 100 KB
     "bz2 of streams": lambda data: b"".join(bz2.compress(data[i : i + 30_000]) for i in range(0, len(data), 30_000)),
     "zst": lambda data: zstandard.ZstdCompressor().compress(data),
-    "zst with a table": seekable,
-    "gz of blocks": bgzip,
     "utf-16": lambda data: data.decode().encode("utf-16"),
 }
 PARTS = {"bz2": 2, "bz2 of streams": 2}  # at least
@@ -68,7 +40,6 @@ def small_ranges(monkeypatch):
     monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 17)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 16, 1 << 18))
     monkeypatch.setattr(tasks, "BZIP2_BYTES", 20_000)
-    monkeypatch.setattr(unpacked, "MEMBER_BYTES", 20_000)
     monkeypatch.setitem(decompress.FEED, "bz2", 4_096)
 
 
@@ -88,13 +59,13 @@ def make(tokenizer_file, tmp_path, monkeypatch):
     monkeypatch.setattr(unpack, "unpack", recorded)
 
     def run(path, **options):
-        """(shards, pieces that were unpacked) of a build of one file."""
+        """(shards, parts that were unpacked) of a build of one file."""
         calls.clear()
         output = tmp_path / f"out-{path.name}"
         given = BuildOptions(held_out=0.02, rows_per_shard=256, read=ReadOptions(**options))
         build([Corpus("input", (str(path),))], output, given, Pool(1), Tokenizer.load(tokenizer_file), progress=False)
         assert not (output / ".work").exists()
-        return contents(output), list(calls), Manifest.load(output)
+        return contents(output), list(calls)
 
     return run
 
@@ -104,18 +75,17 @@ def test_a_packed_file_gives_the_rows_of_the_unpacked_one(kind, small_ranges, to
     data = "".join(MAKE[kind](i, text) for i, text in enumerate(topics[:60])).encode()
     options = {"format": kind, "text_documents": "blank-line" if kind == "text" else "auto"}
     (tmp_path / "plain.txt").write_bytes(data)
-    want, parts, manifest = make(tmp_path / "plain.txt", **options)
-    assert len(want) >= 2 and not parts and "reading_version" not in manifest.options
+    want, parts = make(tmp_path / "plain.txt", **options)
+    assert len(want) >= 2 and not parts
     for name, pack in PACK.items() if kind != "text" else list(PACK.items())[:3]:
         path = tmp_path / f"packed {name}"
         path.write_bytes(pack(data))
-        found, parts, manifest = make(path, **options)
+        found, parts = make(path, **options)
         if kind == "wiki" and name == "bz2 of streams":
             assert not parts  # is read by its streams, as it was before
             continue
         assert found == want, name
         assert len(parts) >= PARTS.get(name, 1), name
-        assert manifest.options["reading_version"] == 2
 
 
 def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_path):
@@ -132,7 +102,7 @@ def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-@pytest.mark.parametrize("name", ["gz", "bz2", "gz of blocks", "zst with a table"])
+@pytest.mark.parametrize("name", ["gz", "bz2"])
 def test_damage_in_a_large_file_stops_or_ends_it(name, policy, small_ranges, topics, tokenizer_file, tmp_path):
     data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
     packed = bytearray(PACK[name](data))
@@ -189,7 +159,7 @@ def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
     job = Job(BuildOptions(), "", str(tmp_path), "skip")
     piece = Piece("dump.bz2", "bz2", "wiki", size=3, stream=True)
     items = [unpack.Part(0, number, piece) for number in range(3)]
-    results = [Done(facts={"members": [[f"spool {number}", 0, 1, 100]], "whole": number != 1}) for number in range(3)]
+    results = [Done(facts={"spools": [[f"spool {number}", 100]], "whole": number != 1}) for number in range(3)]
     ((_, text),) = unpack.cut(job, [(0, piece)], items, results)
     assert [name for name, *_ in json.loads((tmp_path / text.index).read_bytes())] == ["spool 0", "spool 1"]
     assert text.size == 200 and not text.stream

@@ -5,7 +5,7 @@ import pytest
 
 from data_prep.tokens.encoder import Encoded
 from data_prep.tokens.packing import pack
-from data_prep.tokens.sentence_pairs import Ranges, _truncate, assemble, filled_rows, full_sentences, sentence_pairs
+from data_prep.tokens.sentence_pairs import Ranges, _truncate, assemble, filled_rows, sentence_pairs
 
 
 def documents(sentence_lengths):
@@ -115,22 +115,6 @@ def test_truncation_takes_from_front_and_end_evenly():
     assert abs(spans[:, 0].mean() - 25) < 0.5
 
 
-def test_full_sentences_drop_nothing_and_stay_in_documents():
-    encoded = random_documents(100, 7, 1, 200)
-    ranges = full_sentences(encoded, 126, 0.1, np.random.default_rng(8))
-    assert (ranges.labels == -1).all()
-    assert ranges.spans[0, 0] == 0 and (ranges.spans[1:, 0] == ranges.spans[:-1, 1]).all()
-    assert ranges.spans[-1, 1] == len(encoded.tokens)
-    lengths = ranges.spans[:, 1] - ranges.spans[:, 0]
-    assert lengths.min() >= 1 and lengths.max() <= 126
-    ends = set(
-        np.cumsum(
-            np.add.reduceat(encoded.sentence_lengths, np.cumsum(encoded.document_sizes) - encoded.document_sizes)
-        ).tolist()
-    )
-    assert ends <= set(ranges.spans[:, 1].tolist())
-
-
 def fill(ranges, seq_len):
     """Share of the rows that packed sequences with their two special tokens fill."""
     lengths = ranges.spans[:, 1] - ranges.spans[:, 0] + 2
@@ -143,7 +127,6 @@ def test_rows_of_articles_are_filled():
     counts = np.maximum(1, rng.lognormal(np.log(9), 1.2, 2000)).astype(int)
     encoded = documents([np.clip(rng.lognormal(np.log(22), 0.6, n), 2, 300).astype(int) for n in counts])
     word_start = rng.random(len(encoded.tokens) + 10) < 0.75
-    assert fill(full_sentences(encoded, 126, 0.1, np.random.default_rng(1)), 128) < 0.91
     for seq_len in (64, 128, 512):
         assert fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
 
