@@ -1,0 +1,427 @@
+"""One HTML file about a run, or several runs in the same charts: curves, events, held-out samples, configuration, environment.
+
+megabert report RUN                       writes RUN/report.html
+megabert report RUN1 RUN2 --output FILE   both in the same charts
+
+The file refers to nothing outside itself. A run that is still training has a report too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megabert import __version__
+from megabert.common.arguments import Parser, called_as
+from megabert.common.atomic_io import write_whole
+from megabert.common.errors import OK, code_of, command
+from megabert.common.logs import log
+from megabert.common.text import duration
+
+OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
+# how a report begins: another file is not overwritten
+MARKER = b"<!doctype html><!-- megabert report -->"
+# colours of the template
+MOST_RUNS = 6
+MOST_EVENTS = 200
+# of a chart, in units of its SVG
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
+# stretches of a curve of which the first, lowest, highest and last point are drawn
+BUCKETS = 250
+# a chart of losses or norms is logarithmic where its values differ by this factor
+LOGARITHMIC = 100.0
+
+
+@dataclass(frozen=True)
+class CurveChart:
+    """A chart of the report: figures of metrics.jsonl (the held-out one last), and how their values are written."""
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    written: str = "{:.4g}"
+    from_zero: bool = False
+
+
+CHARTS = (
+    CurveChart("Loss", "nats; training: all terms, held out: masked LM", ("train/loss", "eval/mlm_loss")),
+    CurveChart("MLM accuracy", "share of predictions", ("train/mlm_accuracy", "eval/mlm_accuracy"), "{:.1%}", True),
+    CurveChart("NSP accuracy", "share of pairs", ("train/nsp_accuracy", "eval/nsp_accuracy"), "{:.1%}", True),
+    CurveChart("Learning rate", "at the update", ("train/lr",), from_zero=True),
+    CurveChart("Gradient norm", "before clipping", ("train/grad_norm",)),
+    CurveChart("Throughput", "tokens a second, all ranks", ("perf/tokens_per_sec",), "{:,.0f}", True),
+    CurveChart("MFU", "share of the matrix-product ceiling", ("perf/mfu",), "{:.1%}", True),
+    CurveChart("Memory", "GiB, peak of a rank", ("perf/peak_memory_gib",), from_zero=True),
+)
+DRAWN = {name for chart in CHARTS for name in chart.names}
+
+
+@dataclass
+class Curve:
+    """Finite values of a figure by update; the others are only counted."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    not_finite: int = 0
+
+    def add(self, step: int, value: Any) -> None:
+        """Values that JSON has no number for are strings ("nan")."""
+        try:
+            number = float(value)
+        except ValueError:
+            return
+        if math.isfinite(number):
+            self.steps.append(step)
+            self.values.append(number)
+        else:
+            self.not_finite += 1
+
+
+@dataclass(frozen=True)
+class ReportEvent:
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass
+class ReportedRun:
+    """What the files of a run folder hold. `missing`: what a report would show and why it cannot."""
+
+    folder: Path
+    name: str
+    config_json: dict[str, Any]
+    curves: dict[str, Curve] = field(default_factory=dict)
+    # the newest value of each key of metrics.jsonl
+    last: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    events: list[ReportEvent] = field(default_factory=list)
+    # lines of samples.jsonl: of the start, the middle and the end
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(flat(self.config_json["config"]))
+
+
+def read_run(folder: Path, name: str) -> ReportedRun:
+    """Everything about the run in `folder`. Raises ValueError naming the file that cannot be used."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; name a run folder written by megabert train")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: is no run folder (no {path.name}); name one written by megabert train")
+    try:
+        config_json = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: is damaged ({' '.join(str(error).split())})") from None
+    if not isinstance(config_json, dict) or not isinstance(config_json.get("config"), dict):
+        raise ValueError(f"{path}: holds no configuration of a run; name a folder of megabert train")
+    run = ReportedRun(folder, name, config_json)
+    read_metrics(run)
+    read_events(run)
+    run.samples = read_samples(folder / "samples.jsonl")
+    for file, found, what in (
+        ("metrics.jsonl", run.last, "curves"),
+        ("starts.jsonl", run.starts, "restarts, ranks and devices"),
+        ("samples.jsonl", run.samples, "held-out samples"),
+    ):
+        if not found:
+            run.missing.append(f"no {what}: {file} is not there or empty")
+    return run
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects of a JSON-lines file that have a step; None for a line that is none, as one that is still being written.
+    Nothing where there is no file."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                line = None
+            yield line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+def read_metrics(run: ReportedRun) -> None:
+    unreadable = 0
+    for line in json_lines(run.folder / "metrics.jsonl"):
+        if line is None:
+            unreadable += 1
+            continue
+        step = line["step"]
+        damaged = line.get("data/damaged_rows", 0) - run.last.get("data/damaged_rows", 0)
+        if damaged > 0:
+            run.events.append(ReportEvent(step, "damaged rows", f"{damaged:,} left out since the log line before"))
+        before, now = run.last.get("train/objective"), line.get("train/objective")
+        if before and now and before != now:
+            run.events.append(ReportEvent(step, "objective", f"{before} before, {now} by this log line"))
+        run.last |= line
+        for name, value in line.items():
+            if name in DRAWN and isinstance(value, int | float | str):
+                run.curves.setdefault(name, Curve()).add(step, value)
+    if unreadable:
+        run.missing.append(f"{unreadable:,} lines of metrics.jsonl cannot be read")
+
+
+def read_events(run: ReportedRun) -> None:
+    """Starts, and updates that went wrong, each once: an update that was done again was noted again."""
+    run.starts = [line for line in json_lines(run.folder / "starts.jsonl") if line]
+    for number, start in enumerate(run.starts):
+        kind = "restart" if number else "start"
+        text = f"{start.get('time')}, ranks: {start.get('ranks')}, on {start.get('device')}"
+        run.events.append(ReportEvent(start["step"], kind, text))
+    trouble = {}
+    for line in json_lines(run.folder / "trouble.jsonl"):
+        if line:
+            trouble.setdefault((line["step"], line.get("cursor"), line.get("kind")), line)
+    for line in trouble.values():
+        text = f"loss {line.get('train/loss')}, gradient norm {line.get('train/grad_norm')}; {line.get('action')}"
+        run.events.append(ReportEvent(line["step"], str(line.get("kind")), text))
+    run.events.sort(key=lambda event: event.step)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The first line of the samples, the one nearest the middle of the updates, and the last; fewer where there are fewer.
+    Raises ValueError naming a line that is damaged."""
+    steps = [line["step"] for line in json_lines(path) if line]
+    if not steps:
+        return []
+    middle = min(steps, key=lambda step: abs(step - (steps[0] + steps[-1]) / 2))
+    wanted = sorted({steps[0], middle, steps[-1]})
+    lines = {line["step"]: line for line in json_lines(path) if line and line["step"] in wanted}
+    for step, line in lines.items():
+        try:
+            for sample in line["samples"]:
+                assert all(isinstance(token, str) for token in sample["tokens"])
+                for mask in sample["masks"]:
+                    assert sample["tokens"][mask["at"]] and [float(p) for _, p in mask["said"]]
+        except (AssertionError, LookupError, TypeError, ValueError):
+            raise ValueError(f"{path}: the line of step {step} is damaged; remove it") from None
+    return [lines[step] for step in wanted]
+
+
+def results(run: ReportedRun) -> dict[str, str]:
+    """What a run came to."""
+    total = run.settings.get("schedule.total_steps", 0)
+    found = {"updates": f"{run.last.get('step', 0):,} of {total:,}"}
+    for chart in CHARTS:
+        for name in chart.names:
+            if isinstance(run.last.get(name), int | float):
+                found[f"{chart.title}, {name.partition('/')[0]}"] = chart.written.format(run.last[name])
+    if "time/train_seconds" in run.last:
+        found["trained for"] = duration(run.last["time/train_seconds"])
+    restarts = sum(event.kind == "restart" for event in run.events)
+    return found | {"restarts": f"{restarts:,}" if run.starts else "not recorded"}
+
+
+def environment(run: ReportedRun) -> dict[str, Any]:
+    """What a run ran on and with, as its last start found it."""
+    start = run.starts[-1] if run.starts else {}
+    found = {name: start[name] for name in ("time", "ranks", "device", "cores", "memory_gib") if name in start}
+    found |= {f"backend of {op}": name for op, name in run.config_json.get("backends", {}).items()}
+    found |= run.config_json.get("versions", {})
+    return found | {name: run.config_json.get(name) for name in ("revision", "command")}
+
+
+def side_by_side(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Rows (name, value of each column) of a table."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "—") for column in columns]) for name in names]
+
+
+def differing_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[Any]]]:
+    """Rows of the settings that differ: of one run from the defaults, of several among them."""
+    from megabert.config import Config
+
+    usual = dict(flat(Config().model_dump())) if len(runs) == 1 else runs[0].settings
+    rows = side_by_side([run.settings for run in runs])
+    return [row for row in rows if any(value != usual.get(row[0], "—") for value in row[1])]
+
+
+def thinned(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
+    """The points of a curve in the order of `steps`, at most 4 x BUCKETS that look the same: no extreme is lost."""
+    points = sorted(zip(steps, values, strict=True), key=lambda point: point[0])
+    if len(points) <= 4 * BUCKETS:
+        return points
+    first, width = points[0][0], (points[-1][0] - points[0][0]) / BUCKETS
+    buckets: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        buckets.setdefault(min(int((point[0] - first) / width), BUCKETS - 1), []).append(point)
+    kept = []
+    for bucket in buckets.values():
+        extremes = {bucket[0], min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1]), bucket[-1]}
+        kept += sorted(extremes)
+    return kept
+
+
+class ChartScale:
+    """From values to coordinates of a chart, and round numbers between its ends."""
+
+    def __init__(self, low: float, high: float, first: float, last: float, logarithmic: bool = False) -> None:
+        self.logarithmic = logarithmic
+        low, high = (math.log10(low), math.log10(high)) if logarithmic else (low, high)
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            margin = abs(low) * 0.05 or 1.0
+            low, high = low - margin, high + margin
+        self.low, self.high, self.first, self.last = low, high, first, last
+
+    def __call__(self, value: float) -> float:
+        share = ((math.log10(value) if self.logarithmic else value) - self.low) / (self.high - self.low)
+        return round(self.first + share * (self.last - self.first), 1)
+
+    def ticks(self, count: int = 4) -> list[float]:
+        """About `count` numbers: 1, 2, 2.5 or 5 times a power of ten, or powers of ten."""
+        if self.logarithmic:
+            every = max(1, math.ceil((self.high - self.low) / count))
+            return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1, every)]
+        rough = (self.high - self.low) / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [k * step for k in range(first, last + 1)]
+
+
+def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | None:
+    """What the template draws of a chart; None where no run has its figures."""
+    lines, not_finite = [], 0
+    for number, run in enumerate(runs):
+        for name in chart.names:
+            curve = run.curves.get(name, Curve())
+            not_finite += curve.not_finite
+            if curve.steps:
+                label = "held out" if name.startswith("eval/") else "training"
+                label = f"{run.name}, {label}" if len(runs) > 1 else label
+                points = thinned(curve.steps, curve.values)
+                lines.append({"run": number, "label": label, "held_out": name.startswith("eval/"), "points": points})
+    if not lines:
+        return None
+    steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
+    low, high = min(values), max(values)
+    logarithmic = not chart.from_zero and low > 0 and high / low >= LOGARITHMIC
+    across = ChartScale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    up = ChartScale(min(low, 0.0) if chart.from_zero else low, high, HEIGHT - BOTTOM, TOP + 4, logarithmic)
+    for line in lines:
+        line["path"] = "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in line["points"])
+        found = [y for _, y in line["points"]]
+        line["figures"] = [chart.written.format(y) for y in (found[0], min(found), max(found), found[-1])]
+        line["end"] = [across(line["points"][-1][0]), up(found[-1])]
+    notes = ["logarithmic"] * logarithmic
+    notes += [f"{not_finite:,} values are not finite and are not drawn"] if not_finite else []
+    percent = chart.written.endswith("%}")
+    return {
+        "title": chart.title,
+        "unit": "; ".join([chart.unit, *notes]),
+        "lines": lines,
+        "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
+        "y_ticks": [(up(value), f"{value:.0%}" if percent else f"{value:.6g}") for value in up.ticks()],
+        "marks": marks(runs[0], across, steps) if chart.title == "Loss" and len(runs) == 1 else [],
+    }
+
+
+def marks(run: ReportedRun, across: ChartScale, steps: Sequence[float]) -> list[tuple[float, str, str]]:
+    """Events that the chart of the loss shows: where, as which sign, what."""
+    signs = {"restart": "↻", "objective": "◆", "spike": "▲", "non-finite": "▲"}
+    return [
+        (across(event.step), signs[event.kind], f"{event.kind} at {event.step:,}: {event.text}")
+        for event in run.events[:MOST_EVENTS]
+        if event.kind in signs and min(steps) <= event.step <= max(steps)
+    ]
+
+
+def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
+    """The held-out samples: each text with its masks, and the model's predictions for each at up to three times."""
+    tables = []
+    for sample in run.samples[-1]["samples"] if run.samples else []:
+        rows, tokens = [], sample["tokens"]
+        for mask in sample["masks"]:
+            predictions = []
+            for line in run.samples:
+                same = [s for s in line["samples"] if (s["row"], s["tokens"]) == (sample["row"], tokens)]
+                at = {m["at"]: m["said"] for s in same for m in s["masks"]}
+                predictions.append([(word.strip() or ascii(word), p) for word, p in at.get(mask["at"], [])])
+            rows.append((tokens[mask["at"]].strip() or ascii(tokens[mask["at"]]), predictions))
+        times = ("start", "middle", "end") if len(run.samples) == 3 else ("start", "end")[-len(run.samples) :]
+        heads = [f"{time}, update {line['step']:,}" for time, line in zip(times, run.samples, strict=True)]
+        masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}
+        tables.append({"row": sample["row"], "tokens": tokens, "masks": masks, "heads": heads, "rows": rows})
+    return tables
+
+
+def render(runs: Sequence[ReportedRun]) -> bytes:
+    """The page of one run or of several."""
+    import jinja2
+
+    template = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = template.from_string(TEMPLATE.read_text()).render(
+        runs=runs,
+        title="Training report: " + ", ".join(run.name for run in runs),
+        results=side_by_side([results(run) for run in runs]),
+        charts=[drawn for chart in CHARTS if (drawn := plot(chart, runs))],
+        samples=[sample_tables(run) for run in runs],
+        most_events=MOST_EVENTS,
+        settings=differing_settings(runs),
+        environment=side_by_side([environment(run) for run in runs]),
+        size=(WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM),
+        made=time.strftime(f"MegaBERT {__version__}, made %Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+    return MARKER + page.encode() + b"\n"
+
+
+def check_arguments(folders: Sequence[Path], output: Path) -> None:
+    """Raises ValueError for runs that one chart cannot show, and where `output` is a folder or a file that is no report."""
+    if len(folders) > MOST_RUNS:
+        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} can be told apart in one chart; name fewer")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run is named twice; name each once")
+    if output.is_dir():
+        raise ValueError(f"--output {output}: is a folder; name a file in it")
+    if output.is_file():
+        with open(output, "rb") as file:
+            if file.read(len(MARKER)) != MARKER:
+                raise ValueError(f"{output}: is there and is no report; name another file with --output")
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folder written by megabert train")
+    add("--output", default="", metavar="FILE", help=f"the file to write (default: {OUTPUT} in the first RUN)")
+    args = parser.parse_args(argv)
+    folders = [Path(name) for name in args.runs]
+    output = Path(args.output) if args.output else folders[0] / OUTPUT
+    check_arguments(folders, output)
+    names = [folder.resolve().name for folder in folders]
+    names = names if len(set(names)) == len(names) else args.runs
+    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    write_whole(output, render(runs))
+    for run in runs:
+        for text in run.missing:
+            log.info(f"{run.name}: {text}")
+    log.info(f"{output}: {output.stat().st_size / 1e3:,.0f} kB")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(code_of(main))

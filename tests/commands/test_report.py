@@ -1,0 +1,283 @@
+"""The report is one file that fetches nothing, says what the run's files say and what they lack, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabert import config as configuration
+from megabert.commands import report
+from megabert.commands.report import BUCKETS, ChartScale, CurveChart, ReportedRun, plot, thinned
+
+VOID = {"meta", "br"}
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def logged(step: int, **more: Any) -> dict[str, Any]:
+    """A log line; `more` has `__` for the slash."""
+    values = {"train__loss": 9.0 - step / 100, "train__mlm_accuracy": step / 1000, "train__lr": 1e-4}
+    values |= {"train__grad_norm": 1.5, "perf__tokens_per_sec": 2000.0, "perf__mfu": 0.4}
+    values |= {"perf__peak_memory_gib": 0.5, "time__train_seconds": step * 2.0, "data__damaged_rows": 0} | more
+    return {"step": step} | {name.replace("__", "/"): value for name, value in values.items()}
+
+
+def evaluation(step: int) -> dict[str, Any]:
+    return {"step": step, "eval/mlm_loss": 9.0 - step / 200, "eval/mlm_accuracy": step / 2000}
+
+
+def samples(step: int, predicted: str, **changes: Any) -> dict[str, Any]:
+    """A line of samples: two masks of one text, the first answered `predicted`, the second always "mat"."""
+    masks = [
+        {"at": 1, "shown": "[MASK]", "said": [[predicted, 0.75], [" dog", 0.004]]},
+        {"at": 5, "shown": " sky", "said": [[" mat", 0.5], [" hat", 0.25]]},
+    ]
+    tokens = ["[CLS]", " cat", " sat", " on", " the", " mat", "."]
+    return {"step": step, "samples": [{"row": 7, "tokens": tokens, "masks": masks} | changes]}
+
+
+def make(folder: Path, *overrides: str, **provenance: Any) -> Path:
+    """A run of 100 updates with everything a report shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = configuration.load("tiny", ["schedule.total_steps=200", *overrides])
+    head = {"config": config.model_dump(), "command": "megabert train --run here", "revision": "abc"}
+    head |= {"backends": {"attention": "native"}, "versions": {"torch": "2.13.0"}}
+    (folder / "config.json").write_text(json.dumps(head | provenance))
+    lines = [evaluation(0)]
+    for step in range(10, 101, 10):
+        lines.append(logged(step))
+        lines += [evaluation(step)] if step % 50 == 0 else []
+    write_lines(folder / "metrics.jsonl", lines)
+    start = {"ranks": 2, "device": "AMD EPYC", "cores": 2, "memory_gib": 23.5}
+    at = [(0, "2026-01-02T03:04:05Z"), (50, "2026-01-02T04:04:05Z")]
+    write_lines(folder / "starts.jsonl", [{"step": step, "time": time} | start for step, time in at])
+    write_lines(folder / "samples.jsonl", [samples(0, " fish"), samples(50, " dog"), samples(100, " cat")])
+    return folder
+
+
+class Strict(HTMLParser):
+    """Tags that nest, and the texts of table rows."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.feed(source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1] and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def page_of(*args: Any, output: Path) -> tuple[str, list[list[str]]]:
+    """The page, and its tables' rows."""
+    assert report.main([*map(str, args), "--output", str(output)]) == 0
+    source = output.read_text()
+    return source, Strict(source).rows
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
+    """The report of a run that has everything."""
+    folder = tmp_path_factory.mktemp("runs")
+    run = make(folder / "mini")
+    spike = {"step": 20, "cursor": 19, "kind": "spike", "action": "skip", "train/loss": 99.0}
+    write_lines(run / "trouble.jsonl", [spike, spike, spike | {"step": 30, "kind": "non-finite"}])
+    more = [logged(110, data__damaged_rows=3, train__objective="causal")]
+    more.append(logged(120, data__damaged_rows=3, train__objective="masked", train__grad_norm="nan"))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in more)
+    return page_of(run, output=folder / "report.html")
+
+
+def test_the_page_is_whole_and_fetches_nothing(made: tuple[str, list[list[str]]]) -> None:
+    source, _ = made
+    parsed = Strict(source)
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "base", "form"}
+    for _, attributes in parsed.tags:
+        assert not {"src", "href", "action", "background", "poster", "xlink:href"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+    assert not re.search(r"url\(|@import|https?:|//[a-z]", source)
+    assert "default-src 'none'" in source and 'name="viewport"' in source
+    drawn = re.findall(r"<svg.*?</svg>", source, re.S)
+    assert len(drawn) == 7
+    for svg in drawn:
+        ElementTree.fromstring(svg)
+    assert len(re.findall(r'role="img" aria-label="[^"]{20,}"', source)) == 7
+
+
+def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]) -> None:
+    source, rows = made
+    for title in ("Loss", "MLM accuracy", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"):
+        assert f"<figcaption>{title}<small>" in source
+    for row in (
+        ["updates", "120 of 200"],
+        ["Loss, eval", "8.5"],
+        ["trained for", "4 min"],
+        ["restarts", "1"],
+        # first, lowest, highest and last loss
+        ["training", "8.9", "7.8", "8.9", "7.8"],
+        ["held out", "9", "8.5", "9", "8.5"],
+        ["backend of attention", "native"],
+        ["torch", "2.13.0"],
+        ["ranks", "2"],
+        ["schedule.total_steps", "200"],
+        ["0", "start", "2026-01-02T03:04:05Z, ranks: 2, on AMD EPYC"],
+        ["20", "spike", "loss 99.0, gradient norm None; skip"],
+        ["30", "non-finite", "loss 99.0, gradient norm None; skip"],
+        ["50", "restart", "2026-01-02T04:04:05Z, ranks: 2, on AMD EPYC"],
+        ["110", "damaged rows", "3 left out since the log line before"],
+        ["120", "objective", "causal before, masked by this log line"],
+    ):
+        assert rows.count(row) == 1, row
+    # a default
+    assert ["zero.stage", "1"] not in rows
+    assert "1 values are not finite and are not drawn" in source
+    # in the chart of the loss: two updates that went wrong, the restart, the objective
+    assert source.count('class="event"') == 4
+
+
+def test_samples_are_shown_at_three_times(made: tuple[str, list[list[str]]]) -> None:
+    source, rows = made
+    assert ["hidden", "start, update 0", "middle, update 50", "end, update 100"] in rows
+    assert ["cat", "✗ fish 75%, dog 0%", "✗ dog 75%, dog 0%", "✓ cat 75%, dog 0%"] in rows
+    assert "[CLS] <mark>[MASK]</mark> sat on the <mark>sky</mark>." in source
+
+
+def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>&amp;'
+    run = make(tmp_path / evil.replace("/", "∕"), command=evil, backends={evil: evil})
+    write_lines(run / "samples.jsonl", [samples(0, evil, tokens=[evil, " cat", "<b>", "&lt;", '"', "'>", "."])])
+    source, rows = page_of(run, output=tmp_path / "r.html")
+    assert "<script" not in source and "<b>&" not in source
+    assert ["command", evil] in rows and [f"backend of {evil}", evil] in rows
+    assert ["cat", f"✗ {evil} 75%, dog 0%"] in rows
+
+
+def test_several_runs_share_charts_and_differ(tmp_path: Path, capsys) -> None:
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", "optimizer.lr=3e-3", "seed=7")
+    (two / "samples.jsonl").unlink()
+    source, rows = page_of(one, two, output=tmp_path / "both.html")
+    assert ["", "1 one", "2 two"] in rows and ["Loss, eval", "8.5", "8.5"] in rows
+    chart = source[source.index("<figcaption>Loss<") :]
+    chart = chart[: chart.index("</svg>")]
+    assert [len(re.findall(f'class="{kind} c{run}"', chart)) for kind in ("line", "held") for run in (0, 1)] == [1] * 4
+    assert [row[0] for row in rows if "." in row[0] or row[0] == "seed"] == ["seed", "optimizer.lr"]
+    assert "two: no held-out samples: samples.jsonl is not there" in capsys.readouterr().out
+
+
+def test_a_beginning_run_has_a_report(tmp_path: Path, capsys) -> None:
+    run = make(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('garbage\n[1]\n{"step": 11')
+    assert "3 lines of metrics.jsonl cannot be read" in page_of(run, output=tmp_path / "r.html")[0]
+    for name in ("metrics.jsonl", "samples.jsonl", "starts.jsonl"):
+        (run / name).unlink()
+    # in place of the one before
+    source, rows = page_of(run, output=tmp_path / "r.html")
+    assert "No figures were logged." in source and "no curves: metrics.jsonl is not there" in source
+    assert source.count("None were recorded.") == 2 and ["restarts", "not recorded"] in rows
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere"], "nowhere: no such folder; name a run folder"),
+        (["data"], "data: is no run folder (no config.json)"),
+        (["damaged"], "damaged/config.json: is damaged ("),
+        (["list"], "list/config.json: holds no configuration"),
+        (["run", "run/../run"], "a run is named twice"),
+        ([*"1234567"], "7 runs: at most 6"),
+        (["samples"], "samples/samples.jsonl: the line of step 50 is damaged"),
+        (["run", "--output", "data"], "--output data: is a folder"),
+        (["run", "--output", "no/x.html"], "no/x.html"),
+        (["run", "--output", "run/config.json"], "run/config.json: is there and is no report"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    args: list[str], said: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    for name, text in (("damaged", '{"config": '), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "data").mkdir()
+    make(tmp_path / "run")
+    lines = [samples(0, " a"), samples(50, " b", tokens=["too few"]), samples(100, " c")]
+    write_lines(make(tmp_path / "samples") / "samples.jsonl", lines)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    assert report.main(args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_thinned_curve_keeps_its_extremes() -> None:
+    draw = random.Random(5)
+    steps = list(range(100_000))
+    values = [draw.gauss(0, 1) for _ in steps]
+    values[12_345], values[77_777] = 1e6, -1e6
+    points = thinned(steps, values)
+    assert len(points) <= 4 * BUCKETS and points == sorted(points)
+    assert (points[0][0], points[-1][0]) == (0, 99_999) and {(12_345, 1e6), (77_777, -1e6)} <= set(points)
+    # as high and as low in every tenth as the whole curve
+    for first in range(0, 100_000, 10_000):
+        inside = [y for x, y in points if first <= x < first + 10_000]
+        assert (min(inside), max(inside)) == (min(values[first : first + 10_000]), max(values[first : first + 10_000]))
+    assert thinned([3, 1, 2], [30.0, 10.0, 20.0]) == [(1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    losses = [1 + (step * 7919 % 5000) / 5000 for step in range(1, 5001)]
+    losses[1666] = 5e6
+    write_lines(run / "metrics.jsonl", [logged(step, train__loss=loss) for step, loss in enumerate(losses, 1)])
+    source, _ = page_of(run, output=tmp_path / "r.html")
+    assert len(source) < 300_000 and "5e+06" in source and "logarithmic" in source
+
+
+def test_ticks_are_round() -> None:
+    assert ChartScale(0, 9.3, 0, 1).ticks() == [0, 2.5, 5, 7.5]
+    assert ChartScale(0.9, 1.1, 0, 1).ticks() == pytest.approx([0.9, 0.95, 1.0, 1.05, 1.1])
+    assert ChartScale(0.5, 2e6, 0, 1, logarithmic=True).ticks() == [1, 100, 10_000, 1_000_000]
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0], [2.0, 2.0], [-1.0, 1.0], [1e-9, 1.0], [5e6, 1.0]])
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_any_curve_can_be_drawn(values: list[float], from_zero: bool, tmp_path: Path) -> None:
+    run = ReportedRun(tmp_path, "run", {"config": {}})
+    run.curves["x"] = report.Curve()
+    for step, value in enumerate(values):
+        run.curves["x"].add(step, value)
+    drawn = plot(CurveChart("t", "", ("x",), from_zero=from_zero), [run])
+    assert drawn is not None and drawn["y_ticks"]
+    for coordinate in re.findall(r"[-\w.]+", drawn["lines"][0]["path"].replace("M", " ").replace("L", " ")):
+        assert -1 <= float(coordinate) <= 400
