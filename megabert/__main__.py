@@ -36,7 +36,7 @@ COMMANDS = {
     "glue": Command("megabert.finetune.benchmark.__main__", "a whole benchmark: runs, table, submission", saves=True),
     "embed": Command("megabert.finetune.embed.__main__", "vectors to search by: train on pairs, evaluate", saves=True),
     "features": Command("megabert.commands.features", "a model's vectors of texts"),
-    "report": Command("megabert.commands.report", "one HTML file about a run, or several over each other"),
+    "report": Command("megabert.commands.report", "one HTML file about a run, or several in the same charts"),
     "fill": Command("megabert.commands.fill", "words for the [MASK]s of a text"),
     "export": Command("megabert.commands.export", "a run as a Hugging Face folder"),
     "convert": Command("megabert.commands.convert", "a Hugging Face folder as a run to continue from"),

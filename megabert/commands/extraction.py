@@ -126,7 +126,7 @@ class Vectors(NamedTuple):
 
 
 @dataclass
-class Window:
+class SortingWindow:
     """Texts that are computed in batches of similar length; `batches_left` are not computed yet."""
 
     texts: list[TokenizedText]
@@ -208,7 +208,7 @@ class Extractor:
         ValueError when a vector is too large for float16.
         """
 
-        def jobs() -> Iterator[tuple[Window, list[int]]]:
+        def jobs() -> Iterator[tuple[SortingWindow, list[int]]]:
             for tokenized in self._sorting_windows(iter(texts)):
                 window, batches = self._window(tokenized)
                 yield from ((window, batch) for batch in batches)
@@ -235,15 +235,15 @@ class Extractor:
         if waiting:
             yield waiting
 
-    def _window(self, texts: list[TokenizedText]) -> tuple[Window, list[list[int]]]:
+    def _window(self, texts: list[TokenizedText]) -> tuple[SortingWindow, list[list[int]]]:
         """A window without its vectors, and the indices of the texts of each batch."""
         lengths = [len(text.ids) for text in texts]
         batches = groups(lengths, self.batch_tokens)
         rows = sum(lengths) if self.pool == "none" else len(texts)
         vectors = np.empty((rows, self.width), self.dtype)
-        return Window(texts, vectors, np.cumsum(lengths, dtype=np.int64), len(batches)), batches
+        return SortingWindow(texts, vectors, np.cumsum(lengths, dtype=np.int64), len(batches)), batches
 
-    def _compute(self, job: tuple[Window, list[int]]) -> Window:
+    def _compute(self, job: tuple[SortingWindow, list[int]]) -> SortingWindow:
         """Fills in the vectors of a batch."""
         window, batch = job
         texts = [window.texts[i] for i in batch]

@@ -23,6 +23,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.atomic_io import write_whole
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
+from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE
 from megabert.common.text import duration
 
 OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
@@ -116,9 +117,9 @@ def read_run(folder: Path, name: str) -> ReportedRun:
     """Everything about the run in `folder`. Raises ValueError naming the file that cannot be used."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; name a run folder written by megabert train")
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder}: is no run folder (no {path.name}); name one written by megabert train")
+        raise ValueError(f"{folder}: is no run folder (no {CONFIG}); name one written by megabert train")
     try:
         config_json = json.loads(path.read_bytes())
     except ValueError as error:
@@ -128,11 +129,11 @@ def read_run(folder: Path, name: str) -> ReportedRun:
     run = ReportedRun(folder, name, config_json)
     read_metrics(run)
     read_events(run)
-    run.samples = read_samples(folder / "samples.jsonl")
+    run.samples = read_samples(folder / SAMPLES)
     for file, found, what in (
-        ("metrics.jsonl", run.last, "curves"),
-        ("starts.jsonl", run.starts, "restarts, ranks and devices"),
-        ("samples.jsonl", run.samples, "held-out samples"),
+        (METRICS, run.last, "curves"),
+        (STARTS, run.starts, "restarts, ranks and devices"),
+        (SAMPLES, run.samples, "held-out samples"),
     ):
         if not found:
             run.missing.append(f"no {what}: {file} is not there or empty")
@@ -163,7 +164,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 def read_metrics(run: ReportedRun) -> None:
     unreadable = 0
-    for line in json_lines(run.folder / "metrics.jsonl"):
+    for line in json_lines(run.folder / METRICS):
         if line is None:
             unreadable += 1
             continue
@@ -179,18 +180,18 @@ def read_metrics(run: ReportedRun) -> None:
             if name in DRAWN and isinstance(value, int | float | str):
                 run.curves.setdefault(name, Curve()).add(step, value)
     if unreadable:
-        run.missing.append(f"{unreadable:,} lines of metrics.jsonl cannot be read")
+        run.missing.append(f"{unreadable:,} lines of {METRICS} cannot be read")
 
 
 def read_events(run: ReportedRun) -> None:
     """Starts, and updates that went wrong, each once: an update that was done again was noted again."""
-    run.starts = [line for line in json_lines(run.folder / "starts.jsonl") if line]
+    run.starts = [line for line in json_lines(run.folder / STARTS) if line]
     for number, start in enumerate(run.starts):
         kind = "restart" if number else "start"
         text = f"{start.get('time')}, ranks: {start.get('ranks')}, on {start.get('device')}"
         run.events.append(ReportEvent(start["step"], kind, text))
-    trouble = {}
-    for line in json_lines(run.folder / "trouble.jsonl"):
+    trouble: dict[Any, dict[str, Any]] = {}
+    for line in json_lines(run.folder / TROUBLE):
         if line:
             trouble.setdefault((line["step"], line.get("cursor"), line.get("kind")), line)
     for line in trouble.values():
@@ -236,7 +237,9 @@ def results(run: ReportedRun) -> dict[str, str]:
 def environment(run: ReportedRun) -> dict[str, Any]:
     """What a run ran on and with, as its last start found it."""
     start = run.starts[-1] if run.starts else {}
-    found = {name: start[name] for name in ("time", "ranks", "device", "cores", "memory_gib") if name in start}
+    found: dict[str, Any] = {
+        name: start[name] for name in ("time", "ranks", "device", "cores", "memory_gib") if name in start
+    }
     found |= {f"backend of {op}": name for op, name in run.config_json.get("backends", {}).items()}
     found |= run.config_json.get("versions", {})
     return found | {name: run.config_json.get(name) for name in ("revision", "command")}
@@ -302,7 +305,8 @@ class ChartScale:
 
 def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | None:
     """What the template draws of a chart; None where no run has its figures."""
-    lines, not_finite = [], 0
+    lines: list[dict[str, Any]] = []
+    not_finite = 0
     for number, run in enumerate(runs):
         for name in chart.names:
             curve = run.curves.get(name, Curve())
@@ -388,20 +392,6 @@ def render(runs: Sequence[ReportedRun]) -> bytes:
     return MARKER + page.encode() + b"\n"
 
 
-def check_arguments(folders: Sequence[Path], output: Path) -> None:
-    """Raises ValueError for runs that one chart cannot show, and where `output` is a folder or a file that is no report."""
-    if len(folders) > MOST_RUNS:
-        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} can be told apart in one chart; name fewer")
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("a run is named twice; name each once")
-    if output.is_dir():
-        raise ValueError(f"--output {output}: is a folder; name a file in it")
-    if output.is_file():
-        with open(output, "rb") as file:
-            if file.read(len(MARKER)) != MARKER:
-                raise ValueError(f"{output}: is there and is no report; name another file with --output")
-
-
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.report"), description=__doc__)
@@ -411,10 +401,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folders = [Path(name) for name in args.runs]
     output = Path(args.output) if args.output else folders[0] / OUTPUT
-    check_arguments(folders, output)
+    if len(folders) > MOST_RUNS:
+        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} can be told apart in one chart; name fewer")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run is named twice; name each once")
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else args.runs
     runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    if output.exists() and not output.read_bytes().startswith(MARKER):
+        raise ValueError(f"{output}: is there and is no report; name another file with --output")
     write_whole(output, render(runs))
     for run in runs:
         for text in run.missing:

@@ -141,7 +141,7 @@ def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]
     for row in (
         ["updates", "120 of 200"],
         ["Loss, eval", "8.5"],
-        ["trained for", "4 min"],
+        ["trained for", "4m00s"],
         ["restarts", "1"],
         # first, lowest, highest and last loss
         ["training", "8.9", "7.8", "8.9", "7.8"],
@@ -217,8 +217,8 @@ def test_a_beginning_run_has_a_report(tmp_path: Path, capsys) -> None:
         (["run", "run/../run"], "a run is named twice"),
         ([*"1234567"], "7 runs: at most 6"),
         (["samples"], "samples/samples.jsonl: the line of step 50 is damaged"),
-        (["run", "--output", "data"], "--output data: is a folder"),
-        (["run", "--output", "no/x.html"], "no/x.html"),
+        (["run", "--output", "data"], "data: Is a directory"),
+        (["run", "--output", "no/x.html"], "--output no/x.html: there is no folder no"),
         (["run", "--output", "run/config.json"], "run/config.json: is there and is no report"),
     ],
 )
