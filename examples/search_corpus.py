@@ -1,9 +1,9 @@
 """Search in the corpus a model was pre-trained on: passages of its shards, their vectors, the nearest to a query.
 
-python examples/search_corpus.py index data/seq128 runs/vectors/seed1/best corpus.npz
-python examples/search_corpus.py search corpus.npz runs/vectors/seed1/best "Which rivers flow north?"
+python examples/search_corpus.py index data/seq128 runs/vectors/model corpus.npz
+python examples/search_corpus.py search corpus.npz runs/vectors/model "Which rivers flow north?"
 
-The model is a sentence-transformers folder, as `megabert embed train` leaves it. A passage is what a sequence of the
+The model is a sentence-transformers folder, as `examples/train_sentence_vectors.py` leaves it. A passage is what a sequence of the
 shards holds of one document. The index is flat: every vector is compared, by FAISS where that is installed.
 """
 

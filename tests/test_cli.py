@@ -31,12 +31,11 @@ EXAMPLES = {
     ("prep build", "--vocab-size"): "30000",
     ("prep build", "--dedup"): "documents",
     ("prep inspect", "--rows"): "3",
-    ("embed train", "--temperature"): "0.05",
     ("features", "--layers"): "last",
     ("fill", "--top"): "5",
     ("evaluate", "--rows"): "0",
 }
-CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect", "embed train", "embed evaluate"]
+CALLS = [*cli.COMMANDS, "prep build", "prep verify", "prep inspect"]
 
 
 def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:

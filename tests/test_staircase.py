@@ -58,7 +58,7 @@ WITHOUT_TORCH = (
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.commands.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
     *("megabert.finetune.tasks", "megabert.spikes", "megabert.optim.lr_schedule"),
-    *("megabert.finetune.embed.pairs", "megabert.commands.report"),
+    "megabert.commands.report",
 )
 # package -> the only files or folders that may import it, where it is used and not at the top
 OWNERS = {
@@ -70,13 +70,7 @@ OWNERS = {
     "onnxruntime": ("megabert.finetune.onnx",),
     "onnxscript": ("megabert.finetune.onnx",),
     "mpi4py": ("data_prep.executor", "megabert.distributed"),
-    "pytrec_eval": ("megabert.finetune.embed.metrics",),
-    "scipy": (
-        "megabert.finetune.metrics",
-        "megabert.finetune.label_metrics",
-        "megabert.finetune.embed.metrics",
-        "megabert.finetune.benchmark.summary",
-    ),
+    "scipy": ("megabert.finetune.metrics", "megabert.finetune.label_metrics", "megabert.finetune.benchmark.summary"),
     "seqeval": ("megabert.finetune.metrics",),
     "sklearn": ("megabert.finetune.metrics", "megabert.finetune.label_metrics"),
     "tensorboard": ("megabert.metrics",),

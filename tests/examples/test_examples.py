@@ -129,3 +129,28 @@ def test_search_corpus(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == texts[7] and shown[1] == f"  1.000  {texts[7]}" and len(shown) == 2 * 6
     assert shown[7] == f"  1.000  {texts[300]}"
+
+
+@pytest.mark.slow
+def test_train_sentence_vectors(tmp_path) -> None:
+    """The nDCG of a search is printed before and after, and the trained folder is read by the library and by us."""
+    rng = np.random.default_rng(1)
+    words = sorted(set(re.findall(r"\w+", " ".join(runs.TEXT[:3]))))
+    contexts = [rng.permutation(words)[:8].tolist() for _ in range(80)]
+    paragraphs = [
+        {"context": " ".join(context), "qas": [{"question": " ".join(rng.permutation(context)[:4])}]}
+        for context in contexts
+    ]
+    articles = [{"paragraphs": paragraphs[first : first + 4]} for first in range(0, 80, 4)]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
+    start = pretrained.load(runs.make(tmp_path / "run"))
+    shown = run(
+        *(sys.executable, "examples/train_sentence_vectors.py"),
+        *(tmp_path / "run", tmp_path / "squad.json", tmp_path / "out", 5),
+    )
+    assert re.search(r"ndcg@10: 0\.\d{3} before, 0\.\d{3} after; 72 pairs trained on", shown), shown
+    assert sentence_folder.read(tmp_path / "out/model") == Pooling("mean", 40)
+    trained = pretrained.load(tmp_path / "out/model")
+    assert trained.tokenizer.sha256 == start.tokenizer.sha256
+    change = trained.weights["layers.1.qkv.weight"] - start.weights["layers.1.qkv.weight"]
+    assert 0 < change.abs().max() < 0.1

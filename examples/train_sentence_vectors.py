@@ -1,0 +1,82 @@
+"""Sentence vectors from a pre-trained run: exported as a sentence-transformers folder and trained by that library's trainer.
+
+python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors
+python examples/train_sentence_vectors.py runs/mini train-v1.1.json.gz runs/vectors 200     a short trial of 200 updates
+
+The data is SQuAD's JSON: each question and its paragraph are a pair, whose vectors should be nearer to each other than those of
+the question and any other paragraph of the batch (multiple negatives ranking, Henderson et al. 2017). The paragraphs of the last
+articles are held out, and the nDCG of a search among them is printed before and after. OUTPUT/model loads by
+`SentenceTransformer`, and by `megabert features --model OUTPUT/model --pool sentence`. Needs `pip install
+'sentence-transformers[train]'`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.training_args import BatchSamplers
+
+from megabert import hf
+from megabert.hf import sentence_folder
+from megabert.hf.sentence_folder import Pooling
+
+MAX_LENGTH = 128
+HELD_OUT = 0.1  # of the articles
+
+
+def read_pairs(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(question, paragraph) pairs to train on, and those of the articles that are held out."""
+    raw = path.read_bytes()
+    articles = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["data"]
+    train = len(articles) - max(1, round(HELD_OUT * len(articles)))
+    parts = articles[:train], articles[train:]
+    first, second = (
+        [(q["question"], p["context"]) for a in part for p in a["paragraphs"] for q in p["qas"]] for part in parts
+    )
+    return first, second
+
+
+def evaluator_of(pairs: list[tuple[str, str]]) -> InformationRetrievalEvaluator:
+    """Every question searches all paragraphs of `pairs`."""
+    corpus = {context: context for _, context in pairs}
+    queries = {question: question for question, _ in pairs}
+    relevant: dict[str, set[str]] = {}
+    for question, context in pairs:
+        relevant.setdefault(question, set()).add(context)
+    return InformationRetrievalEvaluator(queries, corpus, relevant, name="held-out")
+
+
+def main(run: str, squad: str, output: str, max_steps: int = -1) -> None:
+    start, folder = hf.load(run), Path(output) / "start"
+    length = min(MAX_LENGTH, start.config.model.max_positions)
+    sentence_folder.write(folder, start, {}, Pooling("mean", length), "Token vectors averaged, not yet trained.\n")
+    model = SentenceTransformer(str(folder))
+    train, held_out = read_pairs(Path(squad))
+    evaluate = evaluator_of(held_out)
+    before = evaluate(model)[evaluate.primary_metric]
+    SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(
+            output_dir=f"{output}/trainer", max_steps=max_steps, num_train_epochs=1, per_device_train_batch_size=64,
+            learning_rate=3e-4, warmup_steps=0.1, batch_sampler=BatchSamplers.NO_DUPLICATES, save_strategy="no",
+            report_to="none", seed=1,
+        ),
+        train_dataset=Dataset.from_dict({"anchor": [q for q, _ in train], "positive": [c for _, c in train]}),
+        loss=MultipleNegativesRankingLoss(model),
+    ).train()  # fmt: skip
+    model.save(f"{output}/model")
+    for name, data in start.tokenizer.files().items():  # the form that MegaBERT reads, beside tokenizer.json
+        Path(output, "model", name).write_bytes(data)
+    after = evaluate(model)[evaluate.primary_metric]
+    print(f"{evaluate.primary_metric}: {before:.3f} before, {after:.3f} after; {len(train):,} pairs trained on")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # type: ignore[arg-type]
