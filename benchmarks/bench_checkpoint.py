@@ -34,7 +34,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig
 from megabert.distributed import process_group
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Engine
+from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 
 OURS, DCP = "ours", "torch.distributed.checkpoint"
@@ -75,7 +75,7 @@ class OurSaves:
 
     def finish(self, greatest: int) -> bool:
         """Takes the greatest status over ranks; whether the save is committed."""
-        self.checkpoints.heard(greatest)
+        self.checkpoints.advance(greatest)
         return not self.checkpoints.pending
 
 
@@ -88,7 +88,7 @@ class DcpSaves:
         self.future: Any = None
         self.tensors: dict[str, torch.Tensor] = {}
         if engine.layout.partitioned or world.is_main:
-            for segment, view in engine.layout.pieces():
+            for segment, view in engine.layout.segments():
                 self.tensors[f"weight:{engine.layout.names[segment.index]}:{segment.offset}"] = view
             for piece in engine.layout.moments(engine.optimizer):
                 self.tensors |= {f"{kind}:{piece.name}:{piece.offset}": value for kind, value in piece.values.items()}

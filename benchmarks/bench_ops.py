@@ -36,7 +36,7 @@ from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
 from megabert.metrics import matmul_tflops
 from megabert.model import BertForPreTraining
-from megabert.optim import optimizers
+from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices
 
 
@@ -137,7 +137,7 @@ def optimizer(make: Maker, small: bool) -> list[Case]:
 
     def ours(name: Literal["adamw", "lamb", "muon"]) -> Call:
         model, gradients, begin = build()
-        update = optimizers.build(OptimizerConfig(name=name), model, dtype=torch.bfloat16)
+        update = build_optimizer(OptimizerConfig(name=name), model, dtype=torch.bfloat16)
         for group in update.param_groups:
             if "capturable" in group:  # torch refuses to be captured otherwise; what runs is the same kernel
                 group["capturable"] = True

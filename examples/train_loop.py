@@ -16,7 +16,7 @@ from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.model import BertForPreTraining
-from megabert.optim.lr_schedule import learning_rate
+from megabert.optim.schedule import learning_rate
 
 
 def main(folder: str, updates: int = 100) -> float:

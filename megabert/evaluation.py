@@ -20,8 +20,7 @@ from megabert.data.loader import eval_batches
 from megabert.data.objective import evaluated
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
-from megabert.engine import precision
-from megabert.engine.result import loss_table
+from megabert.engine import loss_table, precision
 from megabert.model import BertForPreTraining
 
 EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every run

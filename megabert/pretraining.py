@@ -155,7 +155,7 @@ def open_run(
         begun = checkpoints.read_state(newest)
     elif replay is not None:
         begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
-    config = precision.settle(config, world, begun["config"]["precision"] if begun else "")
+    config = precision.with_precision(config, world, begun["config"]["precision"] if begun else "")
     settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
     counts: list[int] = []
     if newest is None and config.model.frequency_bias and not (config.init_from or config.distill.teacher):

@@ -41,7 +41,7 @@ from megabert.config import Config
 from megabert.distributed import session
 from megabert.distributed.preemption import REQUEUE, end_of_time
 from megabert.distributed.session import Session
-from megabert.engine.determinism import repeat_bit_for_bit
+from megabert.engine.precision import repeat_bit_for_bit
 from megabert.engine.profiler import parse_steps
 from megabert.pretraining import open_run
 

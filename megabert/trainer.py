@@ -29,7 +29,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.metrics import RankFigures, Shown, Sinks, as_json, figures, measured
-from megabert.optim.lr_schedule import finished, learning_rate, share_used
+from megabert.optim.schedule import finished, learning_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
 # what the log calls them
@@ -217,7 +217,7 @@ class Saves:
     def hear(self, status: int) -> None:
         """What all ranks reported of the save in flight, if there is one."""
         if self._checkpoints.pending:
-            self._ended(self._checkpoints.heard(status) is not None)
+            self._ended(self._checkpoints.advance(status) is not None)
 
     def finish(self) -> None:
         """Commit the checkpoint that is being written, if there is one; waits for it."""

@@ -15,7 +15,7 @@ from megabert import hf as pretrained
 from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Engine
+from megabert.engine import Engine
 from megabert.metrics import figures, measured
 from megabert.model import BertForPreTraining
 from tests.helpers import runs, tiny

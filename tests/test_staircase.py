@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     *("megabert.common.atomic_io", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.commands.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
-    *("megabert.finetune.tasks", "megabert.spikes", "megabert.optim.lr_schedule"),
+    *("megabert.finetune.tasks", "megabert.spikes", "megabert.optim.schedule"),
     "megabert.commands.report",
 )
 # package -> the only files or folders that may import it, where it is used and not at the top

@@ -35,7 +35,7 @@ from megabert.distributed import process_group
 from megabert.engine import DTYPES, Engine
 from megabert.metrics import datasheet_tflops, training_flops
 from megabert.model import BertForPreTraining, Layer
-from megabert.optim import optimizers
+from megabert.optim.build import build_optimizer
 
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "max_positions": 512}
 SMALL = {"layers": 3, "hidden": 64, "heads": 2, "max_positions": 512}
@@ -80,7 +80,7 @@ class Plain:
         self.gradients = [torch.zeros_like(master) for master in self.masters]
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = gradient
-        self.optimizer = optimizers.build(cfg.optimizer, masters, dtype=DTYPES[cfg.precision])
+        self.optimizer = build_optimizer(cfg.optimizer, masters, dtype=DTYPES[cfg.precision])
         self.clip = cfg.optimizer.clip
         self.optimizer.attach()
 

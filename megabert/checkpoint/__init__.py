@@ -7,22 +7,27 @@ Before anything is loaded every file is hashed again. Nothing is ever unpickled.
 
     run/checkpoints/pointer.json                  the newest step
     run/checkpoints/step-00001000/
-        manifest.json                      files (bytes, SHA-256), parameters (shape, which ranks hold which stretch),
+        manifest.json                      files (bytes, SHA-256), parameters (shape, which ranks hold which slice),
                                            counters, the run's state, its own SHA-256
         weights-00002-of-00008.safetensors the fp32 master weights that one rank held, flat, as
                                            `weight:<parameter>:<first element>`
-        moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same stretches (Muon's matrices: the first)
+        moments-00002-of-00008.safetensors `exp_avg` and `exp_avg_sq` of the same slices (Muon's matrices: the first)
 
-At ZeRO stage 0, where every rank holds everything, each writes an equal share. The stretches over all ranks cover every
+At ZeRO stage 0, where every rank holds everything, each writes an equal share. The slices over all ranks cover every
 parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote, each rank its own slices.
 There is no random-number state: `megabert.common.rng` makes it from the step.
-
-Checkpoints written before hold the whole weights in one `weights.safetensors`, and are read as these are.
 """
 
-from megabert.checkpoint.compatibility import check_compatible
-from megabert.checkpoint.manifest import Damaged
-from megabert.checkpoint.start import load_weights, newest_step, start_engine, write_start
+from megabert.checkpoint.manifest import DamagedCheckpoint
+from megabert.checkpoint.start import check_compatible, load_weights, newest_step, start_engine, write_start
 from megabert.checkpoint.store import Checkpoints
 
-__all__ = ["Checkpoints", "Damaged", "check_compatible", "load_weights", "newest_step", "start_engine", "write_start"]
+__all__ = [
+    "Checkpoints",
+    "DamagedCheckpoint",
+    "check_compatible",
+    "load_weights",
+    "newest_step",
+    "start_engine",
+    "write_start",
+]

@@ -1,87 +1,151 @@
-"""Manifest of a checkpoint: nothing of it is opened before this, its size and its SHA-256 were compared.
+"""Manifest of a checkpoint: its files by size and SHA-256, and which rank's files hold which slice of each parameter.
 
-A manifest names plain files of its own folder and nothing else: a name with a slash, `..` or a link is damage.
+No file of a checkpoint is opened before its size and SHA-256 were compared. A manifest names plain files of its own folder
+and nothing else: a name with a slash, `..` or a link is damage.
+
+A parameter's slices follow each other from its first element to its last, so an entry `[rank, ranks, length]` stands for
+`length` elements on each of `ranks` ranks from `rank` on. A parameter that ZeRO cuts into 512 has one or two entries.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+import math
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
-from megabert.checkpoint.index import Index, Uncovered
 from megabert.common.canonical_json import sealed
 from megabert.common.retry import tried_again
 
 SCHEMA = 3
-FIRST_SCHEMA = 1  # DeepSpeed's pickles beside the weights; only the weights are still read
-SECOND_SCHEMA = 2  # rank 0 gathered the weights into one file; each file's pieces are listed beside it
 MANIFEST = "manifest.json"
-SEAL = "sha256"  # the field that holds the digest of the others
-WEIGHTS, MOMENTS = "weights", "moments"  # what a rank saves, each in a file of its own
-AVERAGE = "average"  # files of earlier versions, which are passed over
-OLD_FILE_NAME = re.compile(r"weights\.safetensors|moments-\d{5,}-of-\d{5,}\.safetensors")
-LARGEST_MANIFEST = 256 << 20  # bytes; one of 512 ranks has 0.3 MB, in the second layout 10
+# The field that holds the digest of the others.
+SEAL = "sha256"
+# What a rank saves, each in a file of its own.
+WEIGHTS, MOMENTS = "weights", "moments"
+# Bytes; the manifest of 512 ranks has 0.3 MB.
+LARGEST_MANIFEST = 256 << 20
 
+# (parameter, first element, number of elements)
+Slice = tuple[str, int, int]
 Natural = Annotated[int, Field(ge=0)]
 
 
-class _File(BaseModel):
+class _FileEntry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     bytes: Natural
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class _OldFile(_File):
-    pieces: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]] = {}
-    first_moment_only: list[str] = []  # parameters of `pieces` without a second moment: Muon's matrices
-
-
-class _Parameter(BaseModel):
+class _ParameterEntry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     shape: list[Natural]
-    pieces: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]  # runs of the index
+    # [rank, ranks, length] each
+    pieces: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]
 
 
-class _Layout(BaseModel):
-    """What the ranks wrote."""
-
+class _ManifestFields(BaseModel):
     model_config = ConfigDict(strict=True)
     ranks: int = Field(gt=0, le=1_000_000)
-    files: dict[str, _File]
-    parameters: dict[str, _Parameter]
-    first_moment_only: list[str]  # parameters without a second moment: Muon's matrices
+    files: dict[str, _FileEntry]
+    parameters: dict[str, _ParameterEntry]
+    # Parameters without a second moment: Muon's matrices.
+    first_moment_only: list[str]
 
 
 class _Counters(BaseModel):
-    """What `Engine.snapshot` counts."""
+    """Counters of `Engine.snapshot`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     optimizer_steps: Natural
     deepspeed: dict[str, int] = {}
-    loss_scale: dict[str, float | None] = {}  # a static scale has no last overflow
-    primed: bool = False  # moments of another run, before the first update
+    # A static scale has no last overflow.
+    loss_scale: dict[str, float | None] = {}
+    # Moments of another run, before the first update.
+    primed: bool = False
 
 
-_OLD_FILES = TypeAdapter(dict[str, _OldFile])
-
-
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A checkpoint is not what was committed."""
 
 
-class _Fault(ValueError):
-    """What is wrong with a manifest, said without its name."""
+class InvalidManifest(ValueError):
+    """A manifest's fields do not belong together; the text does not name the file."""
 
 
-class Outdated(ValueError):
-    """A checkpoint was written in an earlier layout, of which only the weights can be used."""
+class SliceIndex:
+    """Slices of every parameter as a manifest lists them, by parameter and by rank."""
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+        self._parameters = parameters
+        self._slices: dict[str, list[tuple[int, int, int]]] = {}
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: entry["shape"] for name, entry in self._parameters.items()}
+
+    def check(self, ranks: int) -> None:
+        """Raises InvalidManifest unless the slices of each parameter are as long as it is and on the first `ranks` ranks."""
+        for name, entry in self._parameters.items():
+            size = math.prod(entry["shape"])
+            covered = sum(count * length for _, count, length in entry["pieces"])
+            if covered != size:
+                raise InvalidManifest(f"the ranks hold {covered} of the {size} elements of {name}")
+            if any(rank + count > ranks or count < 1 or length < 1 for rank, count, length in entry["pieces"]):
+                raise InvalidManifest(f"{name} has slices that none of the {ranks} ranks can hold")
+
+    def slices(self, name: str) -> list[tuple[int, int, int]]:
+        """(first element, number of elements, rank) of a parameter's slices, in order."""
+        if name not in self._slices:
+            slices, position = [], 0
+            for first, count, length in self._parameters[name]["pieces"]:
+                for rank in range(first, first + count):
+                    slices.append((position, length, rank))
+                    position += length
+            self._slices[name] = slices
+        return self._slices[name]
+
+    @cached_property
+    def by_rank(self) -> dict[int, list[Slice]]:
+        """The slices of each rank that holds any."""
+        by_rank: dict[int, list[Slice]] = {}
+        for name in self._parameters:
+            for offset, length, rank in self.slices(name):
+                by_rank.setdefault(rank, []).append((name, offset, length))
+        return by_rank
+
+
+def index_slices(shapes: Mapping[str, Sequence[int]], slices: Iterable[Iterable[Slice]]) -> dict[str, Any]:
+    """A manifest's "parameters", from the slices of every rank in rank order.
+
+    Raises InvalidManifest where they do not cover each parameter exactly once.
+    """
+    by_name: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    for rank, held in enumerate(slices):
+        for name, offset, length in held:
+            by_name.setdefault(name, []).append((offset, length, rank))
+    entries = {}
+    for name, parts in by_name.items():
+        runs: list[list[int]] = []
+        covered, size = 0, math.prod(shapes[name]) if name in shapes else 0
+        for offset, length, rank in sorted(parts):
+            if offset != covered or length < 1:
+                raise InvalidManifest(f"rank {rank}'s slice of {name} at {offset} does not start at {covered}")
+            covered += length
+            if runs and rank == runs[-1][0] + runs[-1][1] and length == runs[-1][2]:
+                runs[-1][1] += 1
+            else:
+                runs.append([rank, 1, length])
+        if covered != size:
+            raise InvalidManifest(f"the ranks hold {covered} of the {size} elements of {name}")
+        entries[name] = {"shape": list(shapes[name]), "pieces": runs}
+    return entries
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
@@ -90,8 +154,8 @@ def file_name(group: str, rank: int, ranks: int) -> str:
 
 
 def group_of(name: str) -> str:
-    """WEIGHTS or MOMENTS: what a file holds, in every layout."""
-    return name.partition(".")[0].partition("-")[0]
+    """WEIGHTS or MOMENTS: what a file holds."""
+    return name.partition("-")[0]
 
 
 def has_moments(engine: Mapping[str, Any]) -> bool:
@@ -99,111 +163,77 @@ def has_moments(engine: Mapping[str, Any]) -> bool:
     return bool(engine["optimizer_steps"] or engine.get("primed"))
 
 
-def seal(layout: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest. `layout`: its "ranks", "files", "parameters" and "first_moment_only"."""
-    manifest = {"schema": SCHEMA, **layout, "state": state, "engine": engine}
-    _check(manifest)
+def seal(fields: Mapping[str, Any], state: Mapping[str, Any], engine: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest. `fields`: its "ranks", "files", "parameters" and "first_moment_only"."""
+    manifest = {"schema": SCHEMA, **fields, "state": state, "engine": engine}
+    _check_fields(manifest)
     return sealed(manifest, SEAL)
 
 
 def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
-    """The manifest of a checkpoint folder; `weights_only`: of any layout, the other files left out.
+    """The manifest of a checkpoint folder; `weights_only`: the other files left out.
 
-    Raises Damaged unless it is byte for byte what was written, Outdated when it has an earlier layout.
+    Raises DamagedCheckpoint unless it is byte for byte what was written.
     """
-    file = path / MANIFEST
     try:
-        data = tried_again(lambda: _bytes_of(file))
+        data = tried_again(lambda: _read_bytes(path / MANIFEST))
         manifest = json.loads(data)
         if sealed(manifest, SEAL) != data:
-            raise _Fault("is damaged")
-        schema = manifest["schema"]
-        if schema == FIRST_SCHEMA and not weights_only:
-            raise Outdated(
-                f"{path}: written by an earlier version of MegaBERT (checkpoint layout {schema}, this one continues "
-                f"layout {SCHEMA}); its weights can still be used: name a new run folder and init_from={path}"
-            )
-        if schema not in (FIRST_SCHEMA, SECOND_SCHEMA, SCHEMA):
-            raise _Fault(f"has layout {schema}, this program reads {SCHEMA}")
-        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) != AVERAGE}
-        manifest.get("engine", {}).pop("averaged", None)
-        if schema == SCHEMA:
-            _check(manifest)
-        else:
-            _check_old(manifest, weights_only)
-        if weights_only:
-            manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
-    except (Damaged, Outdated):
+            raise InvalidManifest("damaged: it does not match its own SHA-256")
+        if manifest["schema"] != SCHEMA:
+            raise InvalidManifest(f"layout {manifest['schema']}, where this program reads {SCHEMA}")
+        _check_fields(manifest)
+    except DamagedCheckpoint:
         raise
-    except _Fault as error:
-        raise Damaged(f"{path.name}/{MANIFEST} {error}") from error
-    except Uncovered as error:
-        raise Damaged(f"{path.name}/{MANIFEST}: {error}") from error
+    except InvalidManifest as error:
+        raise DamagedCheckpoint(f"{path.name}/{MANIFEST}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path.name}/{MANIFEST} cannot be read") from error
+        raise DamagedCheckpoint(f"{path.name}/{MANIFEST} cannot be read") from error
+    if weights_only:
+        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if group_of(n) == WEIGHTS}
     return manifest
 
 
-def _check(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError (a _Fault or Uncovered where the text says more) unless fields, files and pieces belong together."""
-    layout = _Layout.model_validate(manifest)
+def _check_fields(manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError (InvalidManifest where the text says more) unless fields, files and slices belong together."""
+    fields = _ManifestFields.model_validate(manifest)
     _Counters.model_validate(manifest["engine"])
     if not isinstance(manifest["state"], dict):
-        raise _Fault("holds no state")
-    index = Index(manifest["parameters"])
-    index.check(layout.ranks)
-    groups = [WEIGHTS]
-    groups += [MOMENTS] if has_moments(manifest["engine"]) else []
-    expected = {file_name(group, rank, layout.ranks) for group in groups for rank in index.held}
-    for name in sorted(layout.files.keys() - expected):
-        raise _Fault(f"names {name!r}, which is no file of a checkpoint")
-    for name in sorted(expected - layout.files.keys()):
-        raise _Fault(f"names no {name}")
+        raise InvalidManifest("holds no state")
+    index = SliceIndex(manifest["parameters"])
+    index.check(fields.ranks)
+    groups = [WEIGHTS, MOMENTS] if has_moments(manifest["engine"]) else [WEIGHTS]
+    expected = {file_name(group, rank, fields.ranks) for group in groups for rank in index.by_rank}
+    for name in sorted(fields.files.keys() - expected):
+        raise InvalidManifest(f"names {name!r}, which is no file of a checkpoint")
+    for name in sorted(expected - fields.files.keys()):
+        raise InvalidManifest(f"names no {name}")
 
 
-def _check_old(manifest: Mapping[str, Any], weights_only: bool) -> None:
-    """The same for the first two layouts."""
-    files = manifest["files"]
-    if f"{WEIGHTS}.safetensors" not in files:
-        raise _Fault(f"names no {WEIGHTS}.safetensors")
-    names = [name for name in files if not weights_only or group_of(name) == WEIGHTS]
-    for name in names:
-        if not OLD_FILE_NAME.fullmatch(name):
-            raise _Fault(f"names {name!r}, which is no file of a checkpoint")
-    _OLD_FILES.validate_python({name: files[name] for name in names})
-    if manifest["schema"] == SECOND_SCHEMA:
-        _Counters.model_validate(manifest["engine"])
-    if not isinstance(manifest["state"], dict):
-        raise _Fault("holds no state")
-
-
-def _bytes_of(file: Path) -> bytes:
-    _check_plain(file, MANIFEST)
+def _read_bytes(file: Path) -> bytes:
+    _check_plain(file)
     if file.stat().st_size > LARGEST_MANIFEST:
-        raise _Fault("is larger than any manifest")
+        raise InvalidManifest("larger than any manifest")
     return file.read_bytes()
 
 
 def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raises Damaged naming the first file that is missing, a link, of another size or with another SHA-256."""
+    """Raises DamagedCheckpoint naming the first file that is missing, a link, of another size or with another SHA-256."""
     for name, entry in entries:
         file = path / name
-        _check_plain(file, name)
+        _check_plain(file)
         if file.stat().st_size != entry["bytes"]:
-            raise Damaged(f"{path.name}/{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
-        if file_sha256(file) != entry["sha256"]:
-            raise Damaged(f"{path.name}/{name} has another SHA-256 than when it was saved")
+            raise DamagedCheckpoint(f"{path.name}/{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != entry["sha256"]:
+            raise DamagedCheckpoint(f"{path.name}/{name} has another SHA-256 than when it was saved")
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_plain(file: Path, name: str) -> None:
+def _check_plain(file: Path) -> None:
     try:
         mode = file.lstat().st_mode
     except FileNotFoundError:
-        raise Damaged(f"{file.parent.name}/{name} is missing") from None
+        raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is missing") from None
     if not stat.S_ISREG(mode):
-        raise Damaged(f"{file.parent.name}/{name} is not a plain file")
+        raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is not a plain file")

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from megabert.checkpoint.compatibility import FREE
+from megabert.checkpoint.start import FREE
 from megabert.common.canonical_json import canonical
 from megabert.config import Config
 from megabert.distributed.process_group import World

@@ -1,4 +1,4 @@
-"""What a checkpoint is read for besides going on with its run: weights, another run's start, the step of the newest."""
+"""Start of a run from a checkpoint: whether its own may continue it, and weights and moments taken from another run's."""
 
 from __future__ import annotations
 
@@ -8,72 +8,90 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megabert.checkpoint.index import build
-from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged, file_name, has_moments, read_manifest, seal
+from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_moments, index_slices, read_manifest, seal
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
-from megabert.checkpoint.tensors import Stored, write_pieces
+from megabert.checkpoint.tensors import StoredTensors, write_slices
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World, discover
-from megabert.engine.zero_layout import WEIGHT, Piece
+from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 
 if TYPE_CHECKING:
-    from megabert.engine.deepspeed_engine import Engine
+    from megabert.engine import Engine
+
+# Fields of the config that decide what the weights and moments mean, and which rows an update holds.
+FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
+# Of the model section, which is fixed otherwise.
+FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "frequency_bias")
+# May change during a run, but a causal model is another kind of model.
+STRATEGY = "data.masking.strategy"
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is one checkpoint's folder and not a run's."""
-    return (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name) is not None
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to continue a run on other data or as another model.
+
+    Both hold "dataset", "tokenizer" (SHA-256) and "config", of a student also "teacher" (SHA-256 of its weights). Raises
+    ValueError naming the field and both values.
+    """
+    _check_equal("dataset fingerprint", saved["dataset"], current["dataset"])
+    _check_equal("tokenizer SHA-256", saved["tokenizer"], current["tokenizer"])
+    _check_equal("distill.teacher's weights (SHA-256)", saved.get("teacher"), current.get("teacher"))
+    old, new = saved["config"]["model"], current["config"]["model"]
+    for field in sorted((old.keys() | new.keys()) - set(FREE)):
+        _check_equal(f"model.{field}", old.get(field), new.get(field))
+    for name in FIXED:
+        _check_equal(name, _field(saved["config"], name), _field(current["config"], name))
+    strategies = _field(saved["config"], STRATEGY), _field(current["config"], STRATEGY)
+    if "causal" in strategies:
+        _check_equal(STRATEGY, *strategies)
+
+
+def _field(tree: Mapping[str, Any], name: str) -> Any:
+    node: Any = tree
+    for part in name.split("."):
+        node = node[part]
+    return node
+
+
+def _check_equal(field: str, saved: Any, current: Any) -> None:
+    if saved != current:
+        raise ValueError(
+            f"cannot resume: {field} is {current!r} but the checkpoint was made with {saved!r}; "
+            "set it back or name a new run folder"
+        )
 
 
 def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verified fp32 weights by parameter name, and the saved state, of a run folder or one checkpoint folder.
 
-    Every rank reads for itself, and these files alone; an earlier layout's too. Raises ValueError naming `source` when it holds
-    no whole checkpoint.
+    Every rank reads for itself, and these files alone. Raises ValueError naming `source` when it holds no whole checkpoint.
     """
-    path = Path(source)
-    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-    checkpoints = Checkpoints(path, alone)
-    if _is_checkpoint(path):
-        if problem := checkpoints.problem(path, weights_only=True):
-            raise Damaged(problem)
-    else:
-        newest = checkpoints.newest(None, weights_only=True)
-        if newest is None:
-            raise ValueError(f"{source}: no checkpoint in it; name a run folder or one of its checkpoints")
-        path = newest
+    path = _newest_of(Checkpoints(source, _lone_rank()), weights_only=True)
     manifest = read_manifest(path, weights_only=True)
-    return Stored(path, manifest).whole(WEIGHT), manifest["state"]
+    return StoredTensors(path, manifest).whole(WEIGHT), manifest["state"]
 
 
 def start_engine(engine: Engine, source: str | Path, world: World) -> dict[str, Any]:
-    """Begin `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
+    """Start `engine` with the weights and moments of a run folder's newest whole checkpoint, or of one checkpoint folder;
     the state saved with them. A collective.
 
     Raises ValueError naming `source` when it holds no whole checkpoint, or one without moments or with another optimizer's.
     """
-    path = Path(source)
-    checkpoints = Checkpoints(path, world)
-    if _is_checkpoint(path):
-        if problem := checkpoints.problem(path):
-            raise ValueError(f"init_from={source}: {problem}")
-    else:
-        newest = checkpoints.latest()
-        if newest is None:
-            raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
-        path = newest
+    try:
+        path = _newest_of(Checkpoints(source, world))
+    except ValueError as error:
+        raise ValueError(f"init_from={source}: {error}") from error
     manifest = read_manifest(path)
     if not has_moments(manifest["engine"]):
         raise ValueError(f"init_from={source} holds no moments; set init_moments=false to start from its weights alone")
-    name, ours = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
-    if name != ours:
+    name, current = manifest["state"]["config"]["optimizer"]["name"], engine.config.optimizer.name
+    if name != current:
         raise ValueError(
-            f"init_from={source} holds the moments of optimizer.name={name} and this run's is {ours}; set init_moments=false "
-            "to start from its weights alone"
+            f"init_from={source} holds the moments of optimizer.name={name} and this run's is {current}; set "
+            "init_moments=false to start from its weights alone"
         )
-    stored = Stored(path, manifest)
+    stored = StoredTensors(path, manifest)
     engine.load_weights(stored.whole(WEIGHT))
-    engine.take_moments(stored.read)
+    engine.load_moments(stored.read)
     world.barrier()
     return manifest["state"]
 
@@ -88,19 +106,36 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
 
     It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
     """
-    alone = World(0, 0, 1, discover({}).device, "gloo", "single")
-    checkpoints = Checkpoints(run_dir, alone, CheckpointConfig(asynchronous=False))
+    checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
     folder = checkpoints.folder / f"{SAVING}{0:08d}"
     folder.mkdir(parents=True)
-    name = file_name(WEIGHTS, 0, 1)
-    pieces = [Piece(n, 0, {WEIGHT: weight.reshape(-1)}) for n, weight in weights.items()]
-    shapes = {n: tuple(weight.shape) for n, weight in weights.items()}
-    layout = {
+    file = file_name(WEIGHTS, 0, 1)
+    slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    fields = {
         "ranks": 1,
-        "files": {name: write_pieces(folder / name, pieces)},
-        "parameters": build(shapes, [[(piece.name, 0, piece.length) for piece in pieces]]),
+        "files": {file: write_slices(folder / file, slices)},
+        "parameters": index_slices(shapes, [[(part.name, 0, part.length) for part in slices]]),
         "first_moment_only": [],
     }
     state = dict(state) | {"step": 0, "world_size": 1}
-    checkpoints.commit(folder, 0, seal(layout, state, {"optimizer_steps": 0}))
+    checkpoints.commit(folder, 0, seal(fields, state, {"optimizer_steps": 0}))
     return checkpoints.folder / f"step-{0:08d}"
+
+
+def _lone_rank() -> World:
+    return World(0, 0, 1, discover({}).device, "gloo", "single")
+
+
+def _newest_of(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
+    """The run's newest whole checkpoint, or the one whose own folder was named instead of a run's. A collective. Raises
+    ValueError."""
+    path = checkpoints.run_dir
+    if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
+        if problem := checkpoints.problem(path, weights_only):
+            raise ValueError(problem)
+        return path
+    newest = checkpoints.newest(None, weights_only)
+    if newest is None:
+        raise ValueError(f"{path}: no checkpoint in it; name a run folder or one of its checkpoints")
+    return newest

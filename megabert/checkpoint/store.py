@@ -1,4 +1,4 @@
-"""Checkpoints of a run: taken at one instant, written beside the training, committed by all ranks or not at all."""
+"""Checkpoints of a run: taken at one instant, written while training continues, committed by all ranks or not at all."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.checkpoint.background import Background
-from megabert.checkpoint.index import build
 from megabert.checkpoint.manifest import (
     MANIFEST,
     MOMENTS,
-    SECOND_SCHEMA,
     WEIGHTS,
-    Damaged,
-    Outdated,
+    DamagedCheckpoint,
     file_name,
+    index_slices,
     read_manifest,
     seal,
     verify_files,
 )
-from megabert.checkpoint.tensors import Stored, check_files, check_old_pieces, write_pieces
+from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.common.atomic_io import sync, write_whole
 from megabert.common.canonical_json import canonical, compact
 from megabert.common.errors import Failed
@@ -37,30 +35,63 @@ from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 
 if TYPE_CHECKING:
-    from megabert.engine.deepspeed_engine import Engine
-    from megabert.engine.snapshot import Snapshot
+    from megabert.engine import Engine, Snapshot
 
 STEP = re.compile(r"step-(\d{8,})")
-SAVING = ".saving-"  # prefix of folders that were never committed, or are being removed
 POINTER = "pointer.json"
-REPLACED = ".replaced-"  # prefix of a checkpoint whose step is being saved again
+# Prefix of folders that were never committed, or are being removed.
+SAVING = ".saving-"
+# Prefix of a checkpoint whose step is being saved again.
+REPLACED = ".replaced-"
+# Of threads that write, so that training has the cores first.
+NICENESS = 10
+# A rank's status of the save in flight; the greatest of all ranks counts.
+COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
+
+
+class BackgroundTask(threading.Thread):
+    """A function running in a thread; `failure` holds what it raised once the thread has ended."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        # No daemon: the interpreter's end would leave a file half written that could have been whole.
+        super().__init__(name=name)
+        self.failure: Exception | None = None
+        self._function: Callable[[], None] | None = function
+        self.start()
+
+    def run(self) -> None:
+        assert self._function is not None
+        os.nice(NICENESS)  # on Linux of this thread alone
+        try:
+            self._function()
+        except Exception as error:  # raised on all ranks by `Checkpoints.advance`
+            self.failure = error
+        # Frees the copies in host memory, which the function holds.
+        self._function = None
+
+    @property
+    def problem(self) -> str:
+        return "" if self.failure is None else str(self.failure) or type(self.failure).__name__
+
+    def status(self, running: int, failed: int, done: int) -> int:
+        if self.is_alive():
+            return running
+        return done if self.failure is None else failed
 
 
 @dataclass
-class _Save:
-    """A save in flight. Every rank writes; when all have written, rank 0 commits."""
+class SaveInFlight:
+    """A save that is not yet committed. Every rank writes; when all have written, rank 0 commits."""
 
     folder: Path
     state: dict[str, Any]
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
-    writing: Background
-    written: bool = False  # by every rank, as all of them know
-    committing: Background | None = None  # on rank 0
-
-
-# What a rank reports of the save in flight; of all ranks' reports the greatest counts.
-COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
+    writing: BackgroundTask
+    # By every rank, as all of them know.
+    written: bool = False
+    # On rank 0.
+    committing: BackgroundTask | None = None
 
 
 class Checkpoints:
@@ -72,7 +103,7 @@ class Checkpoints:
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings = world, settings
-        self._in_flight: _Save | None = None
+        self._in_flight: SaveInFlight | None = None
         if settings is not None:
             if world.is_main:
                 self._clean()
@@ -85,16 +116,16 @@ class Checkpoints:
         A collective where one is in flight.
 
         When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot` says
-        what that takes), and threads write and commit it: the ranks exchange their `status` now and then and tell what it
-        came to to `heard`, or wait in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as
-        `heard` does.
+        what that takes), and threads write and commit it: the ranks reduce their `status` now and then and pass the maximum
+        to `advance`, or wait in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as
+        `advance` does.
         """
         assert self.settings is not None, "opened for reading only"
         self.finish()
         snapshot = engine.snapshot()
         folder = self.folder / f"{SAVING}{int(state['step']):08d}"
-        writing = Background(f"save-{folder.name}", partial(self._write, folder, snapshot))
-        self._in_flight = _Save(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
+        writing = BackgroundTask(f"save-{folder.name}", partial(self._write, folder, snapshot))
+        self._in_flight = SaveInFlight(folder, dict(state), snapshot.counters, snapshot.shapes, writing)
         return None if self.settings.asynchronous else self.finish()
 
     @property
@@ -109,20 +140,20 @@ class Checkpoints:
 
     @property
     def status(self) -> int:
-        """This rank's report of the save in flight, for `heard`; 0 where there is none."""
+        """This rank's status of the save in flight, for `advance`; 0 where there is none."""
         save = self._in_flight
         if save is None:
             return COMMITTED
         if not save.written:
-            return _report(save.writing, WRITING, NOT_WRITTEN, WRITTEN)
+            return save.writing.status(running=WRITING, failed=NOT_WRITTEN, done=WRITTEN)
         if save.committing is None:  # another rank does it
             return COMMITTED
-        return _report(save.committing, COMMITTING, NOT_COMMITTED, COMMITTED)
+        return save.committing.status(running=COMMITTING, failed=NOT_COMMITTED, done=COMMITTED)
 
-    def heard(self, status: int) -> Path | None:
-        """Go on with the save in flight by what all ranks reported at one moment: the greatest `status`, which may have been
-        exchanged some time ago, but after `save`. The checkpoint's folder once it is committed. The same on every rank; a
-        collective only where something failed.
+    def advance(self, status: int) -> Path | None:
+        """The save in flight, one stage further where `status` allows it: the maximum over all ranks at one moment, which
+        may be some updates old, but was reduced after `save`. The checkpoint's folder once it is committed. The same on
+        every rank; a collective only where something failed.
 
         When any rank could not write, the earlier checkpoints are untouched, and with `settings.on_error` "stop" every
         rank raises Failed naming that rank and its reason; with "continue" rank 0 warns, and the save is given up.
@@ -134,7 +165,7 @@ class Checkpoints:
             if status == WRITTEN:
                 save.written = True
                 if self.world.is_main:
-                    save.committing = Background(f"commit-{save.folder.name}", partial(self._commit, save))
+                    save.committing = BackgroundTask(f"commit-{save.folder.name}", partial(self._commit, save))
             elif status == NOT_WRITTEN:
                 self._give_up(save)
         elif status == COMMITTED:
@@ -146,13 +177,13 @@ class Checkpoints:
 
     def finish(self) -> Path | None:
         """Wait for the save in flight and commit it; its folder. None when there is none, or it failed. A collective. Raises
-        as `heard` does."""
+        as `advance` does."""
         path = None
         while (save := self._in_flight) is not None:
-            at_work = save.committing if save.written else save.writing
-            if at_work is not None:
-                at_work.join()
-            path = self.heard(self.world.max_ints([self.status])[0])
+            running = save.committing if save.written else save.writing
+            if running is not None:
+                running.join()
+            path = self.advance(self.world.max_ints([self.status])[0])
         return path
 
     def commit(self, temporary: Path, step: int, manifest: bytes) -> None:
@@ -161,7 +192,7 @@ class Checkpoints:
         assert self.settings is not None
         write_whole(temporary / MANIFEST, manifest)  # and the entries of the files beside it are on the disk
         final, doomed = self.folder / f"step-{step:08d}", []
-        if final.exists():  # damaged, or saved again after going back: the name is free only for a moment
+        if final.exists():  # damaged, or saved again after a rollback: the name is free only for a moment
             doomed.append(self.folder / f"{REPLACED}{final.name}")
             os.rename(final, doomed[0])
         os.rename(temporary, final)
@@ -175,7 +206,7 @@ class Checkpoints:
             doomed.append(self.folder / f"{SAVING}old-{dead:08d}-{time.time_ns()}")
             os.rename(self.folder / f"step-{dead:08d}", doomed[-1])
         if self.settings.asynchronous:
-            Background(f"remove-before-{step}", partial(_remove, doomed))
+            BackgroundTask(f"remove-before-{step}", partial(_remove, doomed))
         else:
             _remove(doomed)
 
@@ -184,37 +215,37 @@ class Checkpoints:
         rank, ranks = self.world.rank, self.world.size
         folder.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
         files = {}
-        for group, pieces in ((WEIGHTS, snapshot.weights), (MOMENTS, snapshot.moments)):
-            if pieces:
+        for group, slices in ((WEIGHTS, snapshot.weights), (MOMENTS, snapshot.moments)):
+            if slices:
                 name = file_name(group, rank, ranks)
-                files[name] = write_pieces(folder / name, pieces)
-        held = [(piece.name, piece.offset, piece.length) for piece in snapshot.weights]
-        assert not snapshot.moments or held == [(p.name, p.offset, p.length) for p in snapshot.moments]
-        single = sorted({piece.name for piece in snapshot.moments if len(piece.values) == 1})
+                files[name] = write_slices(folder / name, slices)
+        held = [(part.name, part.offset, part.length) for part in snapshot.weights]
+        assert not snapshot.moments or held == [(part.name, part.offset, part.length) for part in snapshot.moments]
+        single = sorted({part.name for part in snapshot.moments if len(part.values) == 1})
         (folder / _note(rank)).write_bytes(compact([files, held, single]))
 
-    def _commit(self, save: _Save) -> None:
+    def _commit(self, save: SaveInFlight) -> None:
         """Seal what all ranks noted, and make the folder a checkpoint. In a thread of rank 0."""
         notes = [save.folder / _note(rank) for rank in range(self.world.size)]
         files: dict[str, Any] = {}
         held, single = [], set[str]()
         for note in notes:
-            its_files, its_pieces, its_single = json.loads(tried_again(note.read_bytes))
-            files |= its_files
-            held.append(its_pieces)
-            single.update(its_single)
-        layout = {
+            rank_files, rank_slices, rank_single = json.loads(tried_again(note.read_bytes))
+            files |= rank_files
+            held.append(rank_slices)
+            single.update(rank_single)
+        fields = {
             "ranks": self.world.size,
             "files": files,
-            "parameters": build(save.shapes, held),
+            "parameters": index_slices(save.shapes, held),
             "first_moment_only": sorted(single),
         }
-        manifest = seal(layout, save.state | {"world_size": self.world.size}, save.counters)
+        manifest = seal(fields, save.state | {"world_size": self.world.size}, save.counters)
         for note in notes:
             os.unlink(note)
         self.commit(save.folder, int(save.state["step"]), manifest)
 
-    def _give_up(self, save: _Save) -> None:
+    def _give_up(self, save: SaveInFlight) -> None:
         """Remove what a failed save wrote, and raise or warn as the settings say. A collective."""
         self._in_flight = None
         failed = save.committing or save.writing
@@ -224,19 +255,16 @@ class Checkpoints:
         self.world.barrier()
         if failed.failure is not None and not isinstance(failed.failure, OSError):
             raise failed.failure
-        rank, found = next((rank, problem) for rank, problem in enumerate(problems) if problem)
-        reason = f"rank {rank}: {found}" if self.world.size > 1 else found
-        self._report_failure(int(save.state["step"]), reason)
-
-    def _report_failure(self, step: int, reason: str) -> None:
-        assert self.settings is not None
+        rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+        reason = f"rank {rank}: {problem}" if self.world.size > 1 else problem
         text = (
-            f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
+            f"{self.folder}: the checkpoint of step {save.state['step']} could not be written ({reason}); "
             "the earlier ones are untouched"
         )
+        assert self.settings is not None
         if self.settings.on_error == "stop":
             raise Failed(text)
-        self._warn(f"{text}, and training goes on as checkpoint.on_error says")
+        self._warn(f"{text}, and training continues as checkpoint.on_error says")
 
     def _clean(self) -> None:
         """Remove what saves that died left, or finish the replacement that one of them was in."""
@@ -251,8 +279,7 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """The newest checkpoint that verifies; None when the run has none yet. A collective.
 
-        Falls back to an older one, saying so on stderr. Raises ValueError when there are checkpoints but none is whole,
-        or when the newest was written in an earlier layout.
+        Falls back to an older one with a warning. Raises ValueError when there are checkpoints but none is whole.
         """
         return self.newest(None)
 
@@ -270,17 +297,18 @@ class Checkpoints:
     def load(self, engine: Engine, path: Path) -> dict[str, Any]:
         """Continue `engine` from a checkpoint that `latest` gave; gives its state. A collective.
 
-        Any number of ranks and any ZeRO stage may have written it; with the same ones training goes on bit for bit.
+        Any number of ranks and any ZeRO stage may have written it; with the same ones training continues bit for bit.
         Files are mapped; of the moments a rank reads its own slices only.
         """
         assert not self.pending, "finish the save in flight first"
         manifest = read_manifest(path)
-        stored, counters = Stored(path, manifest), manifest["engine"]
-        engine.restore(stored.read, stored.shapes, counters)
+        stored = StoredTensors(path, manifest)
+        engine.restore(stored.read, stored.shapes, manifest["engine"])
         self.world.barrier()
         return manifest["state"]
 
     def newest(self, limit: int | None, weights_only: bool = False) -> Path | None:
+        """As `latest`, of step `limit` at most; `weights_only`: whose weights verify, whatever the moments are."""
         steps, pointer = self.world.broadcast(
             [self._steps(), committed_step(self.folder)] if self.world.is_main else None
         )
@@ -304,27 +332,18 @@ class Checkpoints:
         return None
 
     def problem(self, path: Path, weights_only: bool = False) -> str:
-        """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files.
-
-        Raises Outdated, on every rank, for one that was written in an earlier layout.
-        """
-        problem, outdated = "", ""
+        """Why a checkpoint (or its weights alone) is not whole, "" when it is; each rank hashes its share of the files. A
+        collective."""
+        problem = ""
         try:
             manifest = read_manifest(path, weights_only)
             by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
             share = by_size[self.world.rank :: self.world.size]
             tried_again(lambda: verify_files(path, share))
             check_files(path, manifest, [name for name, _ in share])
-            if self.world.is_main and not weights_only and manifest["schema"] == SECOND_SCHEMA:
-                check_old_pieces(path, manifest)
-        except Outdated as error:
-            outdated = str(error)
-        except (Damaged, OSError) as error:
+        except (DamagedCheckpoint, OSError) as error:
             problem = str(error)
-        found = self.world.gather([problem, outdated])
-        if old := next((text for _, text in found if text), ""):
-            raise Outdated(old)
-        return next((text for text, _ in found if text), "")
+        return next((text for text in self.world.gather(problem) if text), "")
 
     def _steps(self) -> list[int]:
         """Committed steps, newest first. Raises OSError where the folder is there and cannot be listed: that is not "none"."""
@@ -337,12 +356,6 @@ class Checkpoints:
     def _warn(self, text: str) -> None:
         if self.world.is_main:
             log.warning(text)
-
-
-def _report(thread: Background, at_work: int, failed: int, done: int) -> int:
-    if thread.is_alive():
-        return at_work
-    return done if thread.failure is None else failed
 
 
 def _note(rank: int) -> str:

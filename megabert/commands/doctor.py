@@ -206,7 +206,7 @@ def backends() -> list[Finding]:
             choice = ops.choose(name, device=device, dtype=dtype)
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
             found.append(Finding("operations", label, "ok", f"{choice.name}: {choice.reason}"))
-    update = "measured at the start of training" if device == "cuda" else "apex's kernels need a CUDA device"
+    update = "apex's kernels where NVIDIA's is installed" if device == "cuda" else "apex's kernels need a CUDA device"
     found.append(Finding("operations", f"optimizer {device}", "ok", f"torch: {update}"))
     return found + measured(device)
 

@@ -46,11 +46,6 @@ def check(config: Config) -> None:
             )
         if config.distill.teacher:
             raise ValueError("objective.causal_share: distill.teacher reads in one way throughout; set it to 0")
-        if config.cuda_graphs:
-            raise ValueError(
-                "cuda_graphs=true needs batches of one shape, and left-to-right ones have more predictions; set "
-                "cuda_graphs=false or objective.causal_share=0"
-            )
     if config.precision == "fp8":
         if model.layers < 3:
             raise ValueError(

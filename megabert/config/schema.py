@@ -240,9 +240,6 @@ class Config(Section):
     )
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
-    cuda_graphs: bool = Field(
-        False, description="record a micro-step once and replay it; zero.stage 1 in bf16; not yet seen to run on a GPU"
-    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -1,7 +1,8 @@
-"""Training engine on DeepSpeed, the optimizers under it, the layout of its partitions, learning-rate schedules, precision."""
+"""Training engine on DeepSpeed: an update, its kinds of step, the layout of ZeRO's partitions, precision."""
 
-from megabert.engine.deepspeed_engine import Engine, Snapshot
+from megabert.engine.deepspeed_engine import Engine
 from megabert.engine.precision import DTYPES
-from megabert.engine.result import UpdateResult
+from megabert.engine.update_result import UpdateResult, loss_table
+from megabert.engine.zero_layout import Snapshot
 
-__all__ = ["DTYPES", "Engine", "Snapshot", "UpdateResult"]
+__all__ = ["DTYPES", "Engine", "Snapshot", "UpdateResult", "loss_table"]

@@ -18,34 +18,36 @@ from torch import Tensor, nn
 
 from megabert.distributed.process_group import wait_for_ranks
 
-BUCKET = 25_000_000  # elements summed at once, at most: 100 MB, a millisecond of NVLink
-LEAST = (
-    1_000_000  # of a rank's own part; smaller ones would cost more in latency than in bandwidth, so all ranks get all
-)
+# Elements summed at once, at most: 100 MB, a millisecond of NVLink.
+BUCKET = 25_000_000
+# Elements of a rank's own part, at least; smaller ones cost more in latency than in bandwidth, so all ranks get all.
+LEAST = 1_000_000
 
 
 @dataclass
-class Bucket:
-    """A stretch of a flat gradient, the rank that needs its sum (-1: every one), and the parameters in it."""
+class GradientBucket:
+    """A slice of a flat gradient, the rank that needs its sum (-1: every one), and the parameters in it."""
 
     flat: Tensor
     owner: int
-    members: frozenset[int]  # numbers of parameters in the order of the model
+    # Numbers of parameters in the order of the model.
+    members: frozenset[int]
+    # Of these, gradients that the last micro-step has not yet given.
     waiting: int = 0
 
 
-class Gradients:
+class FlatGradients:
     """The flat fp32 gradients of groups of parameters, filled by hooks on the parameters."""
 
     def __init__(
         self, groups: Sequence[tuple[Tensor, Sequence[nn.Parameter]]], order: Sequence[nn.Parameter], world: int
     ) -> None:
-        """`groups`: a flat tensor, whose `world` equal parts belong to the ranks, and the parameters that lie in it one
-        after the other. `order`: all parameters as the forward pass uses them."""
+        """`groups`: a flat tensor, whose `world` equal parts belong to the ranks, and the parameters that are concatenated in
+        it. `order`: all parameters as the forward pass uses them."""
         number = {id(parameter): n for n, parameter in enumerate(order)}
         self._views: dict[int, Tensor] = {}
-        self._buckets: list[Bucket] = []
-        self._in: dict[int, list[Bucket]] = {}
+        self._buckets: list[GradientBucket] = []
+        self._in: dict[int, list[GradientBucket]] = {}
         for flat, parameters in groups:
             ends, position = [], 0
             for parameter in parameters:
@@ -54,30 +56,25 @@ class Gradients:
                 self._views[n] = flat[begin:position].view(parameter.shape)
                 ends.append((n, begin, position))
                 parameter.register_post_accumulate_grad_hook(lambda p, n=n: self._arrived(n, p))
-            for begin, end, owner in stretches(flat.numel(), world) if world > 1 else ():
+            for begin, end, owner in bucket_bounds(flat.numel(), world) if world > 1 else ():
                 members = frozenset(n for n, first, last in ends if first < end and begin < last)
-                self._buckets.append(Bucket(flat[begin:end], owner, members))
+                self._buckets.append(GradientBucket(flat[begin:end], owner, members))
         # The backward pass reaches the last layer first. All ranks sum in this one order, whatever arrives earlier.
         self._buckets.sort(key=lambda bucket: -min(bucket.members, default=-1))
-        self._ever: set[int] = set()  # parameters that had a gradient
         for n in self._views:
             self._in[n] = [bucket for bucket in self._buckets if n in bucket.members]
         self.begin()
 
     def begin(self) -> None:
-        """A new update: what was summed before is gone."""
+        """Start an update; the sums of the one before are overwritten."""
         self._filled: set[int] = set()
         self._last, self._launched = False, 0
         self._works: list[Any] = []
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
 
-    def filled(self) -> None:
-        """Every parameter that ever had a gradient has one from this update: said where a replay runs without the hooks."""
-        self._filled |= self._ever
-
     def last(self) -> None:
-        """The backward pass that comes is the update's last one. A collective, with `finish`."""
+        """The next backward pass is the update's last one. A collective, with `finish`."""
         self._last = True
 
     def finish(self) -> None:
@@ -97,7 +94,6 @@ class Gradients:
         else:
             self._views[n].copy_(parameter.grad)
             self._filled.add(n)
-            self._ever.add(n)
         parameter.grad = None
         if self._last:
             for bucket in self._in[n]:
@@ -117,7 +113,7 @@ class Gradients:
         self._launched = until
 
 
-def stretches(size: int, world: int) -> list[tuple[int, int, int]]:
+def bucket_bounds(size: int, world: int) -> list[tuple[int, int, int]]:
     """(begin, end, owner) of the buckets of a flat tensor whose `world` equal parts belong to the ranks."""
     part = size // world
     if part < LEAST:

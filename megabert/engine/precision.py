@@ -1,4 +1,5 @@
-"""Precision that a device computes in: what `precision=auto` means on it, and where 16-bit products are only emulated.
+"""Precision that a device computes in: what `precision=auto` means on it, where 16-bit products are only emulated, and
+updates that repeat bit for bit.
 
 Processors without AVX512-BF16 or AMX emulate products of bf16: on one core of an AMD EPYC of the third generation, 1 to 7
 GFLOP/s where fp32 does 65.
@@ -6,6 +7,7 @@ GFLOP/s where fp32 does 65.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -20,9 +22,14 @@ from megabert.distributed.process_group import World
 
 AUTO = "auto"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
-SLOWEST_LAST = ("bf16", "fp16", "fp32")  # of what devices are fastest in
-AMPERE = (8, 0)  # the first GPUs that multiply bf16
-ADA = (8, 9)  # the first GPUs that multiply float8
+# Of the precisions that devices are fastest in.
+SLOWEST_LAST = ("bf16", "fp16", "fp32")
+# Compute capability of the first GPUs that multiply bf16.
+AMPERE = (8, 0)
+# Compute capability of the first GPUs that multiply float8.
+ADA = (8, 9)
+# Buffers of cuBLAS that no stream shares with another: 8 of 4 MiB.
+CUBLAS_WORKSPACE = ":4096:8"
 
 
 def usual(device: torch.device) -> str:
@@ -38,11 +45,11 @@ def dtype_on(device: torch.device, precision: str) -> torch.dtype:
     return dtype if device.type != "cpu" or environment.multiplies_bf16() else torch.float32
 
 
-def choose(asked: str, world: World, begun: str = "") -> str:
-    """A precision in place of `auto`: that of the checkpoint gone on from (`begun`), else the one that all ranks are fast in.
-    Bf16 that a CPU emulates is warned of. A collective."""
+def choose(asked: str, world: World, saved: str = "") -> str:
+    """A precision in place of `auto`: that of the checkpoint the run resumes from (`saved`), else the one that all ranks are
+    fast in. Warns of bf16 that a CPU emulates. A collective."""
     common = SLOWEST_LAST[world.max_ints([SLOWEST_LAST.index(usual(world.device))])[0]]
-    chosen = (begun or common) if asked == AUTO else asked
+    chosen = (saved or common) if asked == AUTO else asked
     if (chosen, common) == ("bf16", "fp32") and world.is_main:
         log.warning(
             "precision=bf16: a CPU without bf16 products emulates them, 10 to 60 times slower than fp32; a new run with "
@@ -51,9 +58,21 @@ def choose(asked: str, world: World, begun: str = "") -> str:
     return chosen
 
 
-def settle(config: Config, world: World, begun: str = "") -> Config:
+def with_precision(config: Config, world: World, saved: str = "") -> Config:
     """`config` with the precision that `choose` gives. A collective."""
-    return config.model_copy(update={"precision": choose(config.precision, world, begun)})
+    return config.model_copy(update={"precision": choose(config.precision, world, saved)})
+
+
+def repeat_bit_for_bit(fill: bool = False) -> None:
+    """Updates repeat bit for bit on CUDA too: from here on torch takes deterministic algorithms only, and a RuntimeError
+    names an operation that has none. docs/reproducibility.md lists them.
+
+    For the whole process, and to be called before its first matrix product on CUDA. `fill`: new tensors hold NaN until
+    they are written, which shows what is read too early and costs a pass over each.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def multiply_in_float8(model: nn.Module, device: torch.device) -> None:

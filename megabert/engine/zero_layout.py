@@ -1,8 +1,8 @@
 """Layout of the fp32 master weights under each ZeRO stage.
 
-DeepSpeed hands an optimizer flat tensors in place of parameters. A `Master` says which stretch of which parameter each
-piece of a flat tensor is, so that the pieces over all ranks cover every parameter exactly once; `find_layout` checks
-that on every start, because the layout is DeepSpeed's own business and may change under us.
+DeepSpeed hands an optimizer flat tensors in place of parameters. A `Master` lists which slice of which parameter each
+segment of a flat tensor is, so that the slices over all ranks cover every parameter exactly once; `find_layout` checks
+that on every start, because the layout is private to DeepSpeed and may change with its version.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from megabert.distributed.process_group import World
-from megabert.optim.optimizers import AdamW, Lamb, Segment
+from megabert.optim.guarded import FlatSegment, GuardedOptimizer
 
-WEIGHT = "weight"  # kind of what is kept of an element, beside `optimizers.MOMENTS`
-# Fills a flat tensor with a stretch of a parameter's `kind`: (kind, parameter, first element, flat tensor).
+# Kind of state of an element, beside MOMENTS.
+WEIGHT = "weight"
+# Fills a flat tensor with a slice of a parameter's `kind`: (kind, parameter, first element, flat tensor).
 Read = Callable[[str, str, int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Master:
-    """One fp32 tensor that the optimizer updates, and the parameter pieces in it; the rest is padding."""
+    """One fp32 tensor that the optimizer updates, and the slices of parameters in it; the rest is padding."""
 
     tensor: Tensor
-    segments: tuple[Segment, ...]
+    segments: tuple[FlatSegment, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Elements [offset, offset + length) of a parameter: flat fp32 tensors by kind, its weight or its moments."""
 
     name: str
@@ -44,6 +45,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """What one rank saves of the training state: slices that cover, over all ranks, every parameter exactly once."""
+
+    # Of all parameters, the same on every rank.
+    shapes: dict[str, tuple[int, ...]]
+    # fp32 masters, as `weight`.
+    weights: list[ParameterSlice]
+    # Of the same slices; [] before the first update.
+    moments: list[ParameterSlice]
+    # JSON: the same on every rank.
+    counters: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class ZeroLayout:
     """This rank's masters. `partitioned` is False when every rank holds every parameter whole (ZeRO stage 0)."""
 
@@ -52,56 +67,55 @@ class ZeroLayout:
     masters: tuple[Master, ...]
     partitioned: bool
 
-    def pieces(self, values: Sequence[Tensor] = ()) -> Iterator[tuple[Segment, Tensor]]:
-        """Every segment of this rank with its view of the master weights, or of `values`, a tensor like each of them."""
-        tensors = values or [master.tensor for master in self.masters]
-        for master, tensor in zip(self.masters, tensors, strict=True):
-            flat = tensor.detach().view(-1)
+    def segments(self) -> Iterator[tuple[FlatSegment, Tensor]]:
+        """Every segment of this rank with its view of the master weights."""
+        for master in self.masters:
+            flat = master.tensor.detach().view(-1)
             for segment in master.segments:
                 yield segment, flat[segment.start : segment.end]
 
-    def units(self, parts: Mapping[str, int]) -> tuple[dict[Tensor, tuple[Segment, ...]], int]:
-        """Each master's pieces of what has a trust ratio of its own, as segments of units, and the number of units.
+    def units(self, parts: Mapping[str, int]) -> tuple[dict[Tensor, tuple[FlatSegment, ...]], int]:
+        """Each master's segments of what has a trust ratio of its own, a unit each, and the number of units.
 
-        A unit is a parameter; one that `parts` names is so many, one below the other. Units are numbered in the order of
-        the parameters.
+        A unit is a parameter, or one of the `parts` that are stacked in it. Units are numbered in the order of the
+        parameters.
         """
         counts = [parts.get(name, 1) for name in self.names]
         first = [sum(counts[:index]) for index in range(len(counts))]
-        found: dict[Tensor, tuple[Segment, ...]] = {}
+        by_master: dict[Tensor, tuple[FlatSegment, ...]] = {}
         for master in self.masters:
-            cut: list[Segment] = []
+            cut: list[FlatSegment] = []
             for segment in master.segments:
                 size = self.shapes[segment.index].numel() // counts[segment.index]
                 for part in range(segment.offset // size, -(-segment.stop // size)):
                     begin, end = max(segment.offset, part * size), min(segment.stop, (part + 1) * size)
                     start = segment.start + begin - segment.offset
                     unit = first[segment.index] + part
-                    cut.append(Segment(unit, start, start + end - begin, begin - part * size))
-            found[master.tensor] = tuple(cut)
-        return found, sum(counts)
+                    cut.append(FlatSegment(unit, start, start + end - begin, begin - part * size))
+            by_master[master.tensor] = tuple(cut)
+        return by_master, sum(counts)
 
-    def load(self, read: Read, kind: str, values: Sequence[Tensor] = ()) -> None:
-        """Fill this rank's master weights (or `values`) with what `read` gives of `kind`."""
-        for segment, view in self.pieces(values):
-            read(kind, self.names[segment.index], segment.offset, view)
+    def load_weights(self, read: Read) -> None:
+        """Fill this rank's master weights."""
+        for segment, view in self.segments():
+            read(WEIGHT, self.names[segment.index], segment.offset, view)
 
-    def moments(self, optimizer: AdamW | Lamb) -> Iterator[Piece]:
+    def moments(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
         """Views of this rank's moments, parameter by parameter; none before the first update."""
         for master in self.masters:
             flat = optimizer.moments_of(master.tensor)
             for segment in master.segments if flat else ():
                 views = {kind: values[segment.start : segment.end] for kind, values in flat.items()}
-                yield Piece(self.names[segment.index], segment.offset, views)
+                yield ParameterSlice(self.names[segment.index], segment.offset, views)
 
-    def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[Segment, ...]]]:
+    def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[FlatSegment, ...]]]:
         """(master, its segments) that rank `rank` of `size` saves: all it has where parameters are partitioned, otherwise an
         equal share of the elements, which every rank has."""
         if self.partitioned:
             return [(number, master.segments) for number, master in enumerate(self.masters)]
         total = sum(s.end - s.start for master in self.masters for s in master.segments)
         begin, end = total * rank // size, total * (rank + 1) // size
-        found, position = [], 0
+        shares, position = [], 0
         for number, master in enumerate(self.masters):
             cut = []
             for segment in master.segments:
@@ -109,14 +123,14 @@ class ZeroLayout:
                 first, last = max(begin - position, 0), min(end - position, length)
                 if first < last:
                     start = segment.start + first
-                    cut.append(Segment(segment.index, start, start + last - first, segment.offset + first))
+                    cut.append(FlatSegment(segment.index, start, start + last - first, segment.offset + first))
                 position += length
-            found.append((number, tuple(cut)))
-        return found
+            shares.append((number, tuple(cut)))
+        return shares
 
-    def copies(self, world: World, values: Mapping[int, Mapping[str, Tensor]]) -> list[Piece]:
+    def copies(self, world: World, values: Mapping[int, Mapping[str, Tensor]]) -> list[ParameterSlice]:
         """Copies in host memory of what this rank saves of `values`: by a master's number, tensors like it by kind."""
-        found = []
+        slices = []
         for number, segments in self.saved_by(world.rank, world.size):
             if not segments or number not in values:
                 continue
@@ -127,23 +141,23 @@ class ZeroLayout:
             }
             for s in segments:
                 views = {kind: flat[s.start - first : s.end - first] for kind, flat in copied.items()}
-                found.append(Piece(self.names[s.index], s.offset, views))
-        return found
+                slices.append(ParameterSlice(self.names[s.index], s.offset, views))
+        return slices
 
     def gather(self, world: World) -> dict[str, Tensor]:
         """Whole fp32 weights by name, on the CPU of rank 0; other ranks get an empty dict. A collective.
 
         Bits are summed as integers, which keeps them all: as numbers, -0.0 + 0 would be 0.0.
         """
-        own: dict[int, list[tuple[Segment, Tensor]]] = {}
-        for segment, view in self.pieces():
-            own.setdefault(segment.index, []).append((segment, view))
+        local: dict[int, list[tuple[FlatSegment, Tensor]]] = {}
+        for segment, view in self.segments():
+            local.setdefault(segment.index, []).append((segment, view))
         whole: dict[str, Tensor] = {}
         for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
             if not self.partitioned and world.rank:
                 continue
             buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=world.device)
-            for segment, view in own.get(index, ()):
+            for segment, view in local.get(index, ()):
                 buffer[segment.offset : segment.stop] = view
             if self.partitioned and world.size > 1:
                 torch.distributed.reduce(buffer.view(torch.int32), dst=0)
@@ -155,7 +169,7 @@ class ZeroLayout:
 def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
     """The layout behind DeepSpeed's optimizer wrapper (0.19): recognised by what the wrapper holds.
 
-    Raises RuntimeError when the pieces of all ranks do not cover every parameter exactly once.
+    Raises RuntimeError when the slices of all ranks do not cover every parameter exactly once.
     """
     named = list(model.named_parameters())
     index_of = {id(parameter): i for i, (_, parameter) in enumerate(named)}
@@ -190,7 +204,7 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
         else:  # stage 0 in fp32: the parameters themselves
             pairs = [(p, p) for group in optimizer.param_groups for p in group["params"]]
         masters = [
-            Master(master, (Segment(index_of[id(parameter)], 0, master.numel(), 0),)) for master, parameter in pairs
+            Master(master, (FlatSegment(index_of[id(parameter)], 0, master.numel(), 0),)) for master, parameter in pairs
         ]
     layout = ZeroLayout(tuple(name for name, _ in named), shapes, tuple(masters), partitioned)
     _check_cover(layout, world)
@@ -213,7 +227,7 @@ def _slice_of_group(
     for parameter, offset in zip(group, offsets, strict=True):
         first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
         if first < last:
-            segments.append(Segment(index_of[id(parameter)], first - begin, last - begin, first - offset))
+            segments.append(FlatSegment(index_of[id(parameter)], first - begin, last - begin, first - offset))
     return Master(flat, tuple(segments))
 
 
@@ -226,7 +240,7 @@ def _stage_3(optimizer: Any, index_of: dict[int, int], shapes: tuple[torch.Size,
             offset = world.rank * size
             length = max(0, min(size, shapes[index].numel() - offset))
             if length:
-                segments.append(Segment(index, position, position + length, offset))
+                segments.append(FlatSegment(index, position, position + length, offset))
             position += size
         masters.append(Master(flat, tuple(segments)))
     return masters
@@ -252,10 +266,10 @@ def check_shapes(weights: Mapping[str, Sequence[int]], shapes: Mapping[str, torc
     for name, shape in shapes.items():
         if name not in weights:
             raise ValueError(f"the weights have no {name}; they come from another kind of model")
-        found = tuple(weights[name])
-        if found != tuple(shape):
+        saved = tuple(weights[name])
+        if saved != tuple(shape):
             raise ValueError(
-                f"{name} is {list(found)} in the weights and {list(shape)} in this model; make the model section of the "
+                f"{name} is {list(saved)} in the weights and {list(shape)} in this model; make the model section of the "
                 "config equal to that of the weights (vocab_size, max_positions, hidden, layers)"
             )
     for name in weights:

@@ -1,9 +1,9 @@
 """Muon: momentum made orthogonal matrix by matrix, whatever partitions ZeRO hands it; AdamW for all other parameters.
 
-Each rank averages the gradients of what it holds into its momentum. Once an update the directions of every matrix travel
-to the one rank that owns it, which makes them orthogonal by a Newton-Schulz iteration, and each rank gets back what it
-holds. Matrices are shared out by what their iteration costs; what travels is in the type of the iteration, 2 bytes an
-element each way in 16 bits. Nothing is read back from the device.
+Each rank averages the gradients of what it holds into its momentum. Once an update the directions of every matrix are sent
+to the one rank that owns it, which makes them orthogonal by a Newton-Schulz iteration and returns to each rank what it
+holds. Matrices are assigned to ranks by the cost of their iteration; the exchange is in the type of the iteration, 2 bytes
+an element each way in 16 bits. Nothing is read back from the device.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; scale and decoupled decay of Liu et al. 2025,
 "Muon is Scalable for LLM Training", section 2.2, so that AdamW's learning rates fit.
@@ -22,14 +22,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabert.distributed.process_group import World
-from megabert.optim.optimizers import MOMENTS, AdamW, Segment, blocks, parameter_groups
+from megabert.optim.adamw import AdamW
+from megabert.optim.guarded import MOMENTS, FlatSegment, blocks, parameter_groups
 
-MOMENTUM = 0.95  # with Nesterov's look ahead
+# With Nesterov's look ahead.
+MOMENTUM = 0.95
+# Iterations of Newton-Schulz.
 STEPS = 5
-QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0, so that 5 steps bring every singular value to 0.7-1.2
-SCALE = 0.2  # root mean square of an element in AdamW's updates
-TINY = 1e-20  # least norm: the update has one size however small the gradients, until their squares are 0 in fp32
-ORTHOGONAL = "orthogonal"  # in a group of parameters: whether it holds matrices
+# Steep at 0, so that 5 steps bring every singular value to 0.7-1.2.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+# Root mean square of an element in AdamW's updates.
+SCALE = 0.2
+# Least norm: the update has one size however small the gradients, until their squares are 0 in fp32.
+TINY = 1e-20
+# Key of a group of parameters: whether it holds matrices.
+ORTHOGONAL = "orthogonal"
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """Elements [start, end) of a rank's flat tensor `tensor` are elements from `offset` on of matrix `matrix`."""
 
     tensor: int
@@ -75,12 +82,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What one rank sends and gets when directions travel to the owners of their matrices; updates travel the other way."""
+class MatrixExchange:
+    """What one rank sends and receives when directions go to the owners of their matrices; updates go the other way."""
 
     matrices: tuple[Matrix, ...]
-    held: tuple[tuple[Part, ...], ...]  # by owner: parts that this rank holds
-    owned: tuple[tuple[Part, ...], ...]  # by holder: parts of the matrices that this rank owns
+    # By owner: parts that this rank holds.
+    held: tuple[tuple[MatrixPart, ...], ...]
+    # By holder: parts of the matrices that this rank owns.
+    owned: tuple[tuple[MatrixPart, ...], ...]
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
@@ -90,30 +99,30 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 
 
 def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
-    """Matrices of each parameter of `model` that has some, by its number: a module says in `matrices` how many its `weight`
-    is, one below the other."""
+    """Matrices of each parameter of `model` that has some, by its number: a module's `matrices` is the number of those that
+    are stacked in its `weight`."""
     number = {id(parameter): n for n, parameter in enumerate(model.parameters())}
-    found = {}
+    matrices = {}
     for module in model.modules():
         count, weight = getattr(module, "matrices", 0), getattr(module, "weight", None)
         if count and isinstance(weight, nn.Parameter) and weight.requires_grad:
             index, rows, columns = number[id(weight)], weight.shape[0] // count, weight.shape[1]
-            found[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
-    return found
+            matrices[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
+    return matrices
 
 
 def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups of parameters: matrices of the layers, other tensors that decay, vectors and scalars."""
-    found, groups = find_matrices(model), []
-    chosen = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in found}
+    matrices, groups = find_matrices(model), []
+    orthogonal = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in matrices}
     for group in parameter_groups(model, weight_decay):
-        for whole in (True, False):
-            members = [p for p in group["params"] if (id(p) in chosen) == whole]
-            groups.append(group | {"params": members, ORTHOGONAL: whole})
+        for flag in (True, False):
+            members = [p for p in group["params"] if (id(p) in orthogonal) == flag]
+            groups.append(group | {"params": members, ORTHOGONAL: flag})
     return [group for group in groups if group["params"]]
 
 
-def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     """The rank that owns each of the matrices: the costliest first, each to the rank with the least so far."""
     owners, load = [0] * len(costs), [0.0] * ranks
     for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
@@ -123,16 +132,16 @@ def share_out(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def plan_exchange(
-    matrices: Mapping[int, tuple[Matrix, ...]], segments: Sequence[Sequence[Sequence[Segment]]], rank: int
-) -> Exchange:
-    """What `rank` exchanges, where `segments` are those of every rank's flat tensors."""
+    matrices: Mapping[int, tuple[Matrix, ...]], segments: Sequence[Sequence[Sequence[FlatSegment]]], rank: int
+) -> MatrixExchange:
+    """Parts that `rank` sends and receives, where `segments` are those of every rank's flat tensors."""
     present = {segment.index for segment in chain.from_iterable(chain.from_iterable(segments))}
     listed = tuple(matrix for index in sorted(present) for matrix in matrices[index])
     number = {matrix: n for n, matrix in enumerate(listed)}
-    owners = share_out([matrix.flops for matrix in listed], len(segments))
+    owners = assign_owners([matrix.flops for matrix in listed], len(segments))
 
-    def parts(holder: int, owner: int) -> tuple[Part, ...]:
-        found = []
+    def parts(holder: int, owner: int) -> tuple[MatrixPart, ...]:
+        held_parts = []
         for tensor, held in enumerate(segments[holder]):
             for segment in held:
                 for matrix in matrices[segment.index]:
@@ -140,12 +149,12 @@ def plan_exchange(
                     if first < last and owners[number[matrix]] == owner:
                         start = segment.start + first - segment.offset
                         end, offset = start + last - first, first - matrix.begin
-                        found.append(Part(tensor, start, end, number[matrix], offset))
-        return tuple(found)
+                        held_parts.append(MatrixPart(tensor, start, end, number[matrix], offset))
+        return tuple(held_parts)
 
     everyone = range(len(segments))
     held = tuple(parts(rank, owner) for owner in everyone)
-    return Exchange(listed, held, tuple(parts(holder, rank) for holder in everyone))
+    return MatrixExchange(listed, held, tuple(parts(holder, rank) for holder in everyone))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -169,30 +178,31 @@ class Muon(AdamW):
     def __init__(
         self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        """`dtype`: of the Newton-Schulz products, and of what travels between the ranks."""
+        """`dtype`: of the Newton-Schulz products, and of the exchange between ranks."""
         self._matrices, self._dtype = find_matrices(model), dtype
-        self._whole: dict[Tensor, tuple[Segment, ...]] = {}
-        self._whole |= {p: (Segment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
+        self._whole: dict[Tensor, tuple[FlatSegment, ...]] = {}
+        self._whole |= {p: (FlatSegment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
         super().__init__(muon_groups(model, weight_decay), lr, betas, eps)
 
     def attach(
         self,
-        segments: Mapping[Tensor, tuple[Segment, ...]] | None = None,
+        segments: Mapping[Tensor, tuple[FlatSegment, ...]] | None = None,
         reduce_on: torch.device | None = None,
         world: World | None = None,
     ) -> None:
-        """As `_Guarded.attach`; a collective."""
+        """As `GuardedOptimizer.attach`; a collective."""
         super().attach(segments or self._whole, reduce_on, world)
         self._ranks, self._rank = (world.size, world.rank) if world else (1, 0)
         self._place = {tensor: n for n, tensor in enumerate(self._segments)}
-        own = [self._segments[tensor] for tensor in self._place]
-        self._everywhere = [own] * self._ranks
+        local = [self._segments[tensor] for tensor in self._place]
+        self._segments_by_rank = [local] * self._ranks
         if world and reduce_on is not None:
-            mine = [[[s.index, s.start, s.end, s.offset] for s in held] for held in own]
-            self._everywhere = [
-                [tuple(Segment(*numbers) for numbers in held) for held in theirs] for theirs in world.gather(mine)
+            numbers = [[[s.index, s.start, s.end, s.offset] for s in held] for held in local]
+            self._segments_by_rank = [
+                [tuple(FlatSegment(*segment) for segment in held) for held in of_rank]
+                for of_rank in world.gather(numbers)
             ]
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
     def kinds(self, tensor: Tensor) -> tuple[str, ...]:
         held = self._segments[tensor]
@@ -208,15 +218,14 @@ class Muon(AdamW):
         for group in groups:
             tensors = [p for p in group["params"] if p.grad is not None]
             if group[ORTHOGONAL] and tensors:
+                for tensor in tensors:
+                    self._create_state(tensor)
                 self._update_matrices(group, tensors)
 
     def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         """Gradients are consumed. A step that is not taken runs with g = 0, momentum times 1 and a rate of 0."""
-        for tensor in tensors:
-            if not self.state.get(tensor):
-                self._begin(tensor)
-        home = tensors[0].device
-        taken = torch.ones((), device=home) if self.found_inf is None else 1 - self.found_inf.to(home)
+        device = tensors[0].device
+        taken = torch.ones((), device=device) if self.found_inf is None else 1 - self.found_inf.to(device)
         torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))
         weights = [t.detach().view(-1) for t in tensors]
         directions = [t.grad.contiguous().view(-1) for t in tensors if t.grad is not None]
@@ -225,18 +234,18 @@ class Muon(AdamW):
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * taken)
         places = tuple(self._place[tensor] for tensor in tensors)
         if places not in self._exchanges:
-            segments = [[theirs[place] for place in places] for theirs in self._everywhere]
+            segments = [[of_rank[place] for place in places] for of_rank in self._segments_by_rank]
             self._exchanges[places] = plan_exchange(self._matrices, segments, self._rank)
         exchange = self._exchanges[places]
         by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         owned = self._orthogonalize(exchange, self._collect(exchange, directions))
-        for part, update in self._give_back(exchange, owned, home):
-            both = by_scale.setdefault(exchange.matrices[part.matrix].scale, ([], []))
-            both[0].append(weights[part.tensor][part.start : part.end])
-            both[1].append(update)
-        for scale, (pieces, updates) in by_scale.items():
+        for part, update in self._return_updates(exchange, owned, device):
+            slices, updates = by_scale.setdefault(exchange.matrices[part.matrix].scale, ([], []))
+            slices.append(weights[part.tensor][part.start : part.end])
+            updates.append(update)
+        for scale, (slices, updates) in by_scale.items():
             torch._foreach_mul_(updates, -group["lr"] * scale * taken)
-            torch._foreach_add_(pieces, updates)
+            torch._foreach_add_(slices, updates)
 
     def _look_ahead(self, gradients: list[Tensor], momenta: list[Tensor], taken: Tensor) -> None:
         """m <- 0.95 m + 0.05 g; `gradients` become 0.95 m + 0.05 g with this m (Nesterov)."""
@@ -246,63 +255,68 @@ class Muon(AdamW):
             share = share / self.grad_scale.to(taken.device)
         for g, m in blocks(gradients, momenta):
             if self.found_inf is not None:
-                for piece in g:
-                    piece.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
+                for part in g:
+                    part.masked_fill_(skip, 0.0)  # NaN is not 0 by any factor
             torch._foreach_mul_(g, share)
             torch._foreach_mul_(m, keep)
             torch._foreach_add_(m, g)
             torch._foreach_add_(g, m, alpha=MOMENTUM)
 
-    def _collect(self, exchange: Exchange, directions: list[Tensor]) -> dict[int, Tensor]:
-        """This rank's matrices, whole, by number."""
-        everywhere = self._reduce_on is None  # every rank holds everything, so its own parts are all it needs
-        wanted = exchange.owned[self._rank] if everywhere else tuple(chain.from_iterable(exchange.held))
-        there = self._pack([directions[p.tensor][p.start : p.end] for p in wanted], directions[0].device)
-        parts = wanted
-        if not everywhere:
+    def _collect(self, exchange: MatrixExchange, directions: list[Tensor]) -> dict[int, Tensor]:
+        """Directions of this rank's matrices, whole, by number."""
+        # Where every rank holds everything, its own parts are all it needs.
+        partitioned = self._reduce_on is not None
+        parts = tuple(chain.from_iterable(exchange.held)) if partitioned else exchange.owned[self._rank]
+        packed = self._pack([directions[p.tensor][p.start : p.end] for p in parts], directions[0].device)
+        if partitioned:
             parts = tuple(chain.from_iterable(exchange.owned))
-            there = self._travel(there, exchange.held, exchange.owned)
-        found: dict[int, list[tuple[int, Tensor]]] = {}
-        for part, piece in zip(parts, there.split([p.size for p in parts]), strict=True):
-            found.setdefault(part.matrix, []).append((part.offset, piece))
-        return {n: torch.cat([piece for _, piece in sorted(of, key=lambda p: p[0])]) for n, of in found.items()}
+            packed = self._all_to_all(packed, exchange.held, exchange.owned)
+        by_matrix: dict[int, list[tuple[int, Tensor]]] = {}
+        for part, values in zip(parts, packed.split([p.size for p in parts]), strict=True):
+            by_matrix.setdefault(part.matrix, []).append((part.offset, values))
+        return {n: torch.cat([values for _, values in sorted(of, key=lambda p: p[0])]) for n, of in by_matrix.items()}
 
-    def _orthogonalize(self, exchange: Exchange, owned: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _orthogonalize(self, exchange: MatrixExchange, owned: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """This rank's matrices made orthogonal, flat; those of one shape in one batch."""
-        shapes: dict[tuple[int, int], list[int]] = {}
+        by_shape: dict[tuple[int, int], list[int]] = {}
         for n in owned:
             matrix = exchange.matrices[n]
-            shapes.setdefault((matrix.rows, matrix.columns), []).append(n)
-        found: dict[int, Tensor] = {}
-        for shape, numbers in shapes.items():
-            done = orthogonalize(torch.stack([owned[n].view(shape) for n in numbers]))
-            found |= {n: each.reshape(-1) for n, each in zip(numbers, done.unbind(), strict=True)}
-        return found
+            by_shape.setdefault((matrix.rows, matrix.columns), []).append(n)
+        orthogonal: dict[int, Tensor] = {}
+        for shape, numbers in by_shape.items():
+            stacked = orthogonalize(torch.stack([owned[n].view(shape) for n in numbers]))
+            orthogonal |= {n: matrix.reshape(-1) for n, matrix in zip(numbers, stacked.unbind(), strict=True)}
+        return orthogonal
 
-    def _give_back(
-        self, exchange: Exchange, owned: Mapping[int, Tensor], home: torch.device
-    ) -> Iterable[tuple[Part, Tensor]]:
-        """Every part that this rank holds with its update, fp32 on `home`."""
-        wanted = chain.from_iterable(exchange.owned)
-        sent = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in wanted], self._reduce_on or home)
+    def _return_updates(
+        self, exchange: MatrixExchange, owned: Mapping[int, Tensor], device: torch.device
+    ) -> Iterable[tuple[MatrixPart, Tensor]]:
+        """Every part that this rank holds with its update, fp32 on `device`."""
+        sent = chain.from_iterable(exchange.owned)
+        packed = self._pack([owned[p.matrix][p.offset : p.offset + p.size] for p in sent], self._reduce_on or device)
         parts = tuple(chain.from_iterable(exchange.held))
-        there = self._travel(sent, exchange.owned, exchange.held).to(home, torch.float32)
-        return zip(parts, there.split([p.size for p in parts]), strict=True)
+        received = self._all_to_all(packed, exchange.owned, exchange.held).to(device, torch.float32)
+        return zip(parts, received.split([p.size for p in parts]), strict=True)
 
-    def _pack(self, pieces: list[Tensor], home: torch.device) -> Tensor:
-        """Pieces on `home` one after the other, in the type of the iteration, where the collectives are."""
-        sizes = [piece.numel() for piece in pieces]
-        packed = torch.empty(sum(sizes), dtype=self._dtype, device=home)
-        if pieces:
-            torch._foreach_copy_(list(packed.split(sizes)), pieces)
-        return packed.to(self._reduce_on or home)
+    def _pack(self, slices: list[Tensor], device: torch.device) -> Tensor:
+        """Slices on `device` as one flat tensor in the type of the iteration, where the collectives are."""
+        sizes = [part.numel() for part in slices]
+        packed = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+        if slices:
+            torch._foreach_copy_(list(packed.split(sizes)), slices)
+        return packed.to(self._reduce_on or device)
 
-    def _travel(self, sent: Tensor, to: Sequence[Sequence[Part]], back: Sequence[Sequence[Part]]) -> Tensor:
-        """`sent` holds the parts `to` each rank one after the other; what they send, the parts of `back`. A collective."""
+    def _all_to_all(
+        self, sent: Tensor, to: Sequence[Sequence[MatrixPart]], back: Sequence[Sequence[MatrixPart]]
+    ) -> Tensor:
+        """What the ranks send this one, the parts `back` of each rank in order; `sent` holds the parts `to` each. A
+        collective."""
         if self._ranks == 1:
             return sent
         width = sent.element_size()
-        gets, gives = ([width * sum(p.size for p in parts) for parts in by_rank] for by_rank in (back, to))
-        got = torch.empty(sum(gets), dtype=torch.uint8, device=sent.device)
-        dist.all_to_all_single(got, sent.view(torch.uint8), output_split_sizes=gets, input_split_sizes=gives)
-        return got.view(self._dtype)
+        received_bytes, sent_bytes = ([width * sum(p.size for p in parts) for parts in ranks] for ranks in (back, to))
+        received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=sent.device)
+        dist.all_to_all_single(
+            received, sent.view(torch.uint8), output_split_sizes=received_bytes, input_split_sizes=sent_bytes
+        )
+        return received.view(self._dtype)

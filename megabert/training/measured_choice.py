@@ -28,14 +28,12 @@ from megabert.data.shards import Manifest
 from megabert.distributed.process_group import World
 from megabert.distributed.together import refuse, together
 from megabert.engine import DTYPES
-from megabert.engine.determinism import repeat_bit_for_bit
+from megabert.engine.precision import repeat_bit_for_bit
 from megabert.ops.candidates import SECONDS, DeviceLost, Measured, Row, measure
 from megabert.ops.problems import Shapes
-from megabert.training import optimizer_candidates
 
 MEASURED_ON = ("cuda",)  # device types; on the others `auto` is `ops.choose`'s, which costs nothing at the start
 RECORD = "backends.json"  # in the run folder
-ROLES = (*ops.BACKENDS, "optimizer")
 
 
 class Entry(NamedTuple):
@@ -58,8 +56,6 @@ class Entry(NamedTuple):
     def label(self) -> str:
         """The operation and what it was asked, short."""
         shapes = self.key["shapes"]
-        if self.role == "optimizer":
-            return f"{self.role} {shapes['name']} stage {shapes['stage']}, {shapes['ranks']} ranks"
         return f"{self.role} {shapes['rows']} x {shapes['seq_len']} {shapes['dtype'].removeprefix('torch.')}"
 
     def line(self) -> str:
@@ -75,7 +71,7 @@ def settle(config: Config, manifest: Manifest, world: World, run_dir: Path, writ
 
     Raises ValueError or Failed on every rank where rank 0 finds no right backend, or a rank cannot run what rank 0 chose.
     """
-    roles = [role for role in ROLES if getattr(config.ops, role) == "auto"]
+    roles = [role for role in ops.BACKENDS if getattr(config.ops, role) == "auto"]
     if world.device.type not in MEASURED_ON or not roles:
         return config
     if config.deterministic:  # before the first product, and so that what cannot repeat is not chosen
@@ -134,9 +130,7 @@ def shapes_of(config: Config, manifest: Manifest) -> Shapes:
 
 
 def obstacles(role: str, config: Config, device: torch.device) -> dict[str, str]:
-    """Why each backend of an operation, or of the optimizer, cannot run; "" where it can."""
-    if role == "optimizer":
-        return optimizer_candidates.obstacles(config, device)
+    """Why each backend of an operation cannot run; "" where it can."""
     head_size = config.model.hidden // config.model.heads
     return ops.obstacles(role, device.type, DTYPES[config.precision], config.causal_updates, head_size)
 
@@ -145,10 +139,6 @@ def _asked(
     role: str, config: Config, manifest: Manifest, world: World, seconds: float
 ) -> tuple[dict[str, Any], Callable[[dict[str, str]], Measured]]:
     """What a choice depends on besides the place, and what measures it."""
-    if role == "optimizer":
-        update = {"name": config.optimizer.name, "decays": config.optimizer.weight_decay > 0}
-        shapes = update | {"stage": config.zero.stage, "ranks": world.size, "model": config.model.model_dump()}
-        return shapes, lambda reasons: optimizer_candidates.measure(config, world, reasons, seconds)
     asked = shapes_of(config, manifest)
     return asked.key(), lambda reasons: measure(role, asked, world.device, seconds, reasons)
 

@@ -29,13 +29,13 @@ def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path
     """Held in its middle: nothing new is there; the weights change meanwhile; the next save commits this one first."""
     checkpoints = saved_run(tmp_path, (1,))
     checkpoints.settings = settings(3, asynchronous=True)
-    gate, write = threading.Event(), store.write_pieces
+    gate, write = threading.Event(), store.write_slices
 
     def held(path: Path, pieces: Any) -> Any:
         assert gate.wait(30)
         return write(path, pieces)
 
-    monkeypatch.setattr(store, "write_pieces", at_moments(held))
+    monkeypatch.setattr(store, "write_slices", at_moments(held))
     engine = FakeEngine(2)
     assert not checkpoints.pending and not checkpoints.ready and checkpoints.finish() is None
     checkpoints.save(engine, state(2, tiny.config()))
@@ -61,14 +61,14 @@ def overlapped(world: World, folder: str) -> list[Any]:
     checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
     tiny.train(engine, range(2))
     before = engine.consolidated_weights()
-    gate, write = threading.Event(), store.write_pieces
+    gate, write = threading.Event(), store.write_slices
 
     def slow(path: Path, pieces: Any) -> Any:
         assert gate.wait(60)
         return write(path, pieces)
 
     if world.rank == 1:
-        store.write_pieces = at_moments(slow)
+        store.write_slices = at_moments(slow)
     with collectives() as called:
         checkpoints.save(engine, state(2, cfg))
     tiny.train(engine, range(2, 5))

@@ -139,7 +139,7 @@ def damaged_ranks(world: World, folder: str) -> None:
     tiny.train(engine, range(1, 2))
     checkpoints.finish()
     if world.rank == 1:
-        store.write_pieces = at_moments(lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL))
+        store.write_slices = at_moments(lambda path, pieces: os.kill(os.getpid(), signal.SIGKILL))
     checkpoints.save(engine, state(2, cfg))
     checkpoints.finish()
 
@@ -216,7 +216,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
         checkpoints = Checkpoints(Path(folder) / policy, world, settings(2, True, on_error=policy))
         for step in (1, 2, 3):
             if world.rank == 1 and step == 2:
-                store.write_pieces, kept = at_moments(full_disk), store.write_pieces
+                store.write_slices, kept = at_moments(full_disk), store.write_slices
             # only one piece each: rank 0 has the first half, rank 1 the second
             engine = FakeEngine(step)
             whole = engine.snapshot()
@@ -229,7 +229,7 @@ def failing_rank(world: World, folder: str) -> list[str]:
             except Failed as error:
                 found.append(str(error))
             if world.rank == 1 and step == 2:
-                store.write_pieces = kept
+                store.write_slices = kept
         newest = checkpoints.latest()
         assert newest is not None
         found.append(newest.name)
@@ -253,7 +253,7 @@ def test_a_full_disk_on_one_rank_is_one_line_on_all(tmp_path):
 def test_a_fault_of_the_program_is_raised_whatever_the_policy(tmp_path, monkeypatch):
     checkpoints = saved_run(tmp_path, (1,), asynchronous=True, on_error="continue")
     checkpoints.finish()
-    monkeypatch.setattr(store, "write_pieces", lambda path, pieces: [][0])
+    monkeypatch.setattr(store, "write_slices", lambda path, pieces: [][0])
     checkpoints.save(FakeEngine(2), state(2, tiny.config()))
     with pytest.raises(IndexError):
         checkpoints.finish()

@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.checkpoint.index import build
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, read_manifest, seal
-from megabert.checkpoint.tensors import Stored
+from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, read_manifest, seal
+from megabert.checkpoint.tensors import StoredTensors
 from megabert.common.canonical_json import canonical, digest, sealed
 from megabert.common.tensor_file import write_tensors
 from megabert.config import load
-from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import Piece
+from megabert.engine import Snapshot
+from megabert.engine.zero_layout import ParameterSlice
 from megabert.model import BertForPreTraining
 from tests.checkpoint.test_faults import names
 from tests.checkpoint.test_store import ALONE, FakeEngine, saved_run, settings, state
@@ -37,9 +36,9 @@ class WholeEngine:
     def snapshot(self) -> Snapshot:
         draw = torch.Generator().manual_seed(4)
 
-        def pieces(*kinds: str) -> list[Piece]:
+        def pieces(*kinds: str) -> list[ParameterSlice]:
             return [
-                Piece(
+                ParameterSlice(
                     name,
                     0,
                     {
@@ -54,7 +53,7 @@ class WholeEngine:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    stored = Stored(path, read_manifest(path))
+    stored = StoredTensors(path, read_manifest(path))
     found = {f"{kind} {n}": t.numpy().tobytes() for kind in ("weight", "exp_avg") for n, t in stored.whole(kind).items()}  # fmt: skip
     for name in SHAPES.keys() - {"m"}:
         into = torch.zeros(torch.Size(SHAPES[name]).numel())
@@ -106,7 +105,7 @@ def test_the_manifest_of_512_ranks_is_below_a_megabyte(stage: int) -> None:
     files = {
         file_name(group, rank, ranks): entry for group in (WEIGHTS, MOMENTS) for rank in range(ranks) if held[rank]
     }
-    layout = {"ranks": ranks, "files": files, "parameters": build(shapes, held), "first_moment_only": []}
+    layout = {"ranks": ranks, "files": files, "parameters": index_slices(shapes, held), "first_moment_only": []}
     data = seal(layout, state(1, tiny.config()), {"optimizer_steps": 1})
     print(f"stage {stage}: {len(data):,} bytes")
     assert len(data) < 1_000_000
@@ -175,7 +174,7 @@ def go_on(checkpoints: Checkpoints, until: Any) -> float:
     while not until():
         assert time.monotonic() < deadline
         status, begun = checkpoints.status, time.perf_counter()
-        checkpoints.heard(status)
+        checkpoints.advance(status)
         spent += time.perf_counter() - begun
         time.sleep(0.002)
     return spent
@@ -187,7 +186,7 @@ def test_neither_a_commit_nor_a_removal_is_waited_for(tmp_path: Path, held: dict
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))  # type: ignore[arg-type]
         go_on(checkpoints, lambda: checkpoints.status == store.COMMITTING)
         assert [n for n in names(tmp_path) if n == f"step-{step:08d}"] == []
-        checkpoints.heard(store.WRITTEN)  # told before the commit began
+        checkpoints.advance(store.WRITTEN)  # told before the commit began
         assert checkpoints.pending
         held["commit"].set()
         go_on(checkpoints, lambda: not checkpoints.pending)

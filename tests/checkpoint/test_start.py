@@ -1,17 +1,18 @@
-"""Weights from elsewhere become a whole checkpoint of step 0, and the newest step is known without a lock."""
+"""Starts: weights from elsewhere as a checkpoint of step 0, and what a resume may change."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megabert.checkpoint import Checkpoints, load_weights, newest_step, write_start
+from megabert.checkpoint import Checkpoints, check_compatible, load_weights, newest_step, write_start
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from tests.checkpoint.test_store import WEIGHTS_FILE
+from tests.checkpoint.test_store import WEIGHTS_FILE, state
 from tests.helpers import tiny
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
@@ -20,16 +21,16 @@ ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 def start(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     cfg = tiny.config()
     weights = tiny.model(cfg).state_dict()
-    state = {"config": cfg.model_dump(), "dataset": "none", "tokenizer": "t" * 64}
-    assert write_start(run, weights, state) == run / "checkpoints" / "step-00000000"
-    return weights, state
+    start_state = {"config": cfg.model_dump(), "dataset": "none", "tokenizer": "t" * 64}
+    assert write_start(run, weights, start_state) == run / "checkpoints" / "step-00000000"
+    return weights, start_state
 
 
 def test_a_start_is_a_checkpoint_of_step_0(tmp_path: Path) -> None:
-    weights, state = start(tmp_path)
+    weights, start_state = start(tmp_path)
     found, saved = load_weights(tmp_path)
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
-    assert saved == state | {"step": 0, "world_size": 1}
+    assert saved == start_state | {"step": 0, "world_size": 1}
     assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / "step-00000000"
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["pointer.json", "step-00000000"]
 
@@ -54,3 +55,50 @@ def test_the_newest_step_is_the_committed_one(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 12
     (tmp_path / "checkpoints" / "pointer.json").write_text("{")
     assert newest_step(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dataset": "e" * 64}, "dataset fingerprint"),
+        ({"tokenizer": "u" * 64}, "tokenizer SHA-256"),
+        ({"model.layers": 3}, "model.layers"),
+        ({"model.norm": "pre"}, "model.norm"),
+        ({"batch.global_size": 16}, "batch.global_size"),
+        ({"optimizer.name": "lamb"}, "optimizer.name"),
+        ({"precision": "bf16"}, "precision"),
+        ({"seed": 1}, "seed"),
+    ],
+)
+def test_a_resume_on_something_else_names_the_field(change: dict[str, Any], field: str) -> None:
+    saved = state(1, tiny.config())
+    current = json.loads(json.dumps(saved))
+    (key, value), *_ = change.items()
+    node = current if key in current else current["config"]
+    *sections, leaf = key.split(".")
+    for section in sections:
+        node = node[section]
+    old, node[leaf] = node[leaf], value
+    with pytest.raises(ValueError, match="cannot resume") as caught:
+        check_compatible(saved, current)
+    assert all(text in str(caught.value) for text in (field, repr(value), repr(old)))
+
+
+def test_a_causal_run_is_not_resumed_as_a_masked_one() -> None:
+    kinds = {
+        strategy: state(1, tiny.config(data__masking__strategy=strategy, model__nsp=False))
+        for strategy in ("token", "word", "causal")
+    }
+    check_compatible(kinds["token"], kinds["word"])
+    check_compatible(kinds["causal"], kinds["causal"])
+    for saved, current in (("token", "causal"), ("causal", "word")):
+        with pytest.raises(ValueError, match=f"data.masking.strategy is '{current}' but .* with '{saved}'"):
+            check_compatible(kinds[saved], kinds[current])
+
+
+def test_dropout_schedule_and_micro_batch_may_change_on_a_resume() -> None:
+    saved = state(1, tiny.config())
+    for override in ({"batch__micro_size": 4}, {"model__dropout": 0.2}, {"schedule__total_steps": 20000},
+                     {"optimizer__lr": 1.0}, {"checkpoint__keep": 9}, {"model__zero_init": True},
+                     {"model__frequency_bias": True}):  # fmt: skip
+        check_compatible(saved, state(5, tiny.config(**override)))

@@ -16,8 +16,8 @@ from megabert.checkpoint.manifest import MOMENTS, group_of
 from megabert.common import retry
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import Piece
+from megabert.engine import Snapshot
+from megabert.engine.zero_layout import ParameterSlice
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -49,9 +49,9 @@ class FakeEngine:
     def snapshot(self) -> Snapshot:
         half = self.size // 2
 
-        def pieces(**values: float) -> list[Piece]:
+        def pieces(**values: float) -> list[ParameterSlice]:
             return [
-                Piece("w", first, {kind: torch.full((half,), float(v)) for kind, v in values.items()})
+                ParameterSlice("w", first, {kind: torch.full((half,), float(v)) for kind, v in values.items()})
                 for first in (0, half)
             ]
 
@@ -81,7 +81,7 @@ def stored(folder: Path) -> float:
 
 def at_moments(write: Any) -> Any:
     """The store's writer with `write` in its place for a file of moments, which comes after the weights."""
-    plain = store.write_pieces
+    plain = store.write_slices
     return lambda path, pieces: (write if group_of(path.name) == MOMENTS else plain)(path, pieces)
 
 

@@ -19,8 +19,8 @@ from megabert.commands import export, fill
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
 from megabert.distributed.process_group import World
-from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import Piece
+from megabert.engine import Snapshot
+from megabert.engine.zero_layout import ParameterSlice
 from tests.helpers import runs
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
@@ -33,7 +33,7 @@ class Engine:
         self.weights = weights
 
     def snapshot(self) -> Snapshot:
-        pieces = [Piece(name, 0, {"weight": w.reshape(-1)}) for name, w in self.weights.items()]
+        pieces = [ParameterSlice(name, 0, {"weight": w.reshape(-1)}) for name, w in self.weights.items()]
         shapes = {name: tuple(w.shape) for name, w in self.weights.items()}
         return Snapshot(shapes, pieces, [], {"optimizer_steps": 0})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megabert import ops
-from megabert.engine import loss_scaler
+from megabert.engine import steps
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -92,7 +92,7 @@ def skip(world: Any, precision: str, stage: int, **extra: Any) -> dict[str, Any]
     found["same weights"] = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     if precision == "fp16":  # at the floor of the loss scale an overflow is a bad update like any other
         wrapper = engine._deepspeed.optimizer
-        loss_scaler.of(wrapper).cur_scale = loss_scaler.scale_and_floor(wrapper)[1]
+        steps.loss_scaler(wrapper).cur_scale = steps.scale_and_floor(wrapper)[1]
         bad = poisoned_update(engine, "gradient")
         found["at the floor"] = (bad.skipped, bad.overflow)
     else:
@@ -160,7 +160,7 @@ def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
     """(norm of exp_avg of this rank after one fp16 update, growth of the loss scale in it), without clipping, which would
     hide a halved gradient."""
     engine = tiny.engine(tiny.config(precision="fp16", zero__stage=stage, optimizer__clip=0.0), world)
-    scaler = loss_scaler.of(engine._deepspeed.optimizer)
+    scaler = steps.loss_scaler(engine._deepspeed.optimizer)
     if grows:  # as after 1,000 updates without an overflow, which is the window
         scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
     before = scaler.cur_scale

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import importlib, importlib.util, sys, torch
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_import import import_deepspeed
+from megabert.engine.steps import import_deepspeed
 import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
 assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
 print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megabert.engine import gradients
-from megabert.engine.gradients import Gradients, stretches
+from megabert.engine.gradients import FlatGradients, bucket_bounds
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -19,11 +19,11 @@ STEPS = 10
 def test_stretches_cover_a_flat_tensor_once_and_stay_within_a_ranks_part(monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET", 30)
     monkeypatch.setattr(gradients, "LEAST", 50)
-    found = stretches(200, 4)
+    found = bucket_bounds(200, 4)
     assert [end - begin for begin, end, _ in found] == [30, 20] * 4
     assert [begin for begin, _, _ in found] == [0, 30, 50, 80, 100, 130, 150, 180]
     assert [owner for _, _, owner in found] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert stretches(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
+    assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
 
 
 def test_gradients_are_summed_in_fp32_and_missing_ones_are_0():
@@ -32,7 +32,7 @@ def test_gradients_are_summed_in_fp32_and_missing_ones_are_0():
     parameters = list(layers.parameters())
     flat = torch.full((sum(p.numel() for p in parameters) + 1,), torch.nan)  # as after a bad update
     flat[-1] = 0
-    sums = Gradients([(flat, parameters)], parameters, 1)
+    sums = FlatGradients([(flat, parameters)], parameters, 1)
     inputs = torch.randn(4, 5, 3, dtype=torch.bfloat16)
     sums.begin()
     for number, x in enumerate(inputs):
@@ -56,7 +56,7 @@ def sums_over_ranks(world: Any) -> dict[str, Any]:
     for name, least in (("to owners", 1), ("to all", 1 << 40)):
         gradients.LEAST, gradients.BUCKET = least, 3000
         engine = tiny.engine(tiny.config(zero__stage=1, **shape), world)
-        sums, early = engine._summed, []
+        sums, early = engine.step.flat, []
         finish = sums.finish
 
         def watched(finish: Any = finish, sums: Any = sums, early: Any = early) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-from megabert.engine.own_time import OwnTime
+from megabert.engine.update_result import OwnTime
 
 
 def test_waits_for_others_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from megabert.checkpoint import Checkpoints, load_weights
-from megabert.checkpoint.index import Uncovered, build
-from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name
-from megabert.checkpoint.tensors import Stored, check_files, write_pieces
+from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, InvalidManifest, file_name, index_slices
+from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.zero_layout import Piece
+from megabert.engine.zero_layout import ParameterSlice
 from megabert.optim.muon import find_matrices
 from tests.checkpoint.test_store import state
 from tests.engine.test_deepspeed_engine import allow_fp16
@@ -172,16 +171,16 @@ def written(folder: Path, files: list[dict[str, list[tuple[int, int]]]]) -> dict
     folder.mkdir()
     entries, shapes = {}, {"a": (3, 4), "b": (5,)}
     held = [[(p, o, n) for p, stretches in pieces.items() for o, n in stretches] for pieces in files]
-    manifest = {"schema": 3, "ranks": len(files), "first_moment_only": [], "parameters": build(shapes, held)}
+    manifest = {"schema": 3, "ranks": len(files), "first_moment_only": [], "parameters": index_slices(shapes, held)}
     for rank, pieces in enumerate(held):
-        weights = [Piece(p, o, {"weight": torch.arange(o, o + n) * 1.0}) for p, o, n in pieces]
+        weights = [ParameterSlice(p, o, {"weight": torch.arange(o, o + n) * 1.0}) for p, o, n in pieces]
         moments = [
-            Piece(p, o, {"exp_avg": torch.arange(o, o + n) + 0.5, "exp_avg_sq": torch.arange(o, o + n) * 2.0})
+            ParameterSlice(p, o, {"exp_avg": torch.arange(o, o + n) + 0.5, "exp_avg_sq": torch.arange(o, o + n) * 2.0})
             for p, o, n in pieces
         ]
         for group, parts in ((WEIGHTS, weights), (MOMENTS, moments)):
             name = file_name(group, rank, len(files))
-            entries[name] = write_pieces(folder / name, parts)
+            entries[name] = write_slices(folder / name, parts)
     check_files(folder, manifest, entries)
     return manifest
 
@@ -190,7 +189,7 @@ SPLIT = [{"a": [(0, 5)]}, {"a": [(5, 6), (11, 1)], "b": [(0, 2)]}, {"b": [(2, 3)
 
 
 def test_any_stretch_is_read_from_the_files_that_hold_it_and_no_other(tmp_path):
-    stored = Stored(tmp_path / "step-1", written(tmp_path / "step-1", SPLIT))
+    stored = StoredTensors(tmp_path / "step-1", written(tmp_path / "step-1", SPLIT))
     whole = stored.whole("weight")
     assert whole["a"].tolist() == torch.arange(12.0).view(3, 4).tolist()
     assert whole["b"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -210,9 +209,9 @@ def test_any_stretch_is_read_from_the_files_that_hold_it_and_no_other(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([{"a": [(0, 5)], "b": [(0, 5)]}, {"a": [(6, 6)]}], "piece of a at 6 does not start at 5"),
-        ([{"a": [(0, 6)], "b": [(0, 5)]}, {"a": [(5, 7)]}], "piece of a at 5 does not start at 6"),
-        ([{"a": [(0, 12)], "b": [(0, 5)]}, {"a": [(0, 12)]}], "piece of a at 0 does not start at 12"),
+        ([{"a": [(0, 5)], "b": [(0, 5)]}, {"a": [(6, 6)]}], "slice of a at 6 does not start at 5"),
+        ([{"a": [(0, 6)], "b": [(0, 5)]}, {"a": [(5, 7)]}], "slice of a at 5 does not start at 6"),
+        ([{"a": [(0, 12)], "b": [(0, 5)]}, {"a": [(0, 12)]}], "slice of a at 0 does not start at 12"),
         ([{"a": [(0, 12)], "b": [(0, 4)]}], "hold 4 of the 5 elements of b"),
         ([{"a": [(0, 13)], "b": [(0, 5)]}], "hold 13 of the 12 elements of a"),
         ([{"a": [(0, 12)]}], "hold 0 of the 5 elements of b"),
@@ -221,5 +220,5 @@ def test_any_stretch_is_read_from_the_files_that_hold_it_and_no_other(tmp_path):
     ],
 )
 def test_pieces_that_do_not_cover_every_parameter_once_are_never_committed(files, message, tmp_path):
-    with pytest.raises(Uncovered, match=message):
+    with pytest.raises(InvalidManifest, match=message):
         written(tmp_path / "step-1", files)

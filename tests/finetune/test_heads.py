@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabert.engine.deepspeed_engine import Engine
+from megabert.engine import Engine
 from megabert.finetune import heads
 from megabert.finetune.batches import Layout, Update, collate
 from megabert.finetune.heads import Finetuner, Shape

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from megabert.checkpoint.background import Background
 from megabert.checkpoint.manifest import read_manifest
-from megabert.checkpoint.store import SAVING, Checkpoints, _Save
-from megabert.checkpoint.tensors import Stored
+from megabert.checkpoint.store import SAVING, BackgroundTask, Checkpoints, SaveInFlight
+from megabert.checkpoint.tensors import StoredTensors
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
-from megabert.engine.snapshot import Snapshot
-from megabert.engine.zero_layout import WEIGHT, Master, Piece, ZeroLayout, _offsets, _slice_of_group
-from megabert.optim.optimizers import MOMENTS, Segment
+from megabert.engine import Snapshot
+from megabert.engine.zero_layout import WEIGHT, Master, ParameterSlice, ZeroLayout, _offsets, _slice_of_group
+from megabert.optim.guarded import MOMENTS, FlatSegment
 
 
 def layout_of(
@@ -36,13 +35,15 @@ def layout_of(
             size = -(-tensor.numel() // ranks) if stage == 3 else tensor.numel()
             begin = rank * size if stage == 3 else 0
             length = max(0, min(size, tensor.numel() - begin))
-            held = (Segment(numbers[id(tensor)], 0, length, begin),) if length else ()
+            held = (FlatSegment(numbers[id(tensor)], 0, length, begin),) if length else ()
             masters.append(Master(torch.zeros(size), held))
     sizes = tuple(torch.Size(shape) for shape in shapes.values())
     return ZeroLayout(tuple(shapes), sizes, tuple(masters), stage > 0)
 
 
-def read_part(stored: Stored, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]) -> list[Piece]:
+def read_part(
+    stored: StoredTensors, layout: ZeroLayout, world: World, kinds: Sequence[str], single: set[str]
+) -> list[ParameterSlice]:
     """What a rank saves of `kinds`, after it has read its own part; the parameters in `single` have no second moment."""
     values = {}
     for number, master in enumerate(layout.masters):
@@ -58,7 +59,7 @@ def read_part(stored: Stored, layout: ZeroLayout, world: World, kinds: Sequence[
 def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
     """The checkpoint `source` read by so many ranks, each its own part, and saved by them as `step` of `run`."""
     manifest = read_manifest(source)
-    stored, counters = Stored(source, manifest), manifest["engine"]
+    stored, counters = StoredTensors(source, manifest), manifest["engine"]
     shapes = {name: tuple(shape) for name, shape in stored.shapes.items()}
     single = set(manifest["first_moment_only"])
     groups = [group for of in (True, False) if (group := [n for n in shapes if (n in single) == of])]
@@ -70,6 +71,6 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
         checkpoints = Checkpoints(run, world)
         checkpoints._write(folder, Snapshot(shapes, weights, moments, counters))
     checkpoints.settings = CheckpointConfig(keep=99, asynchronous=False)
-    written = Background("written", lambda: None)
-    checkpoints._commit(_Save(folder, manifest["state"] | {"step": step}, counters, shapes, written))
+    written = BackgroundTask("written", lambda: None)
+    checkpoints._commit(SaveInFlight(folder, manifest["state"] | {"step": step}, counters, shapes, written))
     return run / "checkpoints" / f"step-{step:08d}"

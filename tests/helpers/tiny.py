@@ -12,7 +12,7 @@ from torch import Tensor
 from megabert import config as configuration
 from megabert.config import Config
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Engine
+from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 
 VOCAB, LENGTH, SLOTS, ROWS = 512, 16, 4, 8  # ids, row length, prediction slots a row, rows an update

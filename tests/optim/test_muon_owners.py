@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from megabert.optim.muon import Matrix, plan_exchange, share_out
-from megabert.optim.optimizers import Segment
+from megabert.optim.guarded import FlatSegment
+from megabert.optim.muon import Matrix, assign_owners, plan_exchange
 
 
-def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[Segment]]]:
+def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[FlatSegment]]]:
     """Segments by rank of one flat tensor a rank: parameters 0, 1, ... one after the other, cut into equal parts."""
     share = -(-(sum(sizes) + padding) // ranks)
     found = []
@@ -19,7 +19,7 @@ def cut(sizes: list[int], ranks: int, padding: int) -> list[list[list[Segment]]]
         for index, size in enumerate(sizes):
             first, last = max(begin, rank * share), min(begin + size, (rank + 1) * share)
             if first < last:
-                held.append(Segment(index, first - rank * share, last - rank * share, first - begin))
+                held.append(FlatSegment(index, first - rank * share, last - rank * share, first - begin))
             begin += size
         found.append([held])
     return found
@@ -55,7 +55,7 @@ def test_owners_have_equal_work():
     costs = [Matrix(0, 0, *shape).flops for shape in [(1024, 1024)] * 96 + [(4096, 1024)] * 48]
     assert costs[0] == 5 * 6 * 1024**3 and costs[-1] == 5 * (4 * 4 + 2) * 1024**3
     for ranks in (1, 3, 8, 64):
-        owners = share_out(costs, ranks)
+        owners = assign_owners(costs, ranks)
         load = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in range(ranks)]
         assert max(load) <= max(1.1 * sum(costs) / ranks, max(costs)), load
-    assert sorted(share_out(costs, 512)) == list(range(144))
+    assert sorted(assign_owners(costs, 512)) == list(range(144))

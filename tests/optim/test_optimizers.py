@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from megabert.checkpoint import Checkpoints, start_engine
 from megabert.config import CheckpointConfig
-from megabert.optim.optimizers import AdamW, Lamb, Segment, parameter_groups
+from megabert.optim.adamw import AdamW
+from megabert.optim.guarded import FlatSegment, parameter_groups
+from megabert.optim.lamb import Lamb
 from tests.checkpoint.test_store import state
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
@@ -242,7 +244,7 @@ def test_lamb_on_a_flat_tensor_with_padding_equals_lamb_on_parameters():
     segments = []
     for i, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
         flat[start : start + tensor.numel()] = tensor.detach().view(-1)
-        segments.append(Segment(i, start, start + tensor.numel(), 0))
+        segments.append(FlatSegment(i, start, start + tensor.numel(), 0))
     flat = flat.requires_grad_()
     whole = Lamb([{"params": tensors, "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
     whole.attach()

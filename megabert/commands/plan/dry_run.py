@@ -355,7 +355,7 @@ def dry_run(
     if world.is_main:
         print(text, flush=True)
     process_group.init(world)
-    config = precision.settle(config, world)
+    config = precision.with_precision(config, world)
     config, tokenizer = with_vocabulary(config, manifest), manifest.tokenizer["sha256"] if manifest else ""
     line = fake_step(config, work(config, manifest).seq_len, world, tokenizer, extra)
     if world.is_main:

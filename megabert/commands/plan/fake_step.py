@@ -16,8 +16,8 @@ from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.objective import masking_at
 from megabert.data.shards import Rows
 from megabert.distributed.process_group import World
-from megabert.engine.deepspeed_engine import Engine
-from megabert.optim import lr_schedule
+from megabert.engine import Engine
+from megabert.optim import schedule
 
 
 def fake_batch(config: Config, seq_len: int, seed: int, masking: Masking | None = None) -> Batch:
@@ -55,7 +55,7 @@ def fake_step(
     # without what it says of the whole batch
     extra = {key: value for key, value in (deepspeed_extra or {}).items() if key not in BATCH}
     engine = Engine(reduced, lambda: distillation.build(config, tokenizer, world.device), world, extra)
-    lr = lr_schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
+    lr = schedule.learning_rate(config.schedule, config.optimizer.lr, 1, 0.0)
     objectives = {masking.objective: masking for masking in (masking_at(config, s, seq_len) for s in (0.0, 1.0))}
     shown = []
     for step, (objective, masking) in enumerate(objectives.items()):

@@ -3,7 +3,7 @@
 import pytest
 
 from megabert.config import ScheduleConfig
-from megabert.optim.lr_schedule import finished, learning_rate, share_used
+from megabert.optim.schedule import finished, learning_rate, share_used
 
 
 def schedule(name, **values):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megabert import config as configuration
-from megabert.engine.deepspeed_engine import Engine
-from megabert.ops.candidates import NoneRight
-from megabert.optim import apex_kernels, optimizers
-from megabert.training import optimizer_candidates
+from megabert.distributed.process_group import World
+from megabert.engine import Engine
+from megabert.optim.apex import obstacle
+from megabert.optim.build import build_optimizer
+from megabert.optim.guarded import MOMENTS
 from tests.helpers import tiny
-from tests.training.test_measured_choice import ALONE
 
+ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 CUDA = torch.device("cuda")
 
 
@@ -59,12 +60,15 @@ def lamb(
 
 @pytest.fixture
 def apex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The modules that apex's source installs, so far as they are used."""
+    """The modules that apex's source installs, as far as they are used."""
     kernels: Any = types.ModuleType("amp_C")
     kernels.multi_tensor_adam_capturable, kernels.multi_tensor_lamb_mp = adam, lamb
     launcher: Any = types.ModuleType("apex.multi_tensor_apply")
     launcher.multi_tensor_applier = lambda op, noop, lists, *more: op(2048 * 32, noop, lists, *more)
-    for module in (types.ModuleType("apex"), launcher, kernels):
+    package: Any = types.ModuleType("apex")
+    package.__path__ = []
+    for module in (package, launcher, kernels):
+        module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return kernels
 
@@ -75,7 +79,7 @@ def trained(name: str, apex: bool, steps: int = 4, scale: float = 0.0, skipped: 
     shapes = ((5, 7), (3, 4), (9,))
     holder = nn.ParameterList([nn.Parameter(torch.randn(s, generator=draw)) for s in shapes])
     config = configuration.OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
-    optimizer = optimizers.build(config, holder, apex)
+    optimizer = build_optimizer(config, holder, apex)
     optimizer.attach()
     for step in range(steps):
         gradients = [torch.randn(p.shape, generator=draw) for p in holder]
@@ -96,12 +100,12 @@ def trained(name: str, apex: bool, steps: int = 4, scale: float = 0.0, skipped: 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 @pytest.mark.parametrize("scale", [0.0, 4.0])
-def test_apexs_updates_are_ours(apex: Any, name: str, scale: float) -> None:
+def test_updates_by_apex_equal_ours(apex: Any, name: str, scale: float) -> None:
     skipped = 2 if scale else -1
     ours, theirs = (trained(name, kind, scale=scale, skipped=skipped) for kind in (False, True))
     for a, b in zip(ours[1], theirs[1], strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)  # a step moves by 1e-2
-        for kind in optimizers.MOMENTS:
+        for kind in MOMENTS:
             x, y = (optimizer.moments_of(p)[kind] for optimizer, p in ((ours[0], a), (theirs[0], b)))
             torch.testing.assert_close(y, x, rtol=2e-6, atol=1e-8)
     assert ours[0].updates_of(ours[1]) == theirs[0].updates_of(theirs[1]) == 4 - (skipped >= 0)
@@ -109,40 +113,15 @@ def test_apexs_updates_are_ours(apex: Any, name: str, scale: float) -> None:
 
 def test_what_apex_cannot_do_is_refused_by_name(apex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = tiny.config(ops__optimizer="apex")
-    assert apex_kernels.obstacle(cfg, CUDA) == ""
-    assert "needs a CUDA device" in apex_kernels.obstacle(cfg, torch.device("cpu"))
+    assert obstacle(cfg, CUDA) == ""
+    assert "needs a CUDA device" in obstacle(cfg, torch.device("cpu"))
     lamb = tiny.config(ops__optimizer="apex", optimizer__name="lamb", zero__stage=1)
-    assert "at zero.stage=1 apex's LAMB would have one trust ratio" in apex_kernels.obstacle(lamb, CUDA)
-    assert apex_kernels.obstacle(tiny.config(optimizer__name="lamb", zero__stage=0), CUDA) == ""
-    assert "zero.offload=cpu" in apex_kernels.obstacle(tiny.config(zero__offload="cpu"), CUDA)
+    assert "at zero.stage=1 apex's LAMB would have one trust ratio" in obstacle(lamb, CUDA)
+    assert obstacle(tiny.config(optimizer__name="lamb", zero__stage=0), CUDA) == ""
+    assert "zero.offload=cpu" in obstacle(tiny.config(zero__offload="cpu"), CUDA)
     with pytest.raises(ValueError, match=r"ops\.optimizer=apex cannot run here: NVIDIA's apex needs a CUDA device"):
         Engine(cfg, tiny.model(cfg), ALONE)
     monkeypatch.delitem(sys.modules, "amp_C")
-    assert apex_kernels.obstacle(cfg, CUDA) == "NVIDIA's apex does not import (No module named 'amp_C')"
-
-
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_the_optimizers_candidates_are_checked_and_timed(apex: Any, name: str) -> None:
-    cfg = tiny.config(optimizer__name=name, zero__stage=0)
-    none = {"torch": "", "apex": ""}
-    choice, rows = optimizer_candidates.measure(cfg, ALONE, none, 0.01)
-    assert {row.name for row in rows if row.ms} == {"torch", "apex"} and choice.name in none
-
-    def wrong(*args: Any) -> None:
-        (adam if name == "adamw" else lamb)(*args)
-        args[2][1][0].mul_(1.001)
-
-    apex.multi_tensor_adam_capturable = apex.multi_tensor_lamb_mp = wrong
-    choice, rows = optimizer_candidates.measure(cfg, ALONE, none, 0.01)
-    assert choice.name == "torch" and rows[1].ms is None and rows[1].reason.startswith("result 0: error")
-    with pytest.raises(NoneRight, match=r"ops\.optimizer=auto"):
-        optimizer_candidates.measure(cfg, ALONE, {"torch": "gone", "apex": ""}, 0.01)
-
-
-def test_a_rank_is_timed_at_its_own_share() -> None:
-    shapes = optimizer_candidates.sizes(tiny.config(zero__stage=0), 2)
-    elements = sum(torch.Size(shape).numel() for shape in shapes)
-    decayed, plain = optimizer_candidates.sizes(tiny.config(zero__stage=2), 2)
-    assert len(decayed) == 2 and len(plain) == 1
-    assert elements <= 2 * (decayed[0] + plain[0]) <= elements + 2
-    assert replace(ALONE, size=2).size == 2
+    assert obstacle(cfg, CUDA) == "NVIDIA's apex does not import (No module named 'amp_C')"
+    monkeypatch.delitem(sys.modules, "apex.multi_tensor_apply")
+    assert "the package apex installed here is another one; NVIDIA's is at" in obstacle(cfg, CUDA)

@@ -1,0 +1,132 @@
+"""Result of one update: losses, counts, gradient norm, whether it was applied; and the time that the rank itself computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabert.optim.guarded import to_device
+
+
+class HostCopy:
+    """A scalar on its way from the device: reading it waits for the copy alone, not for what was queued after it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._copied = value, None
+        if value.is_cuda:
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def __float__(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._value)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did, summed over ranks and micro-steps; tensors are on the device, fp64 scalars.
+
+    `skipped`: weights and moments are unchanged, on every rank. `overflow`: skipped only because fp16's dynamic loss
+    scale is still above its floor, which is how it searches. `vetoed`: skipped because the caller wanted it. A skip
+    without either is a bad update. Nothing is read before the caller asks: `skipped` waits for the end of the update,
+    `float(host_loss)` for its last forward pass.
+    """
+
+    # Weighted sum of the losses.
+    loss: Tensor
+    # [k], means over the update's items.
+    losses: Tensor
+    # [k], correct answers.
+    correct: Tensor
+    # [k], items.
+    counts: Tensor
+    # fp32, before clipping; inf when skipped.
+    grad_norm: Tensor
+    # fp32, 1 or 0.
+    applied: Tensor
+    overflow: bool
+    vetoed: bool
+    # `loss`, read without waiting for the optimizer.
+    host_loss: HostCopy
+    host_applied: HostCopy
+
+    @property
+    def skipped(self) -> bool:
+        return not float(self.host_applied)
+
+    def wait(self) -> None:
+        """Returns when the device has done the update."""
+        float(self.host_applied)
+
+    @property
+    def accuracies(self) -> Tensor:
+        return self.correct / self.counts.clamp(min=1)
+
+
+def doubles(output: Sequence[Tensor]) -> Tensor:
+    """A module's output, k loss sums and k counts of correct answers, as fp64 [2 k]."""
+    return torch.stack([value.double() for value in output])
+
+
+def scaled_loss(losses: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Sum of losses, each by its factor. A non-finite one makes every gradient non-finite, on every rank."""
+    loss = (torch.stack(list(losses)) * scale).sum()
+    return loss * (1 + (loss.detach() - loss.detach()))  # 1 for a finite loss, NaN otherwise
+
+
+def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """fp64 [k, 3]: loss sum, correct answers and items of each term, of a module's output for one batch."""
+    values = doubles(output)
+    return torch.stack([*values.view(2, -1), to_device(counts, values.device, values.dtype)], 1)
+
+
+class OwnTime:
+    """Seconds that this rank computes in its updates, without its waits for other ranks: between `begin` and `end`, of the
+    device's queue on CUDA, where nothing here waits for it, otherwise of the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._start: Any = None
+        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """From here on this rank computes; no effect where it did already."""
+        if self._start is None:
+            self._start = self._mark()
+
+    def end(self) -> None:
+        """What follows may wait for other ranks; no effect where it did already."""
+        start, self._start = self._start, None
+        if start is None:
+            return
+        if self._cuda:
+            self._queued.append((start, self._mark()))
+        else:
+            self._seconds += self._mark() - start
+
+    def seconds(self) -> float:
+        """The sum so far, of what the device has done."""
+        while self._queued and self._queued[0][1].query():
+            start, end = self._queued.pop(0)
+            self._seconds += start.elapsed_time(end) / 1e3
+        return self._seconds
+
+    def reset(self) -> None:
+        """Restart from 0."""
+        self.seconds()
+        self._seconds = 0.0
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,169 @@
+"""Base of the optimizers: groups of parameters, slices of ZeRO's flat tensors, and a guard that never waits for the device.
+
+Every parameter is in exactly one group; LayerNorm weights and biases (fewer than two dimensions) do not decay. What the
+gradients' norm decides (by what they are divided, whether the step is taken at all) stays on the device and is applied
+inside the update rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabert.distributed.process_group import World
+
+# State of an element beside its weight, in fp32; Muon's matrices have the first alone.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements of a block on the CPU: five fp32 arrays of it fit a core's cache.
+BLOCK = 1 << 17
+
+
+@dataclass(frozen=True)
+class FlatSegment:
+    """Elements [start, end) of a flat tensor are elements [offset, offset + end - start) of parameter `index`."""
+
+    index: int
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.end - self.start
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with `weight_decay`, vectors and scalars without. Shared parameters count once."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class GuardedOptimizer(torch.optim.Optimizer):
+    """Base of the update rules: idle until attached, then steps as `guard` has decided on the device.
+
+    `guard` leaves two numbers on the device that the update rules read: `grad_scale`, by which gradients are divided, and
+    `found_inf`, 1 where the step changes nothing. Names and meaning are torch's (`torch.amp.GradScaler`), whose fused
+    AdamW knows them. Both are None where DeepSpeed computes the norm, clips and skips.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    # It started with moments of another run.
+    primed = False
+
+    def attach(
+        self,
+        segments: Mapping[Tensor, tuple[FlatSegment, ...]] | None = None,
+        reduce_on: torch.device | None = None,
+        world: World | None = None,
+    ) -> None:
+        """Enable steps.
+
+        `segments` describes each tensor this optimizer will see (None: tensors are whole parameters); their indices are of
+        what has a trust ratio of its own. `reduce_on` is the device of the collectives when parameters are partitioned over
+        the ranks of `world` (None: they are not).
+        """
+        self._segments = dict(segments or {})
+        self._reduce_on, self._attached = reduce_on, True
+
+    @torch.no_grad()
+    def guard(self, gradients: list[Tensor], limit: float, skip: bool = False) -> Tensor:
+        """Decides from `gradients` what the next steps do: clip to the norm `limit` (0: never), or nothing where it is not
+        finite or `skip` is set. Their global norm, fp32 on the device; inf where nothing is done.
+
+        `gradients` are all that this rank holds; where parameters are partitioned over ranks, each element is on one rank,
+        and the call is a collective.
+        """
+        device = gradients[0].device if gradients else self._reduce_on
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:  # a rank has none where a model has fewer elements than there are ranks
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        if self._reduce_on is not None:
+            dist.all_reduce(squares)
+        norm = squares.sqrt().float()
+        finite = torch.zeros_like(norm, dtype=torch.bool) if skip else torch.isfinite(norm)
+        self.found_inf = (~finite).float()
+        divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) if limit > 0 else None
+        self.grad_scale = None if divisor is None else divisor.where(finite, 1.0)
+        return norm.where(finite, math.inf)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every tensor that has a gradient; none changes where the guard found a gradient not finite."""
+        assert closure is None
+        if not getattr(self, "_attached", False):
+            return  # DeepSpeed's wrappers take a trial step with zero gradients, which would count and decay
+        self._update()
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            # Every rank takes part in a group's collectives, also one whose partition holds none of its elements.
+            tensors = [p for p in group["params"] if p.grad is not None]
+            if tensors:
+                for tensor in tensors:
+                    self._create_state(tensor)
+                self._update_group(group, tensors)
+
+    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def kinds(self, tensor: Tensor) -> tuple[str, ...]:
+        """Names of the moments that this rule keeps of a tensor."""
+        return MOMENTS
+
+    def updates_of(self, tensors: Iterable[Tensor]) -> int:
+        """Updates that `tensors` have taken, skipped ones not counted; all of them have taken as many."""
+        counts = {int(self.state[t]["step"]) if self.state.get(t) else 0 for t in tensors}
+        assert len(counts) <= 1, counts
+        return counts.pop() if counts else 0
+
+    def moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Flat views of a tensor's moments; {} before its first update, unless it started with moments."""
+        state = self.state.get(tensor)
+        if not state or not (self.primed or int(state["step"])):
+            return {}
+        return {kind: state[kind].view(-1) for kind in self.kinds(tensor)}
+
+    def resume(self, tensors: Iterable[Tensor], updates: int, primed: bool = False) -> None:
+        """Set `tensors` to have taken `updates` updates; moments that did not exist are zero and wait to be filled.
+        `primed`: there are moments before the first update too."""
+        self.primed = primed
+        for tensor in tensors:
+            if updates or primed:
+                self._create_state(tensor)
+                self.state[tensor]["step"].fill_(updates)
+            else:
+                self.state.pop(tensor, None)
+
+    def _create_state(self, tensor: Tensor) -> None:
+        """Zero moments and step count, where the tensor has none."""
+        state = self.state[tensor]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+            for kind in self.kinds(tensor):
+                state[kind] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+
+
+def blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """The flat tensors of parallel lists: on the CPU in blocks that stay in its cache while a dozen operations pass over
+    them, on CUDA everything at once."""
+    if lists[0][0].device.type != "cpu":
+        yield [list(tensors) for tensors in lists]
+        return
+    for parallel in zip(*lists, strict=True):
+        for block in zip(*(tensor.split(BLOCK) for tensor in parallel), strict=True):
+            yield [[part] for part in block]
+
+
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of host numbers on `device`. On CUDA from pinned memory: a copy from any other waits for the device."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
