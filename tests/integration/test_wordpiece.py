@@ -1,4 +1,4 @@
-"""Training and evaluation on WordPiece rows, whose special ids are not 0 to 4."""
+"""Masking, training and evaluation on WordPiece rows, whose special ids are not 0 to 4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megabert.data.loader import Loader
+from megabert.data.masking import Masking
+from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.evaluation import evaluate_run
 from tests.helpers import wordpiece
@@ -46,6 +50,29 @@ def folder(tmp_path_factory) -> Path:
     sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
     held_out = {"path": "held_out", "rows": ROWS, "manifest_sha256": sha256}
     return make_dataset(folder, ROWS, arrays=rows(tokenizer, 0), tokenizer=entry, held_out=held_out, **options)
+
+
+def test_special_ids_are_neither_masked_nor_drawn(folder):
+    dataset = Dataset(folder)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    loader = Loader(dataset, tokenizer, global_batch=ROWS, micro_batch=ROWS, seed=3, masking=Masking("word"))
+    special = torch.tensor(sorted(tokenizer.special_ids.values()))
+    shown_as = {"mask": 0, "random": 0, "kept": 0}
+    for _ in range(20):
+        (batch,) = next(loader).batches
+        original = torch.from_numpy(dataset.read(batch.row_ids).ids.astype(np.int32))
+        used = batch.mlm_labels >= 0
+        at, labels = batch.mlm_positions[used].long(), batch.mlm_labels[used]
+        shown = batch.input_ids.ravel()[at]
+        assert (original.ravel()[at] == labels).all() and not torch.isin(labels, special).any()
+        masked = shown == tokenizer.mask_id
+        assert not torch.isin(shown[~masked], special).any()
+        assert ((batch.input_ids != original).sum(1) <= used.sum(1)).all()
+        shown_as["mask"] += int(masked.sum())
+        shown_as["random"] += int((~masked & (shown != labels)).sum())
+        shown_as["kept"] += int((shown == labels).sum())
+    total = sum(shown_as.values())
+    assert 0.75 < shown_as["mask"] / total < 0.85 and min(shown_as.values()) > 0.05 * total, shown_as
 
 
 def test_train_and_evaluate(folder, tmp_path):
