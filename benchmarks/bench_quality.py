@@ -131,7 +131,7 @@ def run_ours(args: argparse.Namespace) -> Iterator[Result]:
     from megabert import checkpoint, config
 
     weights, state = checkpoint.load_weights(str(run / "run"))
-    cfg = config.from_saved(state["config"])
+    cfg = config.from_dict(state["config"])
     result["parameters"] = sum(value.numel() for value in weights.values())
     yield result | {"config": state["config"], "fp32": score(weights, cfg, args.data, "float32")}
 

@@ -163,7 +163,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
     tree = state["config"]
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
-    cfg = configuration.from_saved(tree)
+    cfg = configuration.from_dict(tree)
     dataset = held_out(data, cfg)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != state["tokenizer"]:

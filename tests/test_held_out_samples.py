@@ -25,7 +25,7 @@ from megabert.pretraining import open_run
 from tests.helpers import runs
 from tests.helpers.ranks import run_ranks
 
-DATA = Path(__file__).parent / "data" / "old_formats" / "dataset"
+DATA = Path(__file__).parent / "data" / "golden" / "dataset"
 CPU = torch.device("cpu")
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.max_positions=64", "batch.micro_size=2"]
 

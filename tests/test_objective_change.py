@@ -22,7 +22,7 @@ from megabert.trainer import Trainer
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
-DATA = Path(__file__).parent / "data" / "old_formats" / "dataset"
+DATA = Path(__file__).parent / "data" / "golden" / "dataset"
 STEPS = 10
 SMALL = [
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),

@@ -77,7 +77,7 @@ def config(folder: Any, **more: Any) -> Any:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) -> None:
-    make_dataset(tmp_path / "a", 200, order=2)
+    make_dataset(tmp_path / "a", 200)
     make_dataset(tmp_path / "a" / "added-001", 20)
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
@@ -97,7 +97,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
         ids = its.order(3, positions)[0]
         assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
         assert mixture.described(its) == mixture.described(want)
-    make_dataset(tmp_path / "a", 200, seed=7, order=2)
+    make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(Refused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
         open_data(cfg, first)  # type: ignore[arg-type]
     (tmp_path / "a" / "shard-000001.tar").unlink()

@@ -28,7 +28,7 @@ from megabert.distillation import student_overrides
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.distill"), description=__doc__)
     add = parser.add_argument
-    add("--model", old=["--teacher"], required=True, metavar="TEACHER", help="the model to learn from")
+    add("--model", required=True, metavar="TEACHER", help="the model to learn from")
     add("--layers", type=int, required=True, help="layers of the student")
     add("--data", required=True, metavar="DIR", help="dataset folder built with the teacher's tokenizer")
     add("--run", required=True, metavar="DIR", help="the student's run folder")

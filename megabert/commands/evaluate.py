@@ -17,7 +17,7 @@ from megabert.evaluation import evaluate_run
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.evaluate"), description=__doc__)
     add = parser.add_argument
-    add("--model", old=["--run"], required=True, metavar="RUN", help="run folder written by megabert train")
+    add("--model", required=True, metavar="RUN", help="run folder written by megabert train")
     add("--data", required=True, metavar="DIR", help="dataset folder written by data_prep, with a held-out split")
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)

@@ -73,7 +73,7 @@ def export_finetuned(
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.export"), description=__doc__)
     add = parser.add_argument
-    add("--model", old=["--run"], required=True, metavar="RUN", help="run folder, or one checkpoint in it")
+    add("--model", required=True, metavar="RUN", help="run folder, or one checkpoint in it")
     add("--output", required=True, metavar="HF_DIR", help="folder to write; must not exist or be empty")
     add(
         "--tokenizer",

@@ -148,13 +148,7 @@ def interactive(source: str, tokenizer: str, filler: Filler, top: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.fill"), description=__doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        old=["--run"],
-        required=True,
-        metavar="DIR",
-        help="run folder, one checkpoint in it, or a Hugging Face folder",
-    )
+    add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
     add("--pair", default="", metavar="TEXT", help="a second text, which may have masks too")
     add("--top", type=int, default=5, metavar="K", help="words a mask")
     add(

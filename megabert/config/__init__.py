@@ -21,7 +21,6 @@ from megabert.config.schema import (
     WatchdogConfig,
     ZeroConfig,
     from_dict,
-    from_saved,
     load,
     presets,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "fit_micro_size",
     "from_arguments",
     "from_dict",
-    "from_saved",
     "load",
     "merge_deepspeed",
     "presets",

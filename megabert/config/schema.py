@@ -19,8 +19,6 @@ from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
 
 PRESETS = Path(__file__).parents[1] / "presets"
-# Keys of earlier versions, and the value with which they changed nothing of a finished model; None: with any.
-LEFT = {"average": None, "ops.feed_forward": None, "model.activation": "gelu", "objective.z_loss": None}
 
 
 class MaskingConfig(Section):
@@ -280,23 +278,6 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         set_override(Config, tree, override)
     return from_dict(tree)
-
-
-def from_saved(tree: dict[str, Any]) -> Config:
-    """The config of a run or checkpoint, also of one with keys that have left. Raises ValueError where such a key made another model."""
-    kept = {}
-    for name, value in dict(tree).items():
-        if isinstance(value, dict):
-            value = {key: field for key, field in value.items() if not _has_left(f"{name}.{key}", field)}
-        if not _has_left(name, value):
-            kept[name] = value
-    return from_dict(kept)
-
-
-def _has_left(name: str, value: Any) -> bool:
-    if LEFT.get(name) not in (None, value):
-        raise ValueError(f"{name}={value}: is read no more; only {LEFT[name]} is")
-    return name in LEFT
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

@@ -1,7 +1,6 @@
 """Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
 
-Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`,
-`shard_order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
 accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows under the
 same masks whatever they are. Every array has a static shape, which may change where a run goes from left to right to masked
 LM. Where m W does not divide G, the last micro-steps of some ranks have seats without a row.

@@ -11,6 +11,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from megabert.common.canonical_json import compact
 from megabert.common.logs import log
 from megabert.common.remote import exists, is_url, join, parent
-from megabert.data.order import Order, by_epoch, mixed_places
+from megabert.data.order import MIX_STREAM, RowOrder, permutation
 from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows, order_of
 
 OPEN_SHARDS = 512  # kept open at once by a mixture: 64 of each dataset are read from in turn
@@ -152,7 +153,7 @@ class Versions(Joined):
     def __init__(self, parts: Sequence[Dataset]) -> None:
         super().__init__(parts)
         self.segments = [Segment(len(self.parts), 0, 0)]
-        self._orders: dict[int, Order] = {}  # of the first so many parts
+        self._orders: dict[int, RowOrder] = {}  # of the first so many parts
 
     def fingerprints(self) -> list[str]:
         """Of the dataset as it was with its first part, its first two, and so on."""
@@ -193,11 +194,11 @@ class Versions(Joined):
         number = np.searchsorted(starts, positions, side="right") - 1
         for i in np.unique(number).tolist():
             here, segment = number == i, self.segments[i]
-            found = by_epoch(self._order_of(segment.parts), seed, positions[here] - segment.start, segment.epoch)
+            found = self._order_of(segment.parts).by_epoch(seed, positions[here] - segment.start, segment.epoch)
             row_ids[here], epochs[here] = found
         return row_ids, epochs
 
-    def _order_of(self, parts: int) -> Order:
+    def _order_of(self, parts: int) -> RowOrder:
         if parts not in self._orders:
             self._orders[parts] = order_of([part.manifest for part in self.parts[:parts]])
         return self._orders[parts]
@@ -233,7 +234,7 @@ class Mixture(Joined):
         place = np.empty_like(positions)
         for w in np.unique(window).tolist():
             here = window == w
-            place[here] = mixed_places(WINDOW, seed, w)[at[here]]
+            place[here] = _places_of_window(seed, w)[at[here]]
         edges = np.append(0, np.cumsum(self.counts))
         part = np.searchsorted(edges, place, side="right") - 1
         for number in np.unique(part).tolist():
@@ -245,6 +246,12 @@ class Mixture(Joined):
 
 
 AnyDataset = Dataset | Versions | Mixture
+
+
+@lru_cache(maxsize=64)
+def _places_of_window(seed: int, window: int) -> np.ndarray:
+    """Permutation of range(WINDOW), int64: the places of a window of a mixture in their order."""
+    return permutation(WINDOW, MIX_STREAM, seed, window)
 
 
 def _counts(shares: Sequence[float]) -> list[int]:

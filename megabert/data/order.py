@@ -1,24 +1,29 @@
 """Order of rows: position -> row id of an epoch, a function of the seed and the manifest alone, not a state.
 
-A manifest names the version of its rows' order: 1 is `BlockOrder`, 2 is `shard_order.ShardOrder`.
+An epoch's rows come from few shards at a time. The shards are permuted. Each is cut into `ACTIVE_SHARDS` parts, which go to as
+many consecutive slots: slot t holds part 0 of shard t, part 1 of shard t - 1 and so on, around the end of the epoch. So from
+slot to slot one shard ends and one begins, and a reader that keeps the shards of a slot open opens one more for each shard's
+number of rows. Within a slot blocks are permuted, and rows within windows of 16 permuted blocks. Shards of few blocks are
+grouped and treated as one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
 from megabert.data.masking import stream_keys
 
-WINDOW = 16  # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
-BLOCK_STREAM, ROW_STREAM, MIX_STREAM = (
-    0x626C6F636B,
-    0x726F77,
-    0x6D6978,
-)  # keep the permutations apart from each other and from masks
+# shards that the rows of a slot come from
+ACTIVE_SHARDS = 64
+# shards of fewer blocks are grouped, so that windows find 16 blocks
+GROUP_BLOCKS = 64
+# blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
+WINDOW_BLOCKS = 16
+# keys of the random streams, which keep the permutations apart from each other and from masks
+BLOCK_STREAM, ROW_STREAM, MIX_STREAM = 0x626C6F636B, 0x726F77, 0x6D6978
+SHARD_STREAM, SLOT_STREAM = 0x7368617264, 0x736C6F74
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
@@ -29,73 +34,108 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return (drawn & low).astype(np.int64)
 
 
-@lru_cache(maxsize=4)
-def _blocks(blocks: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(blocks, BLOCK_STREAM, seed, epoch)
+class RowOrder:
+    """Order of the rows of shards of `shard_rows` rows (int64 [N]), in blocks of `block_rows`; a shard's last may be short."""
 
-
-@lru_cache(maxsize=64)
-def _window(rows: int, seed: int, epoch: int, window: int) -> np.ndarray:
-    return permutation(rows, ROW_STREAM, seed, epoch, window)
-
-
-@lru_cache(maxsize=64)
-def mixed_places(size: int, seed: int, window: int) -> np.ndarray:
-    """Permutation of range(size), int64 [size]: the places of window `window` of a mixture in their order."""
-    return permutation(size, MIX_STREAM, seed, window)
-
-
-def row_order(rows: int, block_rows: int, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
-    """Row ids at `positions` (int64 [n], in 0..rows - 1) of an epoch: a bijection of the epoch's positions to its rows.
-
-    Blocks are permuted, then rows within windows of 16 permuted blocks; the last block of a dataset may be short.
-    """
-    blocks = -(-rows // block_rows)
-    order = _blocks(blocks, seed, epoch)
-    missing = blocks * block_rows - rows  # rows the last block falls short by
-    short_window, short_place = divmod(int(np.flatnonzero(order == blocks - 1)[0]), WINDOW)
-    span = WINDOW * block_rows
-    # Positions as if the last block were full: those after it move on by what it lacks.
-    virtual = positions + np.where(positions >= (short_window + 1) * span - missing, missing, 0)
-    window, at = np.divmod(virtual, span)
-    for w in np.unique(window).tolist():
-        here = window == w
-        size = min(span, blocks * block_rows - w * span) - (missing if w == short_window else 0)
-        at[here] = _window(size, seed, epoch, w)[at[here]]
-    cut = short_place * block_rows + block_rows - missing
-    at += np.where((window == short_window) & (at >= cut), missing, 0)
-    place, row = np.divmod(at, block_rows)
-    return order[window * WINDOW + place] * block_rows + row
-
-
-class Order(Protocol):
-    """Order of `rows` rows."""
-
-    @property
-    def rows(self) -> int: ...
+    def __init__(self, shard_rows: np.ndarray, block_rows: int) -> None:
+        self.rows, self.block_rows = int(shard_rows.sum()), block_rows
+        self.first_row = np.cumsum(shard_rows) - shard_rows
+        # of each shard: its blocks, and the rows that its last block lacks
+        self.blocks = -(-shard_rows // block_rows)
+        self.missing = self.blocks * block_rows - shard_rows
+        # shards of a group, groups of the epoch, and groups that a slot's rows come from
+        self.group = min(len(shard_rows), -(-GROUP_BLOCKS // int(self.blocks.max())))
+        self.groups = -(-len(shard_rows) // self.group)
+        self.active = min(self.groups, max(1, ACTIVE_SHARDS // self.group))
 
     def row_ids(self, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Row ids at `positions` (int64 [n], in 0..rows - 1) of an epoch: a bijection of its positions to the rows."""
+        starts = _slot_starts(self, seed, epoch)
+        slots = np.searchsorted(starts, positions, side="right") - 1
+        row_ids = np.empty_like(positions)
+        for slot in np.unique(slots).tolist():
+            here = np.flatnonzero(slots == slot)
+            at = positions[here] - starts[slot]
+            edges = _slot(self, seed, epoch, slot)[2]
+            windows = np.searchsorted(edges, at, side="right") - 1
+            for window in np.unique(windows).tolist():
+                inside = windows == window
+                rows = _window(self, seed, epoch, slot, window)
+                row_ids[here[inside]] = rows[at[inside] - edges[window]]
+        return row_ids
+
+    def by_epoch(self, seed: int, positions: np.ndarray, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch `first`."""
+        epochs, within = np.divmod(positions, self.rows)
+        epochs += first
+        row_ids = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            row_ids[here] = self.row_ids(seed, epoch, within[here])
+        return row_ids, epochs
 
 
-@dataclass(frozen=True)
-class BlockOrder:
-    """Order of `rows` rows in which the blocks of a window may lie in any shards."""
-
-    rows: int
-    block_rows: int
-
-    def row_ids(self, seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """As `row_order`."""
-        return row_order(self.rows, self.block_rows, seed, epoch, positions)
+def _part_edges(blocks: np.ndarray, parts: int) -> np.ndarray:
+    """The first block of each of `parts` equal parts of `blocks` blocks, and the end of the last, int64 [..., parts + 1]."""
+    return blocks[..., None] * np.arange(parts + 1) // parts
 
 
-def by_epoch(order: Order, seed: int, positions: np.ndarray, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(row ids, epochs), both int64 [n], of `positions` (int64 [n]) that count from the beginning of epoch `first`."""
-    epochs, within = np.divmod(positions, order.rows)
-    epochs += first
-    row_ids = np.empty_like(within)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        row_ids[here] = order.row_ids(seed, epoch, within[here])
-    return row_ids, epochs
+@lru_cache(maxsize=8)
+def _shards(order: RowOrder, seed: int, epoch: int) -> np.ndarray:
+    """The shards in the epoch's order, int64 [N]."""
+    return permutation(len(order.blocks), SHARD_STREAM, seed, epoch)
+
+
+@lru_cache(maxsize=8)
+def _slot_starts(order: RowOrder, seed: int, epoch: int) -> np.ndarray:
+    """The position at which each slot begins, int64 [groups]."""
+    shards = _shards(order, seed, epoch)
+    blocks = np.add.reduceat(order.blocks[shards], np.arange(0, len(shards), order.group))
+    parts = np.diff(_part_edges(blocks, order.active))
+    rows = np.zeros(order.groups, np.int64)
+    for part in range(order.active):
+        rows += order.block_rows * np.roll(parts[:, part], part)
+    for group in np.unique(np.flatnonzero(order.missing[shards]) // order.group).tolist():
+        edges = _part_edges(blocks[group], order.active)
+        missing = order.block_rows - _group(order, seed, epoch, group)[1]
+        for place in np.flatnonzero(missing).tolist():
+            part = int(np.searchsorted(edges, place, side="right")) - 1
+            rows[(group + part) % order.groups] -= missing[place]
+    return np.cumsum(rows) - rows
+
+
+@lru_cache(maxsize=4 * ACTIVE_SHARDS)
+def _group(order: RowOrder, seed: int, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The permuted blocks of a group of shards: first row and number of rows of each, both int64 [b]."""
+    shards = _shards(order, seed, epoch)[group * order.group : (group + 1) * order.group]
+    blocks = order.blocks[shards]
+    last = np.cumsum(blocks) - 1
+    block = np.arange(last[-1] + 1) - np.repeat(last - blocks + 1, blocks)
+    first = np.repeat(order.first_row[shards], blocks) + block * order.block_rows
+    rows = np.full(len(first), order.block_rows)
+    rows[last] -= order.missing[shards]
+    chosen = permutation(len(first), BLOCK_STREAM, seed, epoch, group)
+    return first[chosen], rows[chosen]
+
+
+@lru_cache(maxsize=16)
+def _slot(order: RowOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The permuted blocks of a slot: first row and number of rows of each, int64 [b], and where each window begins."""
+    first, rows = [], []
+    for part in range(order.active):
+        group_first, group_rows = _group(order, seed, epoch, (slot - part) % order.groups)
+        begin, end = _part_edges(np.array(len(group_rows)), order.active)[part : part + 2]
+        first.append(group_first[begin:end])
+        rows.append(group_rows[begin:end])
+    chosen = permutation(sum(map(len, rows)), SLOT_STREAM, seed, epoch, slot)
+    size = np.concatenate(rows)[chosen]
+    return np.concatenate(first)[chosen], size, (np.cumsum(size) - size)[::WINDOW_BLOCKS]
+
+
+@lru_cache(maxsize=64)
+def _window(order: RowOrder, seed: int, epoch: int, slot: int, window: int) -> np.ndarray:
+    """The permuted rows of a window of a slot, int64 [r]."""
+    here = slice(window * WINDOW_BLOCKS, (window + 1) * WINDOW_BLOCKS)
+    first, rows = (blocks[here] for blocks in _slot(order, seed, epoch, slot)[:2])
+    within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+    return (np.repeat(first, rows) + within)[permutation(len(within), ROW_STREAM, seed, epoch, slot, window)]

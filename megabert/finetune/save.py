@@ -118,7 +118,7 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
             tuple(tree["labels"]),
             Shape(**_fields(tree["shape"])),
             *(tree["max_length"], tree["stride"], tree["long"]),
-            configuration.from_saved(tree["config"]),
+            configuration.from_dict(tree["config"]),
         )
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:

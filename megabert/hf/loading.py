@@ -82,7 +82,7 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
             if newest == before:
                 raise
     try:
-        cfg, sha256 = config.from_saved(state["config"]), str(state["tokenizer"])
+        cfg, sha256 = config.from_dict(state["config"]), str(state["tokenizer"])
     except (KeyError, TypeError):
         raise ValueError(f"{source}: its checkpoint does not say what model or tokenizer it is of") from None
     found = _tokenizer(run_dir, cfg, sha256, tokenizer)

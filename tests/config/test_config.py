@@ -243,21 +243,3 @@ def test_a_warm_up_in_steps_binds_a_schedule_that_counts_steps_alone(by):
 def test_the_digest_changes_with_any_field():
     assert c.load("tiny").digest() == c.load("tiny").digest()
     assert c.load("tiny").digest() != c.load("tiny", ["seed=43"]).digest()
-
-
-def test_a_saved_config_with_keys_that_have_left_is_read_and_a_new_one_is_not():
-    saved = c.load("tiny").model_dump()
-    saved["average"], saved["objective"]["z_loss"] = {"share": 0.1, "decay": 0.0}, 1e-4
-    saved["model"]["activation"] = "gelu"
-    assert c.from_saved(saved) == c.load("tiny")
-    with pytest.raises(ValueError, match=r"unknown config key average"):
-        c.from_dict({"average": saved["average"]})
-    with pytest.raises(ValueError, match=r"z_loss"):
-        c.load("tiny", ["objective.z_loss=1e-4"])
-    saved["model"]["activation"] = "relu2"
-    with pytest.raises(ValueError, match=r"model\.activation=relu2: is read no more"):
-        c.from_saved(saved)
-    with pytest.raises(ValueError, match="model"):
-        c.from_saved({"model": 3})
-    with pytest.raises(TypeError):  # as where a checkpoint has none
-        c.from_saved(None)

@@ -8,29 +8,19 @@ import pytest
 from megabert.data import mixture
 from megabert.data.loader import Loader
 from megabert.data.mixture import WINDOW, Mixture, Segment, open_mixture, open_versions
+from megabert.data.order import RowOrder
 from megabert.data.shards import DamagedRow, Dataset
 from tests.helpers.rows import make_dataset, vocabulary
 
 SEED = 3
 
 
-@pytest.fixture(params=[1, 2])
-def folders(tmp_path, request):
-    """Of each version of the order; what was added to the first is of the newest."""
-    make_dataset(tmp_path / "a", 60, order=request.param)
-    make_dataset(tmp_path / "b", 44, slots=5, seed=1, order=request.param)
-    make_dataset(tmp_path / "a" / "added-001", 20, slots=4, seed=2, order=2)
+@pytest.fixture
+def folders(tmp_path):
+    make_dataset(tmp_path / "a", 60)
+    make_dataset(tmp_path / "b", 44, slots=5, seed=1)
+    make_dataset(tmp_path / "a" / "added-001", 20, slots=4, seed=2)
     return str(tmp_path / "a"), str(tmp_path / "b")
-
-
-@pytest.mark.parametrize("folders", [1], indirect=True)
-def test_one_dataset_keeps_the_order_it_had(folders):
-    from megabert.data.order import row_order
-
-    dataset, positions = Dataset(folders[1]), np.arange(100)
-    ids, epochs = dataset.order(SEED, positions)
-    assert (epochs == positions // 44).all()
-    assert (ids[44:88] == row_order(44, 8, SEED, 1, np.arange(44))).all()
 
 
 def test_a_mixture_holds_each_share_and_each_row_once_an_epoch(folders):
@@ -85,17 +75,9 @@ def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path):
         open_mixture(a, {})
 
 
-def test_a_dataset_with_added_text_has_the_order_that_its_first_part_names(folders):
-    from megabert.data.order import row_order
-    from megabert.data.shard_order import ShardOrder
-
-    joined = open_versions(folders[0])
-    ids = joined.order(SEED, np.arange(80))[0]
-    if joined.manifest.order == 1:
-        assert (ids == row_order(80, 8, SEED, 0, np.arange(80))).all()
-    else:
-        shards = np.array([60, 20])
-        assert (ids == ShardOrder(shards, 8).row_ids(SEED, 0, np.arange(80))).all()
+def test_added_shards_take_part_in_the_order(folders):
+    ids = open_versions(folders[0]).order(SEED, np.arange(80))[0]
+    assert (ids == RowOrder(np.array([60, 20]), 8).row_ids(SEED, 0, np.arange(80))).all()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,41 +1,105 @@
-"""The order of an epoch's rows is the documented bijection, and it mixes widely."""
+"""The order that stays in few shards: the documented bijection, few files opened an update, batches as mixed as before."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megabert.data.order import row_order
-from tests.helpers.streams import shuffled
+from megabert.data.order import ACTIVE_SHARDS, RowOrder
+from megabert.data.shards.dataset import OPEN_SHARDS
+from tests.helpers import streams
 
 
-def independent_order(rows, block_rows, seed, epoch):
-    """Blocks, then rows in windows of 16 permuted blocks, by plain lists and Python integers."""
-    blocks = [list(range(b * block_rows, min(rows, (b + 1) * block_rows))) for b in range(-(-rows // block_rows))]
-    blocks = shuffled(blocks, int.from_bytes(b"block"), seed, epoch)
+def independent_order(shards, block_rows, seed, epoch):
+    """Rows by plain lists and Python integers: shards dealt out in parts to slots, blocks, rows in windows of 16 blocks."""
+
+    def shuffled(items, name, *stream):
+        return streams.shuffled(items, int.from_bytes(name), seed, epoch, *stream)
+
+    def flat(lists):
+        return [item for items in lists for item in items]
+
+    first, blocks = 0, []
+    for rows in shards:
+        here = list(range(first, first + rows))
+        blocks.append([here[i : i + block_rows] for i in range(0, rows, block_rows)])
+        first += rows
+    together = min(len(shards), -(-64 // max(map(len, blocks))))
+    blocks = shuffled(blocks, b"shard")
+    groups = [flat(blocks[i : i + together]) for i in range(0, len(blocks), together)]
+    groups = [shuffled(group, b"block", number) for number, group in enumerate(groups)]
+    parts = min(len(groups), max(1, 64 // together))
+    slots = [[] for _ in groups]
+    for number, group in enumerate(groups):
+        for part in range(parts):
+            its = group[part * len(group) // parts : (part + 1) * len(group) // parts]
+            slots[(number + part) % len(groups)].append((part, its))
     order = []
-    for w in range(0, len(blocks), 16):
-        window = [row for block in blocks[w : w + 16] for row in block]
-        order += shuffled(window, int.from_bytes(b"row"), seed, epoch, w // 16)
+    for number, slot in enumerate(slots):
+        dealt = flat(its for _, its in sorted(slot))
+        dealt = shuffled(dealt, b"slot", number)
+        for w in range(0, len(dealt), 16):
+            order += shuffled(flat(dealt[w : w + 16]), b"row", number, w // 16)
     return order
 
 
-@pytest.mark.parametrize(
-    ("rows", "block"), [(1, 4), (3, 4), (64, 4), (65, 4), (200, 4), (203, 4), (130, 1), (2563, 64)]
-)
-def test_order_is_the_documented_bijection(rows, block):
-    for seed, epoch in ((0, 0), (0, 1), (9, 5)):
-        want = independent_order(rows, block, seed, epoch)
-        got = row_order(rows, block, seed, epoch, np.arange(rows))
-        assert got.tolist() == want and sorted(want) == list(range(rows))
-        pick = np.random.default_rng(0).integers(0, rows, 40)
-        assert row_order(rows, block, seed, epoch, pick).tolist() == [want[p] for p in pick]
+SHARDS = {
+    "one row": (4, [1]),
+    "one short block": (4, [3]),
+    "one shard": (4, [203]),
+    "small shards": (4, [32, 32, 32, 5]),
+    "many small shards": (4, [16] * 70 + [3]),
+    "parts of which each has a short end": (4, [24, 24, 7, 24, 1, 24, 24, 24]),
+    "more shards than are open": (1, [64] * 67 + [33]),
+    "shards that do not divide into parts": (4, [260, 260, 260, 41]),
+}
 
 
-def test_order_mixes_widely():
-    """Neighbours of an epoch come from 16 blocks, and two epochs agree on about 1 position in `rows`."""
-    rows = 256 * 64
-    first, second = (row_order(rows, 256, 1, e, np.arange(rows)) for e in (0, 1))
-    assert (first == second).sum() < 12
-    blocks = [len(set((first[i : i + 128] // 256).tolist())) for i in range(0, rows, 128)]
-    assert min(blocks) == 16 and max(blocks) == 16
+@pytest.mark.parametrize(("block", "shards"), SHARDS.values(), ids=SHARDS)
+def test_order_is_the_documented_bijection(block, shards):
+    order = RowOrder(np.array(shards), block)
+    for seed, epoch in ((0, 0), (9, 5)):
+        want = independent_order(shards, block, seed, epoch)
+        got = order.row_ids(seed, epoch, np.arange(order.rows))
+        assert got.tolist() == want and sorted(want) == list(range(sum(shards)))
+        pick = np.random.default_rng(0).integers(0, order.rows, 40)
+        assert order.row_ids(seed, epoch, pick).tolist() == [want[p] for p in pick]
+
+
+def test_an_update_of_a_rank_opens_few_files():
+    """A thousand million rows, 512 ranks with two loader processes each: 100 updates of 65,536 rows, counted."""
+    shards, shard_rows, ranks, batch, updates, workers, micro = 15_259, 65_536, 512, 65_536, 100, 2, 64
+    order = RowOrder(np.full(shards, shard_rows), 256)
+    seats = np.arange(batch).reshape(-1, ranks, micro).swapaxes(0, 1).ravel()  # by rank, as the loader deals them out
+    rank = np.repeat(np.arange(ranks), batch // ranks)
+    seen = np.zeros((workers, ranks, shards), bool)
+    widest = 0
+    for update in range(updates):
+        shard = order.row_ids(1, 0, update * batch + seats) // shard_rows
+        seen[update % workers, rank, shard] = True
+        widest = max(widest, len(np.unique(shard)))
+    each = seen.sum(2)  # files that a process has had to do with
+    assert each.max() <= OPEN_SHARDS, "none was closed in between: each was opened once"
+    opens = each.sum() / ranks / updates
+    print(f"{opens:.2f} opens a rank an update, {each.sum() / ranks / updates / workers:.2f} a process")
+    assert opens <= 4
+    assert ACTIVE_SHARDS - 8 <= widest <= ACTIVE_SHARDS, "a batch is of as many shards as are open"
+
+
+def test_rows_of_a_batch_are_as_mixed_as_by_chance():
+    """Documents lie anywhere, as a build leaves them: two rows of a batch are of one document as often as any two rows."""
+    shards, shard_rows, block, length = 80, 1024, 16, 8
+    rows = shards * shard_rows
+    document = np.random.default_rng(0).permutation(rows) // length
+    order = RowOrder(np.full(shards, shard_rows), block)
+    first, second = (order.row_ids(3, epoch, np.arange(rows)) for epoch in (0, 1))
+    for batch in (256, 1024):
+        batches = first.reshape(-1, batch)
+        found = np.sort(document[batches], 1)
+        pairs = sum(int((found[:, gap:] == found[:, :-gap]).sum()) for gap in range(1, length))
+        expected = rows * (batch - 1) / 2 * (length - 1) / (rows - 1)
+        assert abs(pairs - expected) < 4 * expected**0.5, (order, batch)
+        assert min(len(np.unique(its // block)) for its in batches) == batch // 16, "whole windows"
+        spread = [len(np.unique(its // shard_rows)) for its in batches]
+        assert np.mean(spread) > (13 if batch == 256 else 35), (order, spread)
+    assert (first == second).sum() < 12, "another order in each epoch"

@@ -12,7 +12,7 @@ from megabert.data.mixture import Versions, open_versions
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
 
-OLD = Path(__file__).resolve().parents[1] / "data" / "old_formats"
+OLD = Path(__file__).resolve().parents[1] / "data" / "golden"
 TOKENIZER = OLD / "dataset" / "tokenizer.model"
 
 

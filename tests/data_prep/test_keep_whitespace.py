@@ -96,7 +96,7 @@ def test_whitespace_is_kept_by_those_alone_who_say_so(built, capsys):
     given = ("--tokenizer", f"{built}/out/tokenizer.model")
     kept = ("--keep-whitespace", "--normalization", "none")
     (built / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
-    other = str(ROOT / "tests" / "data" / "old_formats" / "dataset" / "tokenizer.model")
+    other = str(ROOT / "tests" / "data" / "golden" / "dataset" / "tokenizer.model")
     for options, said in (
         (
             given,

@@ -17,7 +17,7 @@ from data_prep.stages import sequences
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 
-OLD = Path(__file__).resolve().parents[1] / "data" / "old_formats"
+OLD = Path(__file__).resolve().parents[1] / "data" / "golden"
 TOKENIZER = OLD / "dataset" / "tokenizer.model"
 TEXT = "One of many lines that were written so that a row has something in it. "
 

@@ -21,7 +21,7 @@ from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+DATA = Path(__file__).parents[1] / "data" / "golden" / "dataset"
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.nsp=false", f"data.path={DATA}"),
     *("batch.global_size=4", "batch.micro_size=4", "schedule.total_steps=4", "schedule.warmup_steps=1"),

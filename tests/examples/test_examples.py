@@ -75,7 +75,7 @@ def test_own_text(corpus, tmp_path) -> None:
     assert (tmp_path / "out/hf/model.safetensors").is_file()
 
 
-OLD = ROOT / "tests/data/old_formats/dataset"  # 28 held-out rows
+OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 
 def test_what_it_learned(tmp_path, capsys) -> None:

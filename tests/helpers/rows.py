@@ -97,4 +97,5 @@ def manifest(rows: int, seq_len: int, slots: int, block_rows: int, shards: list[
         "options": {},
         "shards": shards,
         "held_out": None,
+        "order": 2,
     }

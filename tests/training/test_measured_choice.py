@@ -31,7 +31,7 @@ from tests.helpers.clock import Clock
 from tests.helpers.ranks import run_ranks
 from tests.ops.oracle import needs_library
 
-DATA = Path(__file__).parents[1] / "data" / "old_formats" / "dataset"
+DATA = Path(__file__).parents[1] / "data" / "golden" / "dataset"
 ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 OURS = dict.fromkeys(("attention", "mlm_loss", "layer"), "native")  # of the CPU
 NATIVE = [f"ops.{role}={name}" for role, name in OURS.items()]

@@ -20,8 +20,7 @@ from megabert.common.logs import log
 from megabert.common.remote import below, is_url, join, parent
 from megabert.common.retry import tried_again
 from megabert.data.casing import CONFIG
-from megabert.data.order import BlockOrder, Order, by_epoch
-from megabert.data.shard_order import ShardOrder
+from megabert.data.order import RowOrder
 from megabert.data.shards import remote_cache
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
@@ -54,12 +53,9 @@ def size_of(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def order_of(manifests: Sequence[Manifest]) -> Order:
-    """Order of the rows of datasets that follow each other, of the version that the first one names."""
-    first = manifests[0]
-    if first.order == 1:
-        return BlockOrder(sum(m.rows for m in manifests), first.block_rows)
-    return ShardOrder(np.array([shard.rows for m in manifests for shard in m.shards]), first.block_rows)
+def order_of(manifests: Sequence[Manifest]) -> RowOrder:
+    """Order of the rows of datasets that follow each other."""
+    return RowOrder(np.array([shard.rows for m in manifests for shard in m.shards]), manifests[0].block_rows)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
@@ -171,7 +167,7 @@ class Dataset:
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
-        return by_epoch(self._order, seed, positions)
+        return self._order.by_epoch(seed, positions)
 
     def epoch(self, position: int) -> int:
         """The epoch at a global position."""

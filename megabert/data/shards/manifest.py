@@ -63,9 +63,8 @@ class Shard(BaseModel):
 class Manifest(BaseModel):
     """`manifest.json`, checked strictly.
 
-    `fingerprint` is the SHA-256 of the compact JSON of all other fields. The file holds it too, so that no change of any
-    field goes unseen; manifests written before it did are taken without. `order` is the version of the rows' order, 1 where
-    it is not there (`megabert.data.order`).
+    `fingerprint` is the SHA-256 of the compact JSON of all other fields, so that no change of any field goes unseen. `order`
+    is the version of the rows' order (`megabert.data.order`).
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -80,7 +79,7 @@ class Manifest(BaseModel):
     options: dict[str, Any]
     shards: Annotated[tuple[Shard, ...], Field(strict=False)]
     held_out: HeldOut | None
-    order: Literal[1, 2] = 1
+    order: Literal[2]
     fingerprint: str = Field(repr=False)
 
     @property
@@ -161,12 +160,11 @@ class Manifest(BaseModel):
         """Check a manifest as parsed from JSON; `where` is the file name that errors begin with."""
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: the file must hold one JSON object")
-        fingerprint = digest(raw, FINGERPRINT, compact)
         try:
-            found = Manifest.model_validate(raw | {FINGERPRINT: fingerprint})
+            found = Manifest.model_validate(raw)
         except ValidationError as error:
             raise ValueError(f"{where}: {_first(error)}") from None
-        if raw.get(FINGERPRINT, fingerprint) != fingerprint:
+        if found.fingerprint != digest(raw, FINGERPRINT, compact):
             raise ValueError(
                 f"{where}: fingerprint is not that of the other fields: one of them was changed; rebuild the dataset"
             )

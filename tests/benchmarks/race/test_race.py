@@ -18,7 +18,7 @@ from megabert import config as configuration
 from megabert.data.shards import Dataset
 from tests.conftest import ROOT
 
-OLD = ROOT / "tests/data/old_formats/dataset"
+OLD = ROOT / "tests/data/golden/dataset"
 DATA = {"documents": "d", "train": "t", "held_out": "h"}
 
 

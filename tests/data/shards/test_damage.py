@@ -25,7 +25,6 @@ import torch
 
 from megabert.data.batch import Update
 from megabert.data.loader import Loader
-from megabert.data.order import row_order
 from megabert.data.shards import DamagedRow, Dataset, Manifest, ShardCheck, plan
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -286,7 +285,7 @@ def test_a_loader_gives_no_update_that_holds_a_damaged_row(folder, sites, worker
     """Every update before it is what it would have been; in its place comes the reason, and not a row."""
     rng = np.random.default_rng(16)
     whole = updates(folder, workers)
-    order = row_order(ROWS, BLOCK, 5, 0, np.arange(ROWS))
+    order = Dataset(folder).order(5, np.arange(ROWS))[0]
     assert np.array_equal(np.concatenate([update.row_ids for update in whole]), order)
     for trial in range(60 if workers == 0 else 3):
         name, at, place, bad = in_a_row(sites, IN_ROWS[trial % 4], rng)

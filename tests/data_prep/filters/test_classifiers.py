@@ -12,7 +12,7 @@ from data_prep.filters.classifiers import Classifier
 from tests.helpers import fasttext_model
 
 pytest.importorskip("fasttext", reason="fasttext-predict is not installed")
-OLD = Path(__file__).resolve().parents[2] / "data" / "old_formats"
+OLD = Path(__file__).resolve().parents[2] / "data" / "golden"
 WORDS = {
     "en": [
         "the",
