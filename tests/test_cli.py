@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megabert import __main__ as cli
-from megabert.commands import convert, evaluate, export, fill
+from megabert.commands import convert
 from megabert.common import arguments
 from megabert.common.arguments import Parser
 
@@ -180,22 +180,6 @@ def test_a_signal_before_the_imports_ends_a_training_to_be_started_again(name: s
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.parametrize(
-    ("main", "args"),
-    [
-        (evaluate.main, ["--run", "nowhere", "--data", "nowhere"]),
-        (export.main, ["--run", "nowhere", "--output", "out"]),
-        (fill.main, ["--run", "nowhere", "the [MASK]"]),
-    ],
-)
-def test_models_were_named_run_once(main, args: list[str], tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(args) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "warning: --run is now --model; the next release no longer knows --run"
-    assert second.startswith("error: nowhere")
 
 
 def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
