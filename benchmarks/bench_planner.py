@@ -22,8 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 
 from benchmarks.common import hardware
 from benchmarks.common.published_runs import DEVICES, LARGE, REAL_SAMPLE, RUNS, Part, Run
-from megabert.commands.plan.devices import Constants, Device, Fabric
-from megabert.commands.plan.step_time import Share, StepTime, System, pass_seconds, step_seconds
+from megabert.commands.plan.step_time import (
+    Constants,
+    Device,
+    Fabric,
+    Share,
+    StepTime,
+    System,
+    pass_seconds,
+    step_seconds,
+)
 
 Result = dict[str, Any]
 NETWORK_SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8)

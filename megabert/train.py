@@ -32,7 +32,6 @@ from pathlib import Path
 import torch
 
 from megabert import config as configuration
-from megabert.commands.plan import dry_run
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
@@ -65,8 +64,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="repeat exactly this update of the run, print its losses as JSON and write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
-    add("--dry-run", action="store_true", help="as megabert plan: print what the run needs, do one fake update, exit")
-    dry_run.add_arguments(parser)
     add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
     add("--profile-rank", type=int, default=0, metavar="RANK", help="the rank that --profile profiles")
     add("--debug", action="store_true", help="deterministic algorithms, anomaly detection, debug messages; slow")
@@ -83,9 +80,6 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     config = configuration.from_arguments(args)
     if args.print_config:
         print(json.dumps(config.model_dump(), indent=2))
-        return OK
-    if args.dry_run:
-        dry_run.from_arguments(args, config, ranks.world)
         return OK
     check(args, config, ranks.world.size)
     profile = parse_steps(args.profile) if args.profile else (0, 0)

@@ -187,16 +187,6 @@ def test_a_run_folder_that_is_written_stays_run(tmp_path, capsys) -> None:
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.slow
-def test_plan_is_what_a_dry_run_of_train_prints() -> None:
-    arguments = ("--config", "tiny", "--world-size", "4", "--tokens-per-sec", "1e6", "zero.stage=2")
-    plan, dry = (python("-m", "megabert", "plan", *arguments), python("megabert/train.py", "--dry-run", *arguments))
-    assert plan.returncode == 0, plan.stderr
-    assert "64 rows = 16 x 4 ranks x 1 micro-steps" in plan.stdout and "one fake update worked" in plan.stdout
-    before, worked, _ = plan.stdout.partition("one fake update worked")  # from random weights
-    assert worked and dry.stdout.startswith(before + worked)
-
-
 def test_a_replay_needs_a_run_and_a_profile_its_rank(tmp_path, capsys) -> None:
     from megabert import train
 
@@ -206,20 +196,3 @@ def test_a_replay_needs_a_run_and_a_profile_its_rank(tmp_path, capsys) -> None:
     assert train.main([*arguments, "--profile-rank", "9"]) == 2
     assert "--profile-rank 9: this run has 1 rank(s), from 0 on" in capsys.readouterr().err
     assert not (tmp_path / "missing").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--config", "tiny", "batch.micro_size=0"), "error: "),
-        (("--config", "huge"), "error: "),
-        (("--config", "tiny", "--data", "nowhere"), "error: nowhere"),
-        (("--config", "tiny", "--deepspeed_config", "none.json"), "error: none.json: No such file"),
-    ],
-)
-def test_a_mistake_in_a_plan_is_one_line(args: tuple[str, ...], said: str, capsys) -> None:
-    from megabert.commands.plan import __main__ as plan
-
-    assert plan.main(list(args)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megabert.commands.plan.devices import DEVICES as KNOWN
-from megabert.commands.plan.devices import Device
 from megabert.commands.plan.forecast import NATIVE, SCORES, TORCH
-from megabert.commands.plan.step_time import MicroBatch, Software
+from megabert.commands.plan.step_time import DEVICES as KNOWN
+from megabert.commands.plan.step_time import Device, MicroBatch, Software
 from megabert.config import ModelConfig
 
 # TPU v3, a chip: Jouppi et al. 2020 (CACM 63, 7): 123 TFLOP/s bf16, 900 GB/s; links of 656 Gbit/s, two a ring. Fitted here.

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import bench_planner
 from benchmarks.common.published_runs import BINNED_512, DEVICES, RUNS, Run
-from megabert.commands.plan.devices import ACHIEVED, Constants
+from megabert.commands.plan.step_time import ACHIEVED, Constants
 
 ROOT = Path(__file__).resolve().parents[2]
 

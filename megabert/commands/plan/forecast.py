@@ -1,4 +1,4 @@
-"""Forecast of a run at several numbers of GPUs: seconds an update, days, cost, energy, failures, as tables and a plot.
+"""Forecast of a run at several numbers of GPUs: seconds an update, days, cost, energy and failures, as tables.
 
 What is known of this trainer's own kernels is counted from the model on paper; none of it has been timed on a GPU.
 """
@@ -9,26 +9,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabert.commands.plan import failures as faults
-from megabert.commands.plan.devices import Device, Fabric
-from megabert.commands.plan.dry_run import matrices
-from megabert.commands.plan.step_time import MicroBatch, Share, Software, StepTime, System, step_seconds
+from megabert.commands.plan.step_time import Device, Fabric, MicroBatch, Share, Software, StepTime, System, step_seconds
+from megabert.commands.plan.workload import manifest_of, matrices, with_vocabulary, work
 from megabert.config import Config, accumulation, fit_micro_size
+from megabert.engine.gradients import LEAST
 
 DAY = 86_400
 HOUR = 3_600
-SEED = 0
-FAILURES = 2_000  # that a simulated job sees on average
 # tokens/s of a loader process: rows of 128 in batches of 32 on one core, by bench_data.py (docs/measurements.md)
 LOADER = 45_812 * 128
-PYTHON = 19e-6  # seconds of the host a kernel: 25-30 ms for a pass of BERT-LARGE in plain torch, 60 kernels a layer
-# counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations
-TORCH, NATIVE = (166.0, 60), (65.0, 28)  # bytes a token, layer and hidden unit; kernels a layer
-ACCUMULATE = 27.0  # bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
+# seconds of the host a kernel: 25-30 ms for a pass of BERT-LARGE in plain torch, 60 kernels a layer
+PYTHON = 19e-6
+# counted for BERT-LARGE of 16,384 tokens: 67 GB outside products and attention with plain torch, 26 GB with fused operations:
+# bytes a token, layer and hidden unit; kernels a layer
+TORCH, NATIVE = (166.0, 60), (65.0, 28)
+# bytes a parameter: gradients in 16 bits added to fp32 sums, which are zeroed once
+ACCUMULATE = 27.0
 # bytes a parameter: norm, clip, update, copies; Muon's products and what it sends are counted besides
 OPTIMIZER = {"adamw": 67.0, "lamb": 164.0, "muon": 122.0}
-HOST = 2e-3  # seconds an update in which the device waits for Python (assumed)
-SCORES = {"fused_softmax": 22.0}  # bytes a pair and head; the other backends write no scores
+# seconds an update in which the device waits for Python (assumed)
+HOST = 2e-3
+# bytes a pair and head; the other backends write no scores
+SCORES = {"fused_softmax": 22.0}
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,36 @@ class Prices:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Failures of a node, what a save blocks for, and a restart, in seconds."""
+    """Mean time between failures, what a save holds up training, and from a failure to the first new update, in seconds.
 
-    node: float
+    Of a node as given, of the job where its mean time is divided by the number of nodes: failures are exponential.
+    """
+
+    mean_between: float
     save: float
     restart: float
 
-    def of(self, nodes: int) -> faults.Failures:
-        return faults.Failures(self.node / nodes, self.save, self.restart)
+    def of(self, nodes: int) -> Reliability:
+        return Reliability(self.mean_between / nodes, self.save, self.restart)
+
+    @property
+    def best_interval(self) -> float:
+        """Work between saves that loses least (Daly 2006, "A higher order estimate of the optimum checkpoint interval",
+        equation 37; its first term is Young's of 1974)."""
+        if self.save >= 2 * self.mean_between:
+            return self.mean_between
+        ratio = self.save / (2 * self.mean_between)
+        young = math.sqrt(2 * self.save * self.mean_between)
+        return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save
+
+    def goodput(self, interval: float) -> float:
+        """Share of the time that is work kept, saving after each `interval` of work (Daly 2006, equation 13, exact here)."""
+        mean = self.mean_between
+        try:
+            expected = mean * math.exp(self.restart / mean) * math.expm1((interval + self.save) / mean)
+        except OverflowError:
+            return 0.0
+        return interval / expected
 
 
 @dataclass(frozen=True)
@@ -79,18 +103,22 @@ class Point:
     micro_size: int
     micro_steps: int
     step: StepTime
-    seconds: float  # of the whole run, without failures; a budget is what it is
+    # of the whole run, without failures; a budget is what it is
+    seconds: float
 
 
-def job(config: Config, rows: int, seq_len: int, counts: MicroBatch, operations: float) -> Job:
-    """An update of `rows` rows with `counts` of real tokens and pairs, which is computed with its padding.
+def job_of(config: Config) -> Job:
+    """What an update of the run works on, by the manifests of its data where it names any, computed with its padding.
 
     `sdpa` and `fused_softmax` compute a row's every pair.
     """
+    manifest = manifest_of(config)
+    config = with_vocabulary(config, manifest)
+    update = work(config, manifest)
     every_pair = config.ops.attention in ("sdpa", "fused_softmax")
-    pairs = float(rows * seq_len**2) if every_pair else counts.pairs
-    computed = MicroBatch(float(rows * seq_len), pairs, counts.predictions, counts.sequences)
-    return Job(config, computed, rows, seq_len, counts.tokens, operations)
+    pairs = float(update.rows * update.seq_len**2) if every_pair else update.pairs
+    counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
+    return Job(config, counts, update.rows, update.seq_len, update.tokens, update.flops(config))
 
 
 def software_of(config: Config) -> Software:
@@ -99,6 +127,7 @@ def software_of(config: Config) -> Software:
         raise ValueError("precision=fp32: --gpus forecasts 16-bit training alone; set precision=bf16")
     if config.zero.offload != "none":
         raise ValueError("zero.offload=cpu: --gpus has no term for optimizer states on the host; set zero.offload=none")
+    own_gradients = config.zero.stage == 1 and config.precision != "fp16"
     elementwise, kernels = NATIVE if config.ops.layer == "native" else TORCH
     return Software(
         elementwise=elementwise,
@@ -109,7 +138,10 @@ def software_of(config: Config) -> Software:
         optimizer=OPTIMIZER[config.optimizer.name],
         orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
-        overlap=config.zero.stage == 3,  # DeepSpeed's default
+        # gradients travel in the type they are summed in; stage 1 in bf16 is `megabert.engine.gradients`
+        gradient_bytes=2 if config.precision == "fp16" else 4,
+        least_share=LEAST if own_gradients else math.inf,
+        overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,
         host=HOST,
     )
@@ -163,19 +195,16 @@ def table(job: Job, points: Sequence[Point], device: Device, prices: Prices) -> 
     return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
 
 
-def failure_table(points: Sequence[Point], fabric: Fabric, reliability: Reliability) -> str:
+def failure_table(points: Sequence[Point], fabric: Fabric, node: Reliability) -> str:
     """Mean time between failures, the best interval between saves and the goodput with it, a line a number of GPUs."""
-    head = ["GPUs", "MTBF h", "save every s", "updates", "goodput"]
-    lines = [[*head, "simulated: save every s", "goodput", "days"]]
+    lines = [["GPUs", "MTBF h", "save every s", "updates", "goodput", "days"]]
     for point in points:
-        failures = reliability.of(-(-point.size // fabric.node))
-        interval = faults.daly(failures)
-        kept = faults.goodput(failures, interval)
-        tried, simulated = faults.best_interval(failures, FAILURES * failures.mean_between, SEED)
-        days = point.seconds / DAY / simulated if simulated else math.inf
-        cells = [f"{point.size:,}", f"{failures.mean_between / HOUR:.4g}", f"{interval:.4g}"]
-        cells += [f"{max(1, round(interval / point.step.seconds)):,}", f"{kept:.2%}"]
-        lines.append([*cells, f"{tried:.4g}", f"{simulated:.2%}", f"{days:.3g}"])
+        job = node.of(-(-point.size // fabric.node))
+        interval = job.best_interval
+        goodput = job.goodput(interval)
+        days = point.seconds / DAY / goodput if goodput else math.inf
+        cells = [f"{point.size:,}", f"{job.mean_between / HOUR:.4g}", f"{interval:.4g}"]
+        lines.append([*cells, f"{max(1, round(interval / point.step.seconds)):,}", f"{goodput:.2%}", f"{days:.3g}"])
     return _aligned(lines)
 
 

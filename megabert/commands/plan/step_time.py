@@ -2,25 +2,205 @@
 
 A pure model. On one GPU: matrix products at their achieved rate, everything else by its bytes over the memory's
 bandwidth, a floor a kernel, and the host's launches where they take longer. Between GPUs: the collectives of the ZeRO
-stage, less what the backward pass hides. docs/planner.md has the formulas.
+stage, less what the backward pass hides. docs/planner.md has the formulas, and the sources of the devices' figures.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from megabert.commands.plan.collectives import across_nodes, inside_a_node, world
-from megabert.commands.plan.devices import Constants, Device, Fabric
 from megabert.config import ModelConfig
+from megabert.metrics import datasheet_tflops
 from megabert.model import parameter_count
 from megabert.optim.muon import Matrix
 
-TILE = 128  # rows and columns of the product that one multiprocessor works on at a time
-SPLIT_DEPTH = 512  # a product's inner dimension is split between multiprocessors down to this
-WEIGHT_BYTES = 2  # of weights and gradients that travel
+GB = 1e9
+MICROSECOND = 1e-6
+
+# Share of the datasheet's peak that matrix products in whole waves of tiles reach: the one constant a generation that was
+# fitted, each on its smallest published system, by benchmarks/bench_planner.py. Of FP8 runs it is what is left after
+# `Constants.fp8`.
+ACHIEVED = {"volta": 0.5482, "ampere": 0.5779, "hopper": 0.4549, "blackwell": 0.2815}
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator as its datasheet has it. `link` is what joins those of a node, `domain` how many it joins at most."""
+
+    generation: str
+    peak: float
+    achieved: float
+    memory: float
+    link: float
+    # streaming multiprocessors, over which a product's tiles are dealt out; 0: not modelled
+    processors: int
+    # of the board
+    watts: float
+    # 0: a node's
+    domain: int = 0
+
+
+def _device(
+    sold_as: str, generation: str, memory: float, link: float, processors: int, watts: float, domain: int = 0
+) -> Device:
+    peak, achieved = datasheet_tflops(sold_as), ACHIEVED[generation]
+    assert peak is not None, sold_as
+    return Device(generation, peak * 1e12, achieved, memory * GB, link * GB, processors, watts, domain)
+
+
+# memory and link GB/s, multiprocessors, watts: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
+# directions, PCIe 4.0 x16 is 32 GB/s a direction. GB200: 72 GPUs in one NVLink domain.
+DEVICES = {
+    "v100": _device("V100", "volta", memory=900, link=150, processors=80, watts=300),
+    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108, watts=400),
+    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108, watts=400),
+    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108, watts=300),
+    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132, watts=700),
+    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132, watts=700),
+    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148, watts=1_000),
+    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, watts=1_200, domain=72),
+}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What holds for every system, stated once and never by row. `network` alone was chosen on the published runs."""
+
+    # share of the memory bandwidth that streaming kernels reach
+    memory: float = 0.85
+    # share of NVLink or PCIe that collectives reach inside a node
+    link: float = 0.8
+    # share of the adapters' line rate that collectives reach between nodes
+    network: float = 0.35
+    # to fill and drain the device, a kernel
+    kernel: float = 3 * MICROSECOND
+    # share of the backward pass that hides gradients, where software overlaps them at all
+    overlap: float = 0.5
+    # rate of matrix products in FP8 over that in 16 bits
+    fp8: float = 1.4
+    # a collective
+    base_latency: float = 8.4 * MICROSECOND
+    # a hop inside a node
+    link_latency: float = 3.4 * MICROSECOND
+    # a hop between nodes
+    network_latency: float = 14 * MICROSECOND
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Accelerators in nodes of `node`, whose network adapters give `network` bytes a second together (0: one node only)."""
+
+    node: int
+    network: float = 0.0
+
+    @classmethod
+    def of(cls, node: int, adapters: str) -> Fabric:
+        """`8x400` is eight adapters of 400 Gbit/s a node; "" is no network. Raises ValueError for another form."""
+        if node < 1:
+            raise ValueError(f"--nodes-of {node}: a node has at least 1 GPU")
+        if not adapters:
+            return cls(node)
+        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", adapters)
+        if not found or not math.prod(map(float, found.groups())):
+            raise ValueError(f"--network {adapters}: write ADAPTERSxGBITS a node, e.g. 8x400 for eight of 400 Gbit/s")
+        return cls(node, int(found[1]) * float(found[2]) * GB / 8)
+
+
+def device(name: str) -> Device:
+    """Raises ValueError for a name that is not in the table."""
+    if name.lower() not in DEVICES:
+        raise ValueError(f"--gpus {name}: not in the device table; choose one of {', '.join(DEVICES)}")
+    return DEVICES[name.lower()]
+
+
+# ---- collectives
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`size` accelerators, `node` to a node, and what a collective over them gets of links and network."""
+
+    size: int
+    node: int
+    # of the narrowest place that a ring through all of them passes
+    bandwidth: float
+    link_latency: float
+    network_latency: float
+    base_latency: float
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.node)
+
+    def reduce_scatter(self, size: float, calls: int = 1) -> float:
+        """Seconds to reduce `size` bytes held by each rank to a share a rank, in `calls` equal parts, by ring."""
+        if self.size == 1:
+            return 0.0
+        hops = (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
+        return (self.size - 1) / self.size * size / self.bandwidth + calls * (self.base_latency + hops)
+
+    def all_gather(self, size: float, calls: int = 1) -> float:
+        """Seconds until each rank has `size` bytes of which each had a share: a reduce-scatter backwards."""
+        return self.reduce_scatter(size, calls)
+
+    def all_reduce(self, size: float, calls: int = 1) -> float:
+        """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops against the tree's depth twice."""
+        if self.size == 1:
+            return 0.0
+        ring = (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
+        depth = (min(self.node, self.size) - 1) * self.link_latency
+        depth += math.log2(self.nodes) * self.network_latency
+        traffic = 2 * (self.size - 1) / self.size * size / self.bandwidth
+        return traffic + calls * (self.base_latency + 2 * min(ring, depth))
+
+    def all_to_all(self, size: float) -> float:
+        """Seconds until each rank has sent every other an equal part of its share of `size` bytes."""
+        return self.reduce_scatter(size / self.size)
+
+
+def _hop(device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants) -> tuple[float, float]:
+    """Bytes a second that a ring gets from node to node while `sharing` of them use a node's network, and a hop's seconds."""
+    link = device.link * constants.link
+    if size <= max(device.domain, fabric.node):
+        return link, constants.link_latency
+    if not fabric.network:
+        raise ValueError(f"{size} GPUs in nodes of {fabric.node} need a network: give --network, e.g. 8x400")
+    return min(link, fabric.network * constants.network / sharing), constants.network_latency
+
+
+def world(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
+    """All ranks in one ring or tree. Raises ValueError where they need a network that the fabric has not."""
+    bandwidth, hop = _hop(device, fabric, size, sharing=1, constants=constants)
+    return Ranks(size, fabric.node, bandwidth, constants.link_latency, hop, constants.base_latency)
+
+
+def inside_a_node(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
+    """The ranks of one node."""
+    ranks, hop = min(size, fabric.node), constants.link_latency
+    return Ranks(ranks, ranks, device.link * constants.link, hop, hop, constants.base_latency)
+
+
+def across_nodes(device: Device, fabric: Fabric, size: int, constants: Constants) -> Ranks:
+    """One rank of each node, while as many such groups as a node has ranks share its network.
+
+    Raises ValueError where there is no network.
+    """
+    bandwidth, hop = _hop(device, fabric, size, sharing=fabric.node, constants=constants)
+    return Ranks(-(-size // fabric.node), 1, bandwidth, hop, hop, constants.base_latency)
+
+
+# ---- one update
+
+# rows and columns of the product that one multiprocessor works on at a time
+TILE = 128
+# a product's inner dimension is split between multiprocessors down to this
+SPLIT_DEPTH = 512
+# of a weight that travels
+WEIGHT_BYTES = 2
 
 
 parameters = functools.cache(parameter_count)
@@ -30,8 +210,10 @@ parameters = functools.cache(parameter_count)
 class MicroBatch:
     """What one forward and backward pass of one GPU works on. Padding counts where the software computes it."""
 
-    tokens: float  # that pass the linear layers
-    pairs: float  # (query, key) pairs that attention computes
+    # that pass the linear layers
+    tokens: float
+    # (query, key) pairs that attention computes
+    pairs: float
     predictions: float
     sequences: float
 
@@ -43,20 +225,34 @@ class MicroBatch:
 class Software:
     """How a trainer does it: memory traffic beside the matrix products, kernels, and what travels when."""
 
-    elementwise: float  # bytes a token, layer and hidden unit outside products and attention, forward and backward
-    attention: float  # bytes a pair, layer and head, forward and backward; 0: flash attention
-    kernels: int  # a layer, forward and backward
-    launch: float = 0.0  # seconds of the host a kernel; 0: CUDA graphs
+    # bytes a token, layer and hidden unit outside products and attention, forward and backward
+    elementwise: float
+    # bytes a pair, layer and head, forward and backward; 0: flash attention
+    attention: float
+    # a layer, forward and backward
+    kernels: int
+    # seconds of the host a kernel; 0: CUDA graphs
+    launch: float = 0.0
     fp8: bool = False
-    accumulate: float = 0.0  # bytes a parameter and micro-step to add up gradients
-    optimizer: float = 42.0  # bytes a parameter of norms, clipping and the update itself
-    orthogonal: tuple[Matrix, ...] = ()  # Muon's, each made orthogonal by one rank
+    # bytes a parameter and micro-step to add up gradients
+    accumulate: float = 0.0
+    # bytes a parameter of norms, clipping and the update itself
+    optimizer: float = 42.0
+    # Muon's, each made orthogonal by one rank
+    orthogonal: tuple[Matrix, ...] = ()
     # DeepSpeed's stage. None is NVIDIA's DistributedFusedLAMB: gradients are reduce-scattered in a node and all-reduced across
     # nodes, each rank of a node updates its share, weights are gathered in the node.
     zero: int | None = None
-    overlap: bool = False  # gradients travel during the backward pass
-    recompute: bool = False  # the forward pass is done again in the backward pass
-    host: float = 0.0  # seconds an update that nothing hides
+    # gradients travel during the backward pass
+    overlap: bool = False
+    # of a gradient that travels
+    gradient_bytes: int = 2
+    # shares of fewer parameters than this are reduced by an all-reduce at stage 1, larger ones each to its rank
+    least_share: float = math.inf
+    # the forward pass is done again in the backward pass
+    recompute: bool = False
+    # seconds an update that nothing hides
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,12 +291,16 @@ class StepTime:
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    kernels: float = 0.0  # the floor of launching them, and waiting for a host that is slower
+    # the floor of launching them, and waiting for a host that is slower
+    kernels: float = 0.0
     optimizer: float = 0.0
-    inside: float = 0.0  # collectives within nodes, what is not hidden of them
-    network: float = 0.0  # and through the network
+    # collectives within nodes, what is not hidden of them
+    inside: float = 0.0
+    # and through the network
+    network: float = 0.0
     host: float = 0.0
-    data: float = 0.0  # waiting for rows
+    # waiting for rows
+    data: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -130,12 +330,9 @@ def products(model: ModelConfig, batch: MicroBatch) -> Iterator[tuple[float, flo
     heads += [(batch.sequences, d, d)] if model.nsp else []
     for shapes, count in ((linear, model.layers), (heads, 1)):
         for m, n, k in shapes:
+            # output, input's gradient, weight's gradient
             if m:
-                yield from (
-                    (m, n, k, count),
-                    (m, k, n, count),
-                    (n, k, m, count),
-                )  # output, input's and weight's gradient
+                yield from ((m, n, k, count), (m, k, n, count), (n, k, m, count))
 
 
 def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepTime:
@@ -144,7 +341,8 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     operations = sum(
         count * 2 * m * n * k / wave_share(m, n, k, device.processors) for m, n, k, count in products(model, batch)
     )
-    scores = 12 * model.layers * model.hidden * batch.pairs / system.rate  # 16 bits, also where products are in 8
+    # in 16 bits, also where the other products are in 8
+    scores = 12 * model.layers * model.hidden * batch.pairs / system.rate
     scores += software.attention * model.layers * model.heads * batch.pairs / system.memory
     kernels = float(model.layers * software.kernels)
     terms = {
@@ -153,7 +351,8 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
         "elementwise": software.elementwise * model.layers * model.hidden * batch.tokens / system.memory,
         "kernels": kernels * constants.kernel,
     }
-    if software.recompute:  # the forward pass, a third, is done again
+    # the forward pass, a third, is done again
+    if software.recompute:
         terms = {name: 4 / 3 * value for name, value in terms.items()}
         kernels *= 4 / 3
     terms["kernels"] += max(0.0, kernels * software.launch - math.fsum(terms.values()))
@@ -169,30 +368,33 @@ class Traffic:
 
 
 def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> Traffic:
-    """Gradients and weights of `size` GPUs, in 16 bits.
+    """Gradients, and weights in 16 bits, of `size` GPUs. docs/planner.md says what each stage sends.
 
-    DeepSpeed 0.19.8: stages 0 and 1 all-reduce gradients once an update, stage 2 reduce-scatters them in every
-    micro-step; 1 and 2 then gather weights, 3 does before each forward and each backward pass, layer by layer
-    (Rajbhandari et al. 2020, section 7). Raises ValueError where the GPUs need a network that the fabric has not.
+    Raises ValueError where the GPUs need a network that the fabric lacks.
     """
-    parts = system.device, system.fabric, size, system.constants
+    software, parts = system.software, (system.device, system.fabric, size, system.constants)
     inside, across, whole = inside_a_node(*parts), across_nodes(*parts), world(*parts)
-    weights, stage = float(WEIGHT_BYTES * parameters(model)), system.software.zero
-    orthogonal = float(WEIGHT_BYTES * sum(matrix.size for matrix in system.software.orthogonal))
-    if stage is None:
-        between = across.all_reduce(weights / inside.size)
-        within = inside.reduce_scatter(weights)
-        if size <= system.device.domain:  # nodes that share an NVLink domain need no network
+    weights = float(WEIGHT_BYTES * parameters(model))
+    gradients = float(software.gradient_bytes * parameters(model))
+    orthogonal = float(WEIGHT_BYTES * sum(matrix.size for matrix in software.orthogonal))
+    if software.zero is None:
+        between = across.all_reduce(gradients / inside.size)
+        within = inside.reduce_scatter(gradients)
+        # nodes that share an NVLink domain need no network
+        if size <= system.device.domain:
             within, between = within + between, 0.0
         return Traffic(during=(within, between), after=(inside.all_gather(weights), 0.0))
-    if stage == 3:
-        layer_by_layer = whole.reduce_scatter(weights, model.layers) + 2 * whole.all_gather(weights, model.layers)
+    if software.zero == 3:
+        layer_by_layer = whole.reduce_scatter(gradients, model.layers) + 2 * whole.all_gather(weights, model.layers)
         during, after = micro_steps * layer_by_layer, 0.0
+    elif software.zero == 1 and parameters(model) / size >= software.least_share:
+        during, after = whole.reduce_scatter(gradients), whole.all_gather(weights)
     else:
-        during = micro_steps * whole.reduce_scatter(weights) if stage == 2 else whole.all_reduce(weights)
-        after = whole.all_gather(weights) if stage else 0.0
-    if orthogonal:  # directions to their owners and updates back; at stage 0 updates alone, to every rank
-        after += 2 * whole.all_to_all(orthogonal) if stage else whole.all_gather(orthogonal)
+        during = (micro_steps if software.zero == 2 else 1) * whole.all_reduce(gradients)
+        after = whole.all_gather(weights) if software.zero else 0.0
+    # Muon's directions to their owners and updates back; at stage 0 updates alone, to every rank
+    if orthogonal:
+        after += 2 * whole.all_to_all(orthogonal) if software.zero else whole.all_gather(orthogonal)
     if size <= max(system.device.domain, system.fabric.node):
         return Traffic((during, 0.0), (after, 0.0))
     return Traffic((0.0, during), (0.0, after))
@@ -205,14 +407,16 @@ def step_seconds(model: ModelConfig, share: Share, size: int, system: System) ->
     moved = traffic(model, steps, size, system)
     inside, network = moved.during
     if software.overlap:
-        passes = steps if software.zero in (2, 3) else 1  # the others reduce in the last micro-step alone
-        part = 1.0 if software.zero == 3 else 2 / 3  # stage 3 gathers in the forward pass too
+        # the other stages reduce in the last micro-step alone, and stage 3 gathers in the forward pass too
+        passes = steps if software.zero in (2, 3) else 1
+        part = 1.0 if software.zero == 3 else 2 / 3
         room = system.constants.overlap * part * passes * one.seconds
         inside, network = max(0.0, inside - max(0.0, room - network)), max(0.0, network - room)
     shards = {None: min(size, system.fabric.node), 0: 1}.get(software.zero, size)
     bytes_each = software.accumulate * steps + software.optimizer / shards
     flops = [matrix.flops for matrix in software.orthogonal]
-    owned = max(math.fsum(flops) / size, max(flops, default=0.0))  # the busiest rank's, at best
+    # Muon's, of the busiest rank at best
+    owned = max(math.fsum(flops) / size, max(flops, default=0.0))
     terms = {name: steps * value for name, value in vars(one).items()} | {
         "optimizer": parameters(model) * bytes_each / system.memory + owned / system.rate,
         "inside": inside + moved.after[0],

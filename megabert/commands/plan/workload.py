@@ -1,14 +1,12 @@
-"""Dry run: batch arithmetic, memory, work and time of a run, and one update to prove it.
+"""What a run needs by arithmetic on its config and its dataset's manifest: batches, work, memory, time.
 
-Everything but the update (`fake_step`) is arithmetic on the config and the dataset's manifest. Memory is what training keeps on one
-GPU: the states as DeepSpeed allocates them (checked by a test on real engines), activations by the published formula;
-not counted are the allocator's fragments, communication buffers and CUDA itself, about 1-2 GB. The micro-batch that is
-proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
+Memory is what training keeps on one GPU: the states as DeepSpeed allocates them (checked by a test on real engines),
+activations by the published formula; not counted are the allocator's fragments, communication buffers and CUDA itself, about
+1-2 GB. The micro-batch that is proposed for a GPU's memory leaves a tenth of it to them; on GPUs that is not measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -16,9 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from megabert.commands.plan.fake_step import fake_step
 from megabert.config import (
     Config,
     ModelConfig,
@@ -26,24 +21,24 @@ from megabert.config import (
     fit_micro_size,
     from_dict,
     merge_deepspeed,
-    read_deepspeed,
     shares,
     to_deepspeed,
 )
 from megabert.data.mixture import open_mixture
 from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
-from megabert.distributed import process_group
-from megabert.distributed.process_group import World
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops
 from megabert.model import outline, parameter_count
 from megabert.optim.muon import Matrix, find_matrices
 
-DEFAULT_VOCABULARY = 30_000  # what data_prep trains unless told otherwise
+# what data_prep trains by default
+DEFAULT_VOCABULARY = 30_000
 GIB = 2**30
-BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
-SPARE = 0.1  # of a GPU's memory, for what is not counted
+# elements; DeepSpeed's default reduce_bucket_size
+BUCKET = 500_000_000
+# share of a GPU's memory for what is not counted
+SPARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -161,14 +156,8 @@ def report(
     memory_gib: float | None = None,
 ) -> str:
     """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another or is missing."""
-    for name, value, most in (
-        ("--world-size", world_size, math.inf),
-        ("--tokens-per-sec", tokens_per_sec, math.inf),
-        ("--mfu", mfu, 1.0),
-        ("--memory-gib", memory_gib, math.inf),
-    ):
-        if value is not None and not 0 < value <= most:
-            raise ValueError(f"{name} {value:g} is outside what it can be; give a number above 0")
+    if mfu is not None and mfu > 1:
+        raise ValueError(f"--mfu {mfu:g}: is a share of peak_tflops, at most 1")
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
     if mfu is not None and not config.peak_tflops:
         raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
@@ -183,7 +172,6 @@ def report(
         f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
         + (f", {steps * update.rows / manifest.rows:.2f} epochs of {data}" if manifest else f" ({data})"),
         f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
-        *_muon(config, update, world_size),
         *_time(config, update, world_size, tokens_per_sec, mfu),
         "",
         *_memory(config, update.seq_len, world_size, memory_gib),
@@ -195,20 +183,6 @@ def report(
         ),
     ]
     return "\n".join(lines)
-
-
-def _muon(config: Config, update: Work, world_size: int) -> list[str]:
-    if config.optimizer.name != "muon":
-        return []
-    found = matrices(config.model)
-    size, flops = sum(m.size for m in found), sum(m.flops for m in found)
-    width = 4 if config.precision == "fp32" else 2
-    # at stage 0 every rank has all gradients, and updates alone travel: to each rank all that others own
-    each = (1 if config.zero.stage == 0 else 2 / world_size) * (world_size - 1) / world_size * width * size
-    return [
-        f"muon     {len(found)} matrices of {size / 1e6:.1f} M parameters: {flops:.4g} FLOPs an update, "
-        f"{flops / update.flops(config):.2%} of the work, over {world_size} ranks; each gets {each / 2**20:.1f} MiB"
-    ]
 
 
 def _time(config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None) -> list[str]:
@@ -315,48 +289,3 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
     if config.zero.offload == "cpu":
         lines.append("masters and moments are on the host (zero.offload=cpu)")
     return lines
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the report is for, where it is not what runs here."""
-    add = parser.add_argument
-    add("--world-size", type=int, metavar="N", help="ranks to plan for (default: those that were started)")
-    add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes")
-    add("--mfu", type=float, metavar="X", help="or its share of peak_tflops, e.g. 0.4")
-    add(
-        "--memory-gib", type=float, metavar="X", help="of a GPU, for the largest micro-batch (default: of the one here)"
-    )
-
-
-def from_arguments(args: argparse.Namespace, config: Config, world: World) -> None:
-    """`dry_run` for what `add_arguments` and the configuration's own options say. A collective."""
-    given = {"tokens_per_sec": args.tokens_per_sec, "mfu": args.mfu, "memory_gib": args.memory_gib}
-    dry_run(config, world, args.world_size, **given, deepspeed_file=args.deepspeed_config)
-
-
-def dry_run(
-    config: Config,
-    world: World,
-    world_size: int | None = None,
-    tokens_per_sec: float | None = None,
-    mfu: float | None = None,
-    deepspeed_file: str = "",
-    memory_gib: float | None = None,
-) -> None:
-    """Prints the report for `world_size` ranks (None: those that were started), then does the fake update with these.
-
-    A collective. Raises ValueError or OSError naming what is wrong with the config, the data or DeepSpeed's file.
-    """
-    manifest = manifest_of(config)
-    extra = read_deepspeed(deepspeed_file)
-    if memory_gib is None and world.device.type == "cuda":
-        memory_gib = torch.cuda.get_device_properties(world.device).total_memory / GIB
-    text = report(config, manifest, world_size or world.size, tokens_per_sec, mfu, extra, memory_gib)
-    if world.is_main:
-        print(text, flush=True)
-    process_group.init(world)
-    config = precision.with_precision(config, world)
-    config, tokenizer = with_vocabulary(config, manifest), manifest.tokenizer["sha256"] if manifest else ""
-    line = fake_step(config, work(config, manifest).seq_len, world, tokenizer, extra)
-    if world.is_main:
-        print(f"\n{line}", flush=True)
