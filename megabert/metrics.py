@@ -1,7 +1,8 @@
-"""Figures of a run: loss, accuracy, throughput, FLOP utilisation, memory, the ranks' times; and the sinks that they go to.
+"""Figures of a run: loss, accuracy, throughput, FLOP utilisation, memory, times of the ranks; and the sinks they are written to.
 
 Figures count real tokens only: padding adds neither tokens nor FLOPs. `metrics.jsonl` is the truth; TensorBoard, Weights &
-Biases and MLflow show the same numbers.
+Biases and MLflow show the same numbers. A new figure of the data is one line in `PretrainingMeter.counts_of`, one of the
+device (a norm, say) one line in `measured`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megabert.common.atomic_io import write_whole
 from megabert.common.logs import log
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from megabert.distributed.process_group import World
     from megabert.engine import Engine, UpdateResult
 
+# -- work and its ceiling --------------------------------------------------------------------------------------------
 
 # Dense 16-bit tensor-core TFLOP/s with fp32 accumulation, of NVIDIA's datasheets (which print sparse figures, twice these,
 # from A100 on); the first pattern that is in `torch.cuda.get_device_name()` counts. V100 has fp16 only.
@@ -93,134 +96,157 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
     return 2 * m * k * n / best / 1e12
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held so far, in GiB: of tensors on a GPU, of the process on a CPU."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held so far: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def measured(result: UpdateResult) -> torch.Tensor:
-    """fp32 [2 k + 2] on the device: the loss, the loss and the accuracy of each of k terms, the gradient norm."""
-    terms = torch.stack([result.losses, result.accuracies], 1).flatten()
-    return torch.cat([result.loss.float().view(1), terms.float(), result.grad_norm.view(1)])
+# -- what is logged of the updates -----------------------------------------------------------------------------------
 
 
-def figures(row: torch.Tensor, terms: Sequence[str]) -> dict[str, float]:
-    """`train/…` figures of one row of `measured`, or of a mean of rows; a term without a name is left out."""
-    loss, *pairs, norm = row.tolist()
-    values = {"train/loss": loss}
-    for term, its, accuracy in zip(terms, pairs[::2], pairs[1::2], strict=True):
+def measured(result: UpdateResult, terms: Sequence[str]) -> dict[str, Tensor]:
+    """Scalars of an update on the device, by the name they are logged under; a term without a name is left out."""
+    values = {"train/loss": result.loss}
+    for term, loss, accuracy in zip(terms, result.losses, result.accuracies, strict=True):
         if term:
-            values |= {f"train/{term}_loss": its, f"train/{term}_accuracy": accuracy}
-    return values | {"train/grad_norm": norm}
+            values |= {f"train/{term}_loss": loss, f"train/{term}_accuracy": accuracy}
+    return values | {"train/grad_norm": result.grad_norm}
+
+
+def as_row(values: Mapping[str, Tensor]) -> Tensor:
+    """fp32 [n] on the device."""
+    return torch.stack([value.double() for value in values.values()]).float()
+
+
+def figures(result: UpdateResult, terms: Sequence[str]) -> dict[str, float]:
+    """`measured` as numbers. Waits for the device."""
+    values = measured(result, terms)
+    return dict(zip(values, as_row(values).tolist(), strict=True))
 
 
 class Means:
     """Means of `measured` over the updates that were applied; the sums stay on the device until `figures`."""
 
-    def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # of `measured`, and of the updates
+    def __init__(self, terms: Sequence[str], saved: Mapping[str, float] | None = None) -> None:
+        """`saved`: the `state` to continue from."""
+        self._terms, self._saved = terms, dict(saved or {})
+        self._names: list[str] = []
+        # fp32 [n + 1]: the sum of each value, and the number of updates
+        self._sums: Tensor | None = None
 
     def add(self, result: UpdateResult) -> None:
         """One more update; one that was skipped is not averaged in."""
-        row = torch.cat([measured(result), result.applied.view(1)])
+        values = measured(result, self._terms)
+        row = torch.cat([as_row(values), result.applied.view(1)])
         row = row.where(result.applied > 0, 0.0)
+        if self._sums is None:
+            self._names = [*values, "updates"]
+            if self._saved:
+                row += torch.tensor([self._saved[name] for name in self._names], dtype=row.dtype, device=row.device)
         self._sums = row if self._sums is None else self._sums + row
 
-    def state(self) -> list[float] | None:
+    def state(self) -> dict[str, float]:
         """The sums, exactly. Waits for the device."""
-        return None if self._sums is None else self._sums.tolist()
+        return self._saved if self._sums is None else dict(zip(self._names, self._sums.tolist(), strict=True))
 
-    def resume(self, sums: Sequence[float] | None, device: torch.device) -> None:
-        """Go on from the sums of `state`."""
-        self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float32, device=device)
-
-    def figures(self, terms: Sequence[str]) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """`train/…` figures; {} where no update was applied. Waits for the device."""
-        if self._sums is None:
+        if self._sums is None or not (sums := self._sums.cpu())[-1]:
             return {}
-        sums = self._sums.cpu()
-        return figures(sums[:-1] / sums[-1], terms) if sums[-1] else {}
+        return dict(zip(self._names[:-1], (sums[:-1] / sums[-1]).tolist(), strict=True))
 
 
-class Window:
-    """Running sums between two log lines, part of a checkpoint: a window that a restart falls into is logged whole."""
+class Meter:
+    """Figures of the updates between two log lines, part of a checkpoint: a window that a restart falls into is logged whole.
 
-    def __init__(self, world: World, counts: int) -> None:
-        """`counts`: how many numbers of each update are summed over the ranks."""
-        self._world, self._kinds = world, counts
-        self.reset()
+    `counts` are this rank's; `synced` takes in their sums over the ranks.
+    """
 
-    def reset(self) -> None:
-        """Forget what was added."""
-        self._seconds, self._means = 0.0, Means()
-        self._counts = [0] * self._kinds  # of this rank
+    def __init__(self, terms: Sequence[str]) -> None:
+        """`terms`: names of the losses, "" for one that is not logged."""
+        self._terms = terms
+        self.seconds = 0.0
+        self.counts: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
+        # those of a checkpoint that the window was continued from
+        self._before: dict[str, int] = {}
+        self.resume({})
 
-    @property
-    def counts(self) -> list[int]:
-        """This rank's part of what `drain` takes summed over the ranks."""
-        return list(self._counts)
+    def counts_of(self, update: Any) -> dict[str, int]:
+        """What this rank's part of an update adds, by name. A name with a section is logged: per second of training where it
+        ends in `_per_sec`, else as the sum since the last log line. The same names for every update."""
+        raise NotImplementedError
 
-    def passed(self, seconds: float) -> None:
-        """An update took so long on the slowest rank."""
-        self._seconds += seconds
+    def add(self, result: UpdateResult, update: Any) -> None:
+        """One update. The figures of a skipped update are not averaged in, its counts are."""
+        for name, count in self.counts_of(update).items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        self._means.add(result)
+
+    def synced(self, seconds: float, sums: Mapping[str, int]) -> None:
+        """An update took so long on the slowest rank; `sums` of all ranks' counts."""
+        self.seconds += seconds
+        self.totals = {name: count + self._before.get(name, 0) for name, count in sums.items()}
+
+    def drain(self) -> dict[str, float]:
+        """Figures of the window, which begins again."""
+        seconds = max(self.seconds, 1e-9)
+        values = self._means.figures()
+        for name, total in self.totals.items():
+            if "/" in name:
+                values[name] = total / seconds if name.endswith("_per_sec") else total
+        self.resume({})
+        return values
 
     def state(self) -> dict[str, Any]:
-        """The sums of all ranks, as JSON. A collective."""
-        counts = self._world.sum_ints(self._counts)
-        return {"seconds": self._seconds, "counts": counts, "means": self._means.state()}
+        """The window so far, of all ranks, as JSON."""
+        return {"seconds": self.seconds, "totals": self.totals, "means": self._means.state()}
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a `state`; None, of a checkpoint that holds none: the window begins here."""
-        self.reset()
-        if saved is None:
-            return
-        self._seconds = saved["seconds"]
-        self._means.resume(saved["means"], self._world.device)
-        if self._world.is_main:  # for all ranks, whose number may be another
-            self._counts = list(saved["counts"])
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a `state`; {} begins a window."""
+        self.seconds, self.counts = saved.get("seconds", 0.0), {}
+        self.totals = self._before = dict(saved.get("totals", {}))
+        self._means = Means(self._terms, saved.get("means"))
 
 
-class Meter(Window):
-    """Figures of the updates between two log lines: results stay on the device, counts on the host, until `drain`."""
+class PretrainingMeter(Meter):
+    """Tokens and sequences a second, and the share of the device's peak that training's FLOPs are."""
 
     def __init__(self, world: World, model: ModelConfig, terms: Sequence[str], peak_tflops: float) -> None:
-        super().__init__(world, counts=4)  # tokens, sequences, predictions, pairs of a query and a key
-        self._model, self._terms, self.peak_tflops = model, terms, peak_tflops
+        super().__init__(terms)
+        self._world, self._model, self.peak_tflops = world, model, peak_tflops
         cuda = world.device.type == "cuda"
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
-    def add(self, result: UpdateResult, update: Update) -> None:
-        """One update. The figures of a skipped update are not averaged in, its counts are."""
-        self._counts[0] += update.tokens
-        self._counts[1] += update.sequences
-        self._counts[2] += update.predictions
+    def counts_of(self, update: Update) -> dict[str, int]:
         squares = sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
-        self._counts[3] += round(attending_pairs(squares, update.tokens, update.objective == "causal"))
-        self._means.add(result)
-
-    def drain(self, counts: Sequence[int]) -> dict[str, float]:
-        """Means since the last call, `train/…` and `perf/…`; `counts` are summed over all ranks."""
-        tokens, sequences, predictions, pairs = counts
-        flops = training_flops(self._model, tokens, pairs, predictions, sequences)
-        values = self._means.figures(self._terms)
-        seconds = max(self._seconds, 1e-9)
-        per_device = flops / seconds / self._world.size / 1e12
-        values |= {
-            "perf/sequences_per_sec": sequences / seconds,
-            "perf/tokens_per_sec": tokens / seconds,
-            "perf/tflops_per_device": per_device,
-            "perf/mfu": per_device / self.peak_tflops,
+        return {
+            "perf/sequences_per_sec": update.sequences,
+            "perf/tokens_per_sec": update.tokens,
+            "predictions": update.predictions,
+            "attending pairs": round(attending_pairs(squares, update.tokens, update.objective == "causal")),
         }
+
+    def drain(self) -> dict[str, float]:
+        flops = training_flops(
+            self._model,
+            tokens=self.totals["perf/tokens_per_sec"],
+            pairs=self.totals["attending pairs"],
+            predictions=self.totals["predictions"],
+            sequences=self.totals["perf/sequences_per_sec"],
+        )
+        per_device = flops / max(self.seconds, 1e-9) / self._world.size / 1e12
+        values = super().drain()
+        values |= {"perf/tflops_per_device": per_device, "perf/mfu": per_device / self.peak_tflops}
         if self._datasheet is not None:
             values["perf/mfu_datasheet"] = per_device / self._datasheet
-        self.reset()
         return values
 
 
 def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: float) -> str:
-    """One line a person reads while the run goes on."""
+    """One line for the terminal."""
     return (
         f"step {values['step']:>7,}/{total_steps:,}  loss {values['train/loss']:7.4f}"
         f"  mlm {values['train/mlm_accuracy']:6.2%}  {values['perf/sequences_per_sec']:8,.1f} seq/s"
@@ -229,12 +255,15 @@ def progress_line(values: Mapping[str, Any], total_steps: int, eta_seconds: floa
     )
 
 
-SLOWER = 1.08  # times the median of the ranks: a rank that is 10% slower is named in spite of noise
-UPDATES = 50  # for so many updates
+# -- figures of each rank --------------------------------------------------------------------------------------------
+
+# A rank is a straggler whose time is so many times the median of the ranks (1.08 names one that is 10% slower in spite of
+# noise) for so many updates.
+STRAGGLER_RATIO, STRAGGLER_UPDATES = 1.08, 50
 
 
 class Straggler(NamedTuple):
-    """A rank and its time in times of the median, of which `waits` for data."""
+    """A slow rank: its time in times of the median, and the share of it that was waiting for data."""
 
     rank: int
     ratio: float
@@ -242,73 +271,78 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """Ranks that took `SLOWER` times the median of all ranks over the last `UPDATES` updates."""
+    """Ranks that took STRAGGLER_RATIO times the median of all ranks over the last STRAGGLER_UPDATES updates."""
 
     def __init__(self) -> None:
-        self._windows: deque[tuple[int, np.ndarray]] = deque()  # updates, seconds [2, ranks]
+        # updates, and seconds [2, ranks]
+        self._windows: deque[tuple[int, np.ndarray]] = deque()
         self.named: dict[int, Straggler] = {}
 
     def add(self, updates: int, compute: Sequence[float], wait: Sequence[float]) -> list[Straggler]:
         """The seconds of each rank in so many more updates; the stragglers that were none before."""
         self._windows.append((updates, np.array([compute, wait])))
-        while sum(its for its, _ in self._windows) - self._windows[0][0] >= UPDATES:
+        while sum(count for count, _ in self._windows) - self._windows[0][0] >= STRAGGLER_UPDATES:
             self._windows.popleft()
-        if sum(its for its, _ in self._windows) < UPDATES:
+        if sum(count for count, _ in self._windows) < STRAGGLER_UPDATES:
             return []
         parts = np.sum([seconds for _, seconds in self._windows], axis=0)
         total = parts.sum(axis=0)
         middle = median(total)
         before, self.named = self.named, {}
-        for rank in np.flatnonzero(total >= SLOWER * middle).tolist():
-            if middle > 0:
-                share = parts[1, rank] / total[rank]
-                self.named[rank] = Straggler(rank, float(total[rank] / middle), float(share))
-        return [found for rank, found in self.named.items() if rank not in before]
+        for rank in np.flatnonzero(total >= STRAGGLER_RATIO * middle).tolist() if middle > 0 else ():
+            self.named[rank] = Straggler(rank, float(total[rank] / middle), float(parts[1, rank] / total[rank]))
+        return [straggler for rank, straggler in self.named.items() if rank not in before]
 
 
 class RankFigures:
-    """This rank's times since the last log line and its memory, and what comes of those of all ranks."""
+    """This rank's times since the last log line and its memory, and what follows from those of all ranks.
+
+    Every rank of an update takes as long as the slowest one, whose waits the others see as their own. What tells them apart
+    is the time that a rank computes by itself (`megabert.engine`'s `own_time`) and the time that it waits for its data.
+    """
 
     def __init__(self, world: World, engine: Engine) -> None:
         self._world, self._own = world, engine.own_time
         self._waited, self._updates = 0.0, 0
         self.stragglers = Stragglers()
 
-    def take(self, updates: Any) -> Any:
+    def take(self, updates: Iterator[Any]) -> Any:
         """The next update, with the time that the host waits for it."""
-        asked = time.perf_counter()
+        started = time.perf_counter()
         update = next(updates)
-        self._waited += time.perf_counter() - asked
+        self._waited += time.perf_counter() - started
         self._updates += 1
         return update
 
     @property
-    def counts(self) -> list[int]:
-        """This rank's part of what `drain` takes summed over the ranks: bytes and nanoseconds."""
-        memory = round(peak_memory_gib(self._world.device) * 2**30)
-        values = (memory, round(self._own.seconds() * 1e9), round(self._waited * 1e9))
-        return [slot for value in values for slot in self._world.slots(value)]
+    def counts(self) -> dict[str, int]:
+        """This rank's bytes and nanoseconds."""
+        return {
+            "memory": peak_memory_bytes(self._world.device),
+            "compute": round(self._own.seconds() * 1e9),
+            "wait": round(self._waited * 1e9),
+        }
 
-    def drain(self, sums: Sequence[int]) -> dict[str, Any]:
-        """`perf/…` values of the updates since the last call, lists by rank; a new straggler is warned of. A collective."""
-        size, updates = self._world.size, max(self._updates, 1)
-        memory, own, waited = (sums[first : first + size] for first in range(0, 3 * size, size))
-        compute, wait = [value / 1e9 for value in own], [value / 1e9 for value in waited]
-        found = self.stragglers.add(self._updates, compute, wait) if size > 1 and self._updates else []
-        self._own.reset()
-        self._waited, self._updates = 0.0, 0
+    def drain(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """`perf/…` values of the updates since the last call, lists by rank, from `counts` of all ranks; a new straggler is
+        warned of. A collective."""
+        updates = max(self._updates, 1)
+        compute, wait = ([nanoseconds / 1e9 for nanoseconds in counts[name]] for name in ("compute", "wait"))
         values: dict[str, Any] = {
-            "perf/peak_memory_gib": round(max(memory) / 2**30, 4),
+            "perf/peak_memory_gib": round(max(counts["memory"]) / 2**30, 4),
             "perf/rank_compute_seconds": [round(value / updates, 6) for value in compute],
             "perf/rank_data_wait_seconds": [round(value / updates, 6) for value in wait],
         }
-        if size > 1:
+        if self._world.size > 1:
+            if self._updates:
+                self._warn(self.stragglers.add(self._updates, compute, wait))
             total = [c + w for c, w in zip(compute, wait, strict=True)]
-            slowest = max(range(size), key=total.__getitem__)
+            slowest = max(range(len(total)), key=total.__getitem__)
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median(total), 1e-9), 4)
             values["perf/stragglers"] = sorted(self.stragglers.named)
-            self._warn(found)
+        self._own.reset()
+        self._waited, self._updates = 0.0, 0
         return values
 
     def _warn(self, stragglers: Sequence[Straggler]) -> None:
@@ -316,7 +350,7 @@ class RankFigures:
         for slow in stragglers if self._world.is_main else ():
             log.warning(
                 f"rank {slow.rank} (host {hosts[slow.rank]}) is slow: {slow.ratio:.2f} times the median of the ranks over "
-                f"the last {UPDATES} updates, {slow.waits:.0%} of it waiting for data"
+                f"the last {STRAGGLER_UPDATES} updates, {slow.waits:.0%} of it waiting for data"
             )
 
 
@@ -326,10 +360,15 @@ def median(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
-CURVES = 64  # of as many ranks each has its own
-PACKAGES = ("wandb", "mlflow")  # optional ones, by their settings
-PARAMETERS_AT_ONCE = 100  # that MLflow takes
-# seconds and further tries, unless the user sets them: training waits meanwhile, MLflow's own take longer than the watchdog does
+# -- sinks -----------------------------------------------------------------------------------------------------------
+
+# TensorBoard has a curve for each of so many ranks, of more a histogram
+RANK_CURVES = 64
+# optional packages, each with the setting of the same name
+SINK_PACKAGES = ("wandb", "mlflow")
+# parameters that MLflow takes in one call
+MLFLOW_PARAMETERS = 100
+# Seconds and further tries, unless the user sets them: training waits meanwhile, MLflow's own take longer than the watchdog.
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
@@ -337,21 +376,20 @@ MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX
 class Shown:
     """What an evaluation looked at besides its figures.
 
-    `samples` as of `megabert.evaluation`. `curves` are of precision and recall: for each label, whether an example has
-    it (bool [n]) and how probable the model holds that (float [n]).
+    `samples` are those of `megabert.evaluation.HeldOutSamples.look`. `curves` are of precision and recall: for each label,
+    whether an example has it (bool [n]) and the probability that the model gives that (float [n]).
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
-def as_json(values: dict[str, Any]) -> str:
-    """One line of JSON; what JSON has no number for is written as text."""
-    return json.dumps({key: _finite(value) for key, value in values.items()})
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def as_json(values: Mapping[str, Any]) -> str:
+    """One line of JSON; a float that JSON has no number for is written as text."""
+    finite = (not isinstance(value, float) or math.isfinite(value) for value in values.values())
+    return json.dumps(
+        {name: value if good else str(value) for (name, value), good in zip(values.items(), finite, strict=True)}
+    )
 
 
 class Sink:
@@ -367,41 +405,39 @@ class Sink:
         """The final figures."""
 
     def close(self) -> None:
-        """Nothing more is to come."""
+        """The run ends."""
 
 
 class JsonLines(Sink):
-    """One object a line, each with its step. Lines past the step a run resumes from are cut."""
+    """One object a line, each with its step, in a file that appears with the first one. Lines after the step a run resumes
+    from are cut."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
+        self._file: TextIO | None = None
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
             write_whole(path, "".join(f"{line}\n" for line in kept).encode())
-        self._file = open(path, "a")  # noqa: SIM115 - lives as long as the run
 
     def write(self, values: dict[str, Any]) -> None:
+        self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run
         self._file.write(as_json(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
-class SampleLines(Sink):
-    """`samples.jsonl`: the samples of each evaluation; there is no file before the first one."""
+class SampleLines(JsonLines):
+    """`samples.jsonl`: the samples of each evaluation."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self._path, self._resume_step = path, resume_step
-        self._lines = JsonLines(path, resume_step) if path.exists() else None
+    def write(self, values: dict[str, Any]) -> None:
+        """Figures are not for this file."""
 
     def show(self, step: int, shown: Shown) -> None:
         if shown.samples:
-            self._lines = self._lines or JsonLines(self._path, self._resume_step)
-            self._lines.write({"step": step, "samples": shown.samples})
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
+            super().write({"step": step, "samples": shown.samples})
 
 
 class TensorBoard(Sink):
@@ -416,19 +452,16 @@ class TensorBoard(Sink):
         self._writer.add_text("config", f"```json\n{text}\n```", resume_step)
 
     def write(self, values: dict[str, Any]) -> None:
+        step = values["step"]
         for name, value in _numbers(values).items():
-            self._writer.add_scalar(name, value, values["step"])
+            self._writer.add_scalar(name, value, step)
         for name, value in values.items():
             if isinstance(value, list) and name.startswith("perf/rank_"):
-                self._ranks(name, value, values["step"])
-
-    def _ranks(self, name: str, values: list[float], step: int) -> None:
-        """A curve a rank, or of many ranks their histogram."""
-        if len(values) > CURVES:
-            self._writer.add_histogram(name, np.array(values), step)
-            return
-        for rank, value in enumerate(values):
-            self._writer.add_scalar(f"{name}/{rank:02}", value, step)
+                if len(value) > RANK_CURVES:
+                    self._writer.add_histogram(name, np.array(value), step)
+                    continue
+                for rank, seconds in enumerate(value):
+                    self._writer.add_scalar(f"{name}/{rank:02}", seconds, step)
 
     def show(self, step: int, shown: Shown) -> None:
         if shown.samples:
@@ -437,8 +470,7 @@ class TensorBoard(Sink):
             self._writer.add_pr_curve(f"dev/precision_recall/{label}", truth, probabilities, step)
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        flat = _flatten(self._config.model_dump())
-        self._writer.add_hparams(flat, {f"final/{k.split('/')[-1]}": v for k, v in results.items()}, run_name="hparams")
+        self._writer.add_hparams(_flatten(self._config.model_dump()), _final(results), run_name="hparams")
 
     def close(self) -> None:
         self._writer.close()
@@ -448,124 +480,107 @@ class WeightsAndBiases(Sink):
     """A run of the project `log.wandb`, the same one after a restart. WANDB_MODE=offline keeps it in the run's folder."""
 
     def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run begins. Raises ValueError where Weights & Biases refuses."""
-        wandb: Any = importlib.import_module("wandb")
-        self._wandb = wandb
-        name = _kept_name(folder, "wandb", fresh) or secrets.token_hex(8)
+        """`fresh`: the run starts. Raises ValueError where Weights & Biases refuses."""
+        self._wandb: Any = importlib.import_module("wandb")
+        run_id = _known_id(folder, "wandb", fresh) or secrets.token_hex(8)
         try:
-            self._run = wandb.init(
+            self._run = self._wandb.init(
                 project=config.log.wandb,
-                id=name,
+                id=run_id,
                 name=folder.resolve().name,
                 dir=str(folder),
                 config=config.model_dump(),
                 resume="allow",
-                settings=wandb.Settings(console="off", silent=True),
+                settings=self._wandb.Settings(console="off", silent=True),
             )
-        except wandb.errors.Error as error:
+        except self._wandb.errors.Error as error:
             raise ValueError(
                 f"log.wandb={config.log.wandb}: {' '.join(str(error).split())}; `wandb login`, or WANDB_MODE=offline"
             ) from None
-        self._run.define_metric("*", step_metric="step")  # steps that are done again come again
-        _keep_name(folder, "wandb", name)
+        # by our own step: after a resume or a rollback steps come a second time
+        self._run.define_metric("*", step_metric="step")
+        _keep_id(folder, "wandb", run_id)
 
     def write(self, values: dict[str, Any]) -> None:
         self._run.log({"step": values["step"]} | _numbers(values))
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        self._run.summary.update({f"final/{name.split('/')[-1]}": value for name, value in results.items()})
+        self._run.summary.update(_final(results))
 
     def close(self) -> None:
         self._run.finish()
-        self._wandb.teardown()  # its process takes no second run of one id, as after a rollback
+        # its process takes no second run of one id, as after a rollback
+        self._wandb.teardown()
 
 
 class MLflow(Sink):
     """A run of the experiment `log.mlflow`, the same one after a restart, at MLFLOW_TRACKING_URI or in the run's own folder.
 
-    A server that does not answer later on ends what is sent to it, not the training.
+    Once a server does not answer, nothing more is sent to it; training continues.
     """
 
     def __init__(self, folder: Path, config: Config, fresh: bool) -> None:
-        """`fresh`: the run begins. Raises ValueError where the server refuses a run that is new there."""
+        """`fresh`: the run starts. Raises ValueError where the server refuses a run that is new there."""
         for name, value in MLFLOW_PATIENCE.items():
             os.environ.setdefault(name, value)
         self._mlflow: Any = importlib.import_module("mlflow")
-        place, own = os.environ.get("MLFLOW_TRACKING_URI", ""), folder.resolve()
-        self._silent = False
-        known = _kept_name(folder, "mlflow", fresh)
+        self._failed = False
+        server, folder = os.environ.get("MLFLOW_TRACKING_URI", ""), folder.resolve()
+        known = _known_id(folder, "mlflow", fresh)
         try:
-            self._client = self._mlflow.MlflowClient(place or f"sqlite:///{own}/mlflow.db")
-            self._name = known or self._begin(config, own, bool(place))
+            self._client = self._mlflow.MlflowClient(server or f"sqlite:///{folder}/mlflow.db")
+            self._run_id = known or self._create_run(config, folder, server)
         except self._mlflow.exceptions.MlflowException as error:
             raise ValueError(f"log.mlflow={config.log.mlflow}: {' '.join(str(error).split())}") from None
-        _keep_name(folder, "mlflow", self._name)
+        _keep_id(folder, "mlflow", self._run_id)
         if known:
-            self._tell(lambda: self._client.set_terminated(known, "RUNNING"))
+            self._call(lambda: self._client.set_terminated(known, "RUNNING"))
 
-    def _begin(self, config: Config, folder: Path, elsewhere: bool) -> str:
+    def _create_run(self, config: Config, folder: Path, server: str) -> str:
         """A new run with its settings; its id."""
-        found = self._client.get_experiment_by_name(config.log.mlflow)
-        own = None if elsewhere else (folder / "mlartifacts").as_uri()
-        experiment = found.experiment_id if found else self._client.create_experiment(config.log.mlflow, own)
-        run: str = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        of = self._mlflow.entities.Param
-        settings = [of(name, str(value)) for name, value in _flatten(config.model_dump()).items()]
-        for first in range(0, len(settings), PARAMETERS_AT_ONCE):
-            self._client.log_batch(run, params=settings[first : first + PARAMETERS_AT_ONCE])
-        return run
+        experiment = self._client.get_experiment_by_name(config.log.mlflow)
+        if experiment is None:
+            artifacts = None if server else (folder / "mlartifacts").as_uri()
+            experiment_id = self._client.create_experiment(config.log.mlflow, artifacts)
+        else:
+            experiment_id = experiment.experiment_id
+        run_id: str = self._client.create_run(experiment_id, run_name=folder.name).info.run_id
+        flat = _flatten(config.model_dump())
+        parameters = [self._mlflow.entities.Param(name, str(value)) for name, value in flat.items()]
+        for first in range(0, len(parameters), MLFLOW_PARAMETERS):
+            self._client.log_batch(run_id, params=parameters[first : first + MLFLOW_PARAMETERS])
+        return run_id
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], None]) -> None:
         """Call the server, unless it has failed before; a failure is warned of once."""
-        if self._silent:
+        if self._failed:
             return
         try:
             call()
         except self._mlflow.exceptions.MlflowException as error:
-            self._silent = True
+            self._failed = True
             log.warning(f"mlflow: {' '.join(str(error).split())}; no more is sent to it until the next start")
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        now, of = int(time.time() * 1000), self._mlflow.entities.Metric
-        metrics = [of(name, value, now, step) for name, value in values.items()]
-        self._tell(lambda: self._client.log_batch(self._name, metrics))
+        now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        metrics = [metric(name, value, now, step) for name, value in values.items()]
+        self._call(lambda: self._client.log_batch(self._run_id, metrics))
 
     def write(self, values: dict[str, Any]) -> None:
         self._send(_numbers(values), values["step"])
 
     def conclude(self, results: Mapping[str, float]) -> None:
-        self._send({f"final/{name.split('/')[-1]}": value for name, value in results.items()}, 0)
+        self._send(_final(results), 0)
 
     def close(self) -> None:
-        self._tell(lambda: self._client.set_terminated(self._name))
-
-
-def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
-    """The samples as a text of TensorBoard: each with its masks numbered, and under it what is said for each."""
-    lines = []
-    for sample in samples:
-        tokens = list(sample["tokens"])
-        for number, mask in enumerate(sample["masks"], 1):
-            tokens[mask["at"]] = f" **[{number}]**"
-        lines += ["".join(map(_plain, tokens)).strip(), ""]
-        for number, mask in enumerate(sample["masks"], 1):
-            said = ", ".join(f"{_plain(word)} {p:.0%}" for word, p in mask["said"])
-            lines.append(f"{number}. **{_plain(sample['tokens'][mask['at']])}**: {said}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _plain(piece: str) -> str:
-    """A piece that Markdown shows as it is."""
-    kept = piece if piece.isprintable() else ascii(piece)
-    return kept if kept.startswith(" **[") else "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in kept)
+        self._call(lambda: self._client.set_terminated(self._run_id))
 
 
 class Sinks:
     """All sinks of a run; without a folder there are none."""
 
     def __init__(self, folder: Path | None, config: Config, step: int, saved_step: int) -> None:
-        """Goes on from `step`; `saved_step` is that of the newest checkpoint, -1 where there is none. Raises ValueError
+        """Continues from `step`; `saved_step` is that of the newest checkpoint, -1 where there is none. Raises ValueError
         where one that is asked for cannot be had."""
         self._sinks: list[Sink] = []
         if folder is None:
@@ -589,20 +604,20 @@ class Sinks:
             sink.show(step, shown)
 
     def hparams(self, results: Mapping[str, float]) -> None:
-        """The run's settings with what came of it, where a sink shows them together."""
+        """The run's settings with its final figures, where a sink shows them together."""
         for sink in self._sinks if results else ():
             sink.conclude(results)
 
     def close(self) -> None:
         """Each of them, also where another one fails, whose error is raised then."""
-        with ExitStack() as all_of_them:
+        with ExitStack() as stack:
             for sink in reversed(self._sinks):
-                all_of_them.callback(sink.close)
+                stack.callback(sink.close)
 
 
 def check_packages(config: Config) -> None:
     """Raises ValueError naming a setting whose package is not installed."""
-    for name in PACKAGES:
+    for name in SINK_PACKAGES:
         setting = getattr(config.log, name)
         if setting and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -610,8 +625,28 @@ def check_packages(config: Config) -> None:
             )
 
 
-def _names(folder: Path) -> dict[str, str]:
-    """Under which ids the run is known elsewhere; what cannot be read is as if it were not there."""
+def as_markdown(samples: Iterable[dict[str, Any]]) -> str:
+    """The samples as a text of TensorBoard: each with its masks numbered, and under it the model's words for each."""
+    lines = []
+    for sample in samples:
+        tokens = [_escaped(token) for token in sample["tokens"]]
+        answers = []
+        for number, mask in enumerate(sample["masks"], 1):
+            words = ", ".join(f"{_escaped(word)} {p:.0%}" for word, p in mask["said"])
+            answers.append(f"{number}. **{tokens[mask['at']]}**: {words}")
+            tokens[mask["at"]] = f" **[{number}]**"
+        lines += ["".join(tokens).strip(), "", *answers, ""]
+    return "\n".join(lines)
+
+
+def _escaped(token: str) -> str:
+    """A token as Markdown shows it unchanged."""
+    shown = token if token.isprintable() else ascii(token)
+    return "".join(f"\\{c}" if c in "\\`*_[]<>#|" else c for c in shown)
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    """The ids under which the run is known elsewhere; a file that cannot be read counts as absent."""
     try:
         found = json.loads((folder / SINK_IDS).read_text())
     except (OSError, ValueError):
@@ -619,13 +654,13 @@ def _names(folder: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def _kept_name(folder: Path, sink: str, fresh: bool) -> str:
-    """The run's id at a sink; "" where it begins, or had none."""
-    return "" if fresh else _names(folder).get(sink, "")
+def _known_id(folder: Path, sink: str, fresh: bool) -> str:
+    """The run's id at a sink; "" where the run starts, or had none."""
+    return "" if fresh else _ids(folder).get(sink, "")
 
 
-def _keep_name(folder: Path, sink: str, name: str) -> None:
-    write_whole(folder / SINK_IDS, (json.dumps(_names(folder) | {sink: name}) + "\n").encode())
+def _keep_id(folder: Path, sink: str, run_id: str) -> None:
+    write_whole(folder / SINK_IDS, (json.dumps(_ids(folder) | {sink: run_id}) + "\n").encode())
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -633,18 +668,21 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if "/" in name and isinstance(value, int | float)}
 
 
+def _final(results: Mapping[str, float]) -> dict[str, float]:
+    return {f"final/{name.split('/')[-1]}": value for name, value in results.items()}
+
+
 def _step(line: str) -> float:
+    """The step of a line; infinite for one that a kill cut short, which is dropped with the steps that are repeated."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # a line cut short by a kill is dropped with the steps that will be redone
+        return math.inf
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`section.key` -> value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -38,7 +38,7 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
 from megabert.engine.profiler import Profiler
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
-from megabert.metrics import Meter, Shown, check_packages, matmul_tflops, progress_line
+from megabert.metrics import PretrainingMeter, Shown, check_packages, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
 from megabert.training import measured_choice
@@ -53,7 +53,7 @@ class Pretraining:
         self.config, self.world, self.engine = config, world, engine
         self.dataset, self.tokenizer = dataset, tokenizer
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
-        self.meter = Meter(world, config.model, engine.terms, peak)
+        self.meter = PretrainingMeter(world, config.model, engine.terms, peak)
         self.shown = Shown()
         self._samples: HeldOutSamples | None = None  # read at the first evaluation
 

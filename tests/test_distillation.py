@@ -16,7 +16,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
-from megabert.metrics import figures, measured
+from megabert.metrics import figures
 from megabert.model import BertForPreTraining
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
@@ -202,7 +202,7 @@ def weighed(world: World, teacher: str) -> dict[str, Any]:
         weights = {"distill__mlm": mlm, "distill__soft": soft, "distill__cosine": cosine}
         cfg = config(Path(teacher), model__nsp=False, optimizer__clip=1e9, **weights)
         result = Engine(cfg, lambda cfg=cfg: student(cfg), world).train_update(tiny.update(0, cfg, world), 0.003)
-        values = figures(measured(result), ("mlm", "", "soft", "cosine"))
+        values = figures(result, ("mlm", "", "soft", "cosine"))
         found[f"{mlm:g} {soft:g} {cosine:g}"] = values | {"host": float(result.host_loss)}
     return found
 

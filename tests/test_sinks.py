@@ -195,7 +195,8 @@ def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
     opened = Sinks(tmp_path, configuration.load("tiny", ["log.tensorboard=false"]), 0, -1)
     lines = opened._sinks[0]
     assert isinstance(lines, JsonLines)
+    opened.write({"step": 1})
     opened._sinks.insert(0, Broken())
     with pytest.raises(OSError, match="its disk is full"):
         opened.close()
-    assert lines._file.closed
+    assert lines._file is not None and lines._file.closed

@@ -7,14 +7,12 @@ and others do not (2^-64 by chance). Damaged rows, which were left out, are coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from megabert.data.batch import VACANT, Update
 from megabert.data.masking import stream_keys
-from megabert.distributed.process_group import World
 
 DIGEST_STREAM = 0x646967657374  # keeps these hashes apart from order and masks
 MODULUS = 1 << 64
@@ -29,10 +27,11 @@ def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
 class RowDigest:
     """Rows seen and rows left out since the run's first update, on all ranks together."""
 
-    def __init__(self, world: World, digest: int = 0, damaged: int = 0) -> None:
+    def __init__(self, digest: int = 0, damaged: int = 0) -> None:
         """`digest` and `damaged` are those of the updates before this process."""
-        self._world, self._digest, self._damaged = world, digest, damaged
-        self._own_digest = self._own_damaged = 0  # of this rank's rows since
+        self._digest, self._damaged = digest, damaged
+        # of this rank's rows since
+        self._own_digest = self._own_damaged = 0
         self._reported: set[int] = set()
 
     def add(self, update: Update) -> list[str]:
@@ -45,16 +44,12 @@ class RowDigest:
         return list(new.values())
 
     @property
-    def own(self) -> list[int]:
-        """This rank's part of what `of_sums` takes summed over the ranks."""
+    def counts(self) -> dict[str, int]:
+        """This rank's rows; the digest in halves, whose sums over any number of ranks fit 64 bits."""
         digest = self._own_digest % MODULUS
-        return [digest >> 32, digest & 0xFFFFFFFF, self._own_damaged]
+        return {"digest high": digest >> 32, "digest low": digest & 0xFFFFFFFF, "damaged": self._own_damaged}
 
-    def totals(self) -> dict[str, Any]:
-        """{"row_digest": int, "damaged_rows": int} of all ranks. A collective."""
-        return self.of_sums(self._world.sum_ints(self.own))
-
-    def of_sums(self, sums: Sequence[int]) -> dict[str, Any]:
-        """`totals` from the sums of `own` over the ranks."""
-        high, low, damaged = sums
-        return {"row_digest": (self._digest + (high << 32) + low) % MODULUS, "damaged_rows": self._damaged + damaged}
+    def totals(self, sums: Mapping[str, int]) -> dict[str, int]:
+        """{"row_digest", "damaged_rows"} of all ranks, from the `sums` of their counts ({}: none since)."""
+        own = (sums.get("digest high", 0) << 32) + sums.get("digest low", 0)
+        return {"row_digest": (self._digest + own) % MODULUS, "damaged_rows": self._damaged + sums.get("damaged", 0)}

@@ -33,17 +33,19 @@ SETTLE_SECONDS = 0.2  # gloo threads let go of a collective in microseconds, on 
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A collective that was begun."""
+class Gathering:
+    """A gathering of integers that was started: row r is what rank r sends."""
 
-    tensor: torch.Tensor
-    work: dist.Work | None
+    rows: list[list[int]] | torch.Tensor
+    work: dist.Work | None = None
 
-    def result(self) -> list[int]:
-        """What came of it; waits for the ranks that have not yet begun it."""
+    def result(self) -> list[list[int]]:
+        """The rows; waits for the ranks that have not yet started it."""
+        if isinstance(self.rows, list):
+            return self.rows
         if self.work is not None:
             wait_for_ranks(self.work)
-        return self.tensor.tolist()
+        return self.rows.tolist()
 
 
 def wait_for_ranks(work: dist.Work) -> None:
@@ -80,16 +82,13 @@ class World:
         """Element-wise maxima over the ranks; every rank passes as many values."""
         return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
 
-    def start_max_ints(self, values: Sequence[int]) -> Pending:
-        """Element-wise maxima over the ranks, on their way while this rank goes on."""
-        tensor, work = torch.tensor(list(values), dtype=torch.int64), None
-        if self.size > 1:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control, async_op=True)
-        return Pending(tensor, work)
-
-    def slots(self, value: int) -> list[int]:
-        """`value` in this rank's place among zeros: summed over the ranks, what each of them has."""
-        return [value if rank == self.rank else 0 for rank in range(self.size)]
+    def start_gather(self, values: Sequence[int]) -> Gathering:
+        """The ranks' values, as many on each, on their way while this rank continues."""
+        if self.size == 1:
+            return Gathering([list(values)])
+        own = torch.tensor([list(values)], dtype=torch.int64)
+        rows = own.new_empty(self.size, len(values))
+        return Gathering(rows, dist.all_gather_into_tensor(rows, own, group=_control, async_op=True))
 
     def gather_ints(self, values: Sequence[int]) -> list[int]:
         """The values of all ranks, in rank order; ranks may pass different numbers of them."""

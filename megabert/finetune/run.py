@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from megabert.config import Config
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine, UpdateResult
+from megabert.engine import Engine
 from megabert.finetune.batches import Update, steps_per_epoch
-from megabert.metrics import Shown, Window
-from megabert.trainer import Trainer, Updates
+from megabert.metrics import Meter, Shown
+from megabert.trainer import Trainer
 
 RESULT = "result.json"
 
@@ -124,32 +124,22 @@ class Best:
     waited: int = 0
 
 
-class TaskMeter(Window):
+class TaskMeter(Meter):
     """Items and tokens a second, loss and accuracy, between two log lines."""
 
-    def __init__(self, world: World, terms: Sequence[str]) -> None:
-        super().__init__(world, counts=2)  # items, tokens
-        self._terms = terms  # one
+    def counts_of(self, update: Update) -> dict[str, int]:
+        items = sum(batch.items for batch in update.batches)
+        return {"perf/items_per_sec": items, "perf/tokens_per_sec": update.tokens}
 
-    def add(self, result: UpdateResult, update: Update) -> None:
-        """One update. The figures of a skipped update are not averaged in, its counts are."""
-        self._counts[0] += sum(batch.items for batch in update.batches)
-        self._counts[1] += sum(batch.tokens for batch in update.batches)
-        self._means.add(result)
-
-    def drain(self, counts: Sequence[int]) -> dict[str, float]:
-        """Means since the last call; `counts` are summed over all ranks."""
-        items, tokens = counts
-        seconds = max(self._seconds, 1e-9)
-        values = self._means.figures(self._terms)
-        if values:
-            (kind,) = self._terms
-            accuracy = values.pop(f"train/{kind}_accuracy")
-            del values[f"train/{kind}_loss"]  # the loss itself
-            if kind != "score":
-                values["train/accuracy"] = accuracy
-        self.reset()
-        return values | {"perf/items_per_sec": items / seconds, "perf/tokens_per_sec": tokens / seconds}
+    def drain(self) -> dict[str, float]:
+        values = super().drain()
+        (kind,) = self._terms
+        accuracy = values.pop(f"train/{kind}_accuracy", None)
+        # the loss itself
+        values.pop(f"train/{kind}_loss", None)
+        if accuracy is not None and kind != "score":
+            values["train/accuracy"] = accuracy
+        return values
 
 
 class Run:
@@ -172,7 +162,7 @@ class Run:
         self.module: Any = module
         self.world, self.items, self.metric = world, items, metric
         self.engine = Engine(config, module, world)
-        self.meter = TaskMeter(world, self.engine.terms)
+        self.meter = TaskMeter(self.engine.terms)
         self.best, self.shown = Best(), Shown()
         per_epoch = steps_per_epoch(items, settings.batch)
         parts = range(1, settings.epochs * settings.evaluations + 1)
@@ -197,7 +187,7 @@ class Run:
         checkpoints = Checkpoints(self.folder, self.world, self.config.checkpoint)
         path, saved = checkpoints.latest(), None
         if path is not None:
-            saved = upgraded(checkpoints.load(self.engine, path))
+            saved = checkpoints.load(self.engine, path)
             log.info(f"{self.name}  resuming at step {saved['step']}")
         trainer = Trainer(
             config=self.config,
@@ -237,7 +227,7 @@ class Run:
 
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
-    def updates(self, first: int, share_used: Callable[[int], float]) -> Updates:
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[Any]:
         """This rank's updates from number `first` on, without end."""
         raise NotImplementedError
 
@@ -280,17 +270,6 @@ class Run:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         self.best = Best(**saved["best"])
-
-
-def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state as the Trainer writes it, also from one of version 0.1.0, which kept `progress` apart."""
-    if "progress" not in saved:
-        return saved
-    old = saved["progress"]
-    best = {"step": old["best_step"], "scores": old["best"], "waited": old["waited"]}
-    rows = {"row_digest": 0, "damaged_rows": 0, "losses": []}
-    counters = {"cursor": old["step"], "seconds": old["seconds"], "bad": old["skipped"], "skipped": 0, "spiked": 0}
-    return {"step": old["step"], "config": saved["config"], "best": best} | counters | rows
 
 
 def write_json(path: Path, tree: Any) -> None:

@@ -38,7 +38,7 @@ def all_reduce(group: dist.ProcessGroup, size: int = 1000) -> dist.Work:
 
 def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: Fault, failed: int) -> None:
     """Two sums on the device an update, waited for every second one, and flags between the hosts, an update late."""
-    works, flags = [], world.start_max_ints([0])
+    works, flags = [], world.start_gather([0])
     for step in range(1, 200):
         if step == BAD_STEP and world.rank == failed:
             fault(world, device)
@@ -47,7 +47,7 @@ def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: 
             synchronize(works)
             works = []
         flags.result()
-        flags = world.start_max_ints([step])
+        flags = world.start_gather([step])
         watchdog.progress(step)
 
 
@@ -72,7 +72,7 @@ def gathers_alone(world: World, device: dist.ProcessGroup) -> None:
 
 def leaves_sums_out(world: World, device: dist.ProcessGroup) -> None:
     global all_reduce
-    all_reduce = lambda group, size=1000: world.start_max_ints([0]).work  # noqa: E731
+    all_reduce = lambda group, size=1000: world.start_gather([0]).work  # noqa: E731
 
 
 def is_stopped(world: World, device: dist.ProcessGroup) -> None:

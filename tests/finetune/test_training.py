@@ -16,10 +16,8 @@ from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, encoding, save, search, tasks, training
-from megabert.finetune.run import upgraded
 from megabert.finetune.training import Data, FineTuning, Settings, Split
 from megabert.hf import Pretrained
-from megabert.trainer import TrainState
 from tests.helpers import finetune_problem
 from tests.helpers.loop import StopAt
 from tests.helpers.ranks import run_ranks
@@ -139,30 +137,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
         return [json.loads(line) | {"time/train_seconds": 0} for line in lines if "dev/" in line]
 
     assert dev_lines(tmp_path / "whole") == dev_lines(tmp_path / "parts")
-
-
-def test_a_checkpoint_of_version_0_1_goes_on(base, tmp_path, world) -> None:
-    """Its state had `progress` apart, and no counters of rows."""
-    state = upgraded(
-        {
-            "step": 7,
-            "config": {"seed": 1},
-            "progress": {
-                "step": 7,
-                "seconds": 2.5,
-                "waited": 1,
-                "best_step": 4,
-                "best": {"accuracy": 0.5},
-                "skipped": 0,
-            },
-        }
-    )
-    start = pretrained.load(base / "run")
-    run = FineTuning(tmp_path, "name", data_of(base, "classify", start), start, SETTINGS, world)
-    run.resume(state)
-    assert (run.best.step, run.best.scores, run.best.waited) == (4, {"accuracy": 0.5}, 1)
-    assert TrainState.of(state) == TrainState(step=7, cursor=7, seconds=2.5)
-    assert upgraded(state) is state
 
 
 def test_seeds_differ_and_a_seed_repeats(base, tmp_path, world) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from megabert.config import Config
 from megabert.distributed.process_group import World
 from megabert.engine import Engine
-from megabert.metrics import Meter, Shown
+from megabert.metrics import PretrainingMeter, Shown
 from tests.helpers import tiny
 
 
@@ -55,7 +55,7 @@ class Workload:
     def __init__(self, cfg: Config, world: World, engine: Engine, count: int, saved_at: int) -> None:
         self.made = [Update(step, tiny.update(step, cfg, world).batches) for step in range(count)]
         self.saved_at = saved_at
-        self.meter = Meter(world, cfg.model, engine.terms, 1.0)
+        self.meter = PretrainingMeter(world, cfg.model, engine.terms, 1.0)
 
     def updates(self, first: int, share_used: Any) -> Iterator[Update]:
         yield from self.made[first:]
