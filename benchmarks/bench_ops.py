@@ -1,15 +1,13 @@
 """Speed of the fused operations against what torch users write, forward and backward, on the CPU or a GPU.
 
-    python benchmarks/bench_ops.py [--device cuda] [--small] [--only mlm_loss …] [--json FILE]
+    python benchmarks/bench_ops.py [--device cuda] [--small] [--only attention …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; sides run in turn in one process (on a GPU in CUDA graphs, whose replays are timed by events) and
-medians are compared. `mlm_loss` stands beside its three
-matrix products alone; `softmax_mask` beside torch's scale, mask, softmax and dropout, and as attention beside
-scaled_dot_product_attention with the same mask; `bias_gelu`, `bias_geglu`, `rotate` and `dropout_add_layer_norm` beside eager
-and compiled torch;
-`optimizer` is a step over two layers and the embeddings: Muon's beside AdamW's, LAMB's, and torch.optim.Muon with AdamW.
-Extra memory is the growth at the peak of one call. On a GPU each operation's bytes (every tensor it must read or write,
-once) are given as a share of the measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
+BERT-LARGE's sizes, bf16; sides run in turn in one process and medians are compared (on a GPU in CUDA graphs, whose replays are
+timed by events). `mlm_loss` stands beside its three matrix products alone; `attention` is that of packed rows, beside
+scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` stand beside
+eager and compiled torch; `optimizer` is one step of Muon beside AdamW's, LAMB's, and torch.optim.Muon with AdamW. Extra memory
+is the growth at the peak of one call. Bytes (each tensor that must be read or written, once) are given as a share of the
+measured copy bandwidth. ratio is the peer's time over ours; above 1 is better.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, kernel_times, quantiles, synchronise
-from benchmarks.ops.cases import Call, Case, Maker, size_of
-from benchmarks.ops.layer import layer
+from benchmarks.common.measure import Memory, copy_bandwidth, kernel_times, quantiles, synchronise
 from megabert import ops
 from megabert.common.malloc import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
@@ -39,8 +36,62 @@ from megabert.model import BertForPreTraining
 from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices
 
+Call = Callable[[], object]
+# (rows, tokens of a row) of attention: the published figure's on the CPU, 16,384 tokens on a GPU
+ATTENTION = {"cpu": [(8, 512)], "cuda": [(128, 128), (32, 512)]}
 
-def mlm_loss(make: Maker, small: bool) -> list[Case]:
+
+@dataclass
+class OpCase:
+    """One operation at one size: what runs, and which sides are compared."""
+
+    name: str
+    size: str
+    sides: dict[str, Call]
+    comparisons: list[tuple[str, str]]  # (ours, peer)
+    # that a side has to move, each tensor once
+    bytes: dict[str, int] = field(default_factory=dict)
+    # sides whose memory is measured
+    extra_memory: tuple[str, ...] = ()
+    what: str = "forward and backward"
+
+
+class Maker:
+    """Random tensors on the device, and forward + backward of a function as one call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(1)
+        self.seed = torch.tensor([1234], device=device)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        value = torch.randn(*shape, generator=self.generator) * scale
+        return value.to(self.device, torch.bfloat16)
+
+    def both_ways(self, function: Callable[..., Any], *inputs: Tensor) -> Call:
+        """Forward and backward; the gradient of the first output is random, or 1 for a scalar."""
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        with torch.no_grad():
+            first = first_of(function(*leaves))
+        grad = torch.ones_like(first) if first.dim() == 0 else self.normal(*first.shape).to(first.dtype)
+
+        def call() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            first_of(function(*leaves)).backward(grad)
+
+        return call
+
+
+def first_of(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def size_of(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
     count, width, entries = (64, 32, 512) if small else (2048, 1024, 30528)
     hidden, weight, bias = (make.normal(count, width), make.normal(entries, width, scale=0.02), make.normal(entries))
     labels = torch.randint(0, entries, (count,), generator=make.generator).to(make.device)
@@ -54,93 +105,156 @@ def mlm_loss(make: Maker, small: bool) -> list[Case]:
     def plain(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
 
-    def with_copy(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(h, w, b).float(), labels, reduction="sum")
-
     inputs = (hidden, weight, bias)
     sides = {
         "ours": make.both_ways(lambda h, w, b: ops.mlm_loss(h, w, b, labels, entries, "native"), *inputs),
         "three products alone": products,
         "torch": make.both_ways(plain, *inputs),
-        "torch, fp32 copy": make.both_ways(with_copy, *inputs),
     }
-    peers = [("ours", name) for name in sides if name != "ours"]
-    size = f"{count} x {width} x {entries}"
     rows = {
         "ours": make.both_ways(lambda x: ops.mlm_loss_of_logits(x, labels, "native"), logits),
         "torch": make.both_ways(lambda x: F.cross_entropy(x, labels, reduction="sum"), logits),
     }
-    moved = {"ours": 4 * size_of(logits)}  # the copy is read and written, the loss pass reads and writes it
+    peers = [("ours", name) for name in sides if name != "ours"]
+    # the copy of the logits is read and written, the loss pass reads and writes it
+    moved = {"ours": 4 * size_of(logits)}
     return [
-        Case("mlm_loss", size, sides, peers, extra_memory=("ours", "torch")),
-        Case("mlm_loss from logits", f"{count} x {entries}", rows, [("ours", "torch")], moved),
+        OpCase("mlm_loss", f"{count} x {width} x {entries}", sides, peers, extra_memory=("ours", "torch")),
+        OpCase("mlm_loss from logits", f"{count} x {entries}", rows, [("ours", "torch")], moved),
     ]
 
 
-def softmax_mask(make: Maker, small: bool) -> list[Case]:
-    batch, heads, width, size = (2, 2, 32, 16) if small else (8, 16, 512, 64)
-    cut = width * 2 // 3  # two sequences in each row
-    start = torch.zeros(batch, width, dtype=torch.int32)
+def packed_bounds(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """key_start, key_end int32 [B, T] and lengths int32 [B, 2] of rows that hold two sequences each."""
+    cut = width * 2 // 3
+    start = torch.zeros(rows, width, dtype=torch.int32)
     start[:, cut:] = cut
     end = torch.full_like(start, width)
     end[:, :cut] = cut
-    start, end = start.to(make.device), end.to(make.device)
-    key = torch.arange(width, device=make.device)
-    mask = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
-    full_start, full_end = torch.zeros_like(start), torch.full_like(end, width)
-    scores, scale, p = make.normal(batch, heads, width, width), size**-0.5, 0.1
+    lengths = torch.tensor([[cut, width - cut]], dtype=torch.int32).expand(rows, 2)
+    return start.to(device), end.to(device), lengths.to(device)
 
-    def ours(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        return ops.fused_softmax_mask(x, key_start=first, key_end=last, scale=scale, p=p, seed=make.seed)
+
+def softmax_mask(make: Maker, small: bool) -> list[OpCase]:
+    rows, heads, width, size = (2, 2, 32, 16) if small else (8, 16, 512, 64)
+    start, end, _ = packed_bounds(rows, width, make.device)
+    key = torch.arange(width, device=make.device)
+    mask = ((key >= start[..., None]) & (key < end[..., None]))[:, None]  # (B, 1, T, T)
+    scores, scale, p = make.normal(rows, heads, width, width), size**-0.5, 0.1
+
+    def ours(x: Tensor) -> Tensor:
+        return ops.fused_softmax_mask(x, key_start=start, key_end=end, scale=scale, p=p, seed=make.seed)
 
     def plain(x: Tensor) -> Tensor:
         return F.dropout((x * scale).masked_fill(~mask, -torch.inf).softmax(-1), p)
 
-    qkv = make.normal(batch, width, 3 * heads * size)
+    sides = {"ours": make.both_ways(ours, scores), "torch": make.both_ways(plain, scores)}
+    shape = f"[{rows}, {heads}, {width}, {width}], dropout {p}"
+    return [OpCase("softmax_mask", shape, sides, [("ours", "torch")], extra_memory=("ours", "torch"))]
 
-    def attend(backend: str, inputs: list[Tensor], p: float) -> Call:
-        return make.both_ways(lambda x: ops.attend(x, heads, inputs, p, make.seed, 0, backend), qkv)
 
-    moved = {"ours, whole rows": 6 * size_of(scores)}  # scores, out, probs; grad, probs, dscores
-    sides = {
-        "ours": make.both_ways(lambda x: ours(x, start, end), scores),
-        "ours, whole rows": make.both_ways(lambda x: ours(x, full_start, full_end), scores),
-        "torch": make.both_ways(plain, scores),
-    }
-    shape = f"[{batch}, {heads}, {width}, {width}], dropout {p}"
-    cases = [
-        Case("softmax_mask", shape, sides, [("ours", "torch"), ("ours, whole rows", "torch")], moved, ("ours", "torch"))
-    ]
-    native = ["native"] if ops.has_kernel("attention", make.device.type) else []
-    for chance in (0.1, 0.0):
-        sides = {name: attend(name, [start, end], chance) for name in ("fused_softmax", *native)}
-        peers = [(name, "sdpa") for name in sides]
-        sides["sdpa"] = attend("sdpa", [mask], chance)
-        cases.append(Case("attention", f"[{batch}, {heads}, {width}, {size}], dropout {chance}", sides, peers))
+def attention(make: Maker, small: bool) -> list[OpCase]:
+    device = make.device.type
+    heads, size = (2, 16) if small else (16, 64)
+    obstacles = ops.obstacles("attention", device, torch.bfloat16, head_size=size)
+    cases = []
+    for rows, width in [(2, 32)] if small else ATTENTION[device]:
+        bounds = packed_bounds(rows, width, make.device)
+        qkv = make.normal(rows, width, 3 * heads * size)
+
+        def side(backend: str, p: float, qkv: Tensor = qkv, bounds: Any = bounds) -> Call:
+            inputs = ops.attention_inputs(backend, *bounds)
+            return make.both_ways(lambda x: ops.attend(x, heads, inputs, p, make.seed, 0, backend), qkv)
+
+        for p in (0.1, 0.0):
+            sides = {backend: side(backend, p) for backend, obstacle in obstacles.items() if not obstacle}
+            ours = [backend for backend in sides if backend in ("native", "fused_softmax")]
+            peers = [(mine, peer) for mine in ours for peer in sides if peer not in ours]
+            cases.append(OpCase("attention", f"[{rows}, {heads}, {width}, {size}], dropout {p}", sides, peers))
     return cases
 
 
-def optimizer(make: Maker, small: bool) -> list[Case]:
+def layer(make: Maker, small: bool) -> list[OpCase]:
+    """The element-wise operations of a layer."""
+    rows, width, size = (64, 48, 16) if small else (8192, 1024, 64)
+    ffn, heads = 4 * width, width // size
+    compiled = torch.compile if not small else (lambda f, **_: f)
+
+    def case(
+        name: str, shape: str, ours: Callable[..., Any], plain: Callable[..., Any], inputs: Any, moved: int
+    ) -> Any:
+        sides = {
+            "ours": make.both_ways(ours, *inputs),
+            "torch": make.both_ways(plain, *inputs),
+            "torch.compile": make.both_ways(compiled(plain, dynamic=False), *inputs),
+        }
+        return OpCase(name, shape, sides, [("ours", "torch"), ("ours", "torch.compile")], {"ours": moved})
+
+    def geglu(x: Tensor, b: Tensor) -> Tensor:
+        value, gate = (x + b).chunk(2, -1)
+        return F.gelu(value) * gate
+
+    angles = ops.rotation(torch.arange(rows, device=make.device) % 128, size)
+    cos, sin = (t[:, None, None].to(torch.bfloat16) for t in angles)
+
+    def rotated(x: Tensor) -> Tensor:
+        query_key, value = x.view(rows, 3, heads, size).split([2, 1], 1)
+        first, second = query_key.chunk(2, -1)
+        query_key = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([query_key, value], 1)
+
+    def norm(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return F.layer_norm(r + F.dropout(x + b, 0.1), (width,), w, s, 1e-12)
+
+    def our_norm(x: Tensor, r: Tensor, b: Tensor, w: Tensor, s: Tensor) -> Any:
+        return ops.dropout_add_layer_norm(x, b, r, w, s, 0.1, 1e-12, make.seed, 0, "native")
+
+    narrow, wide = (make.normal(rows, ffn), make.normal(ffn)), (make.normal(rows, 2 * ffn), make.normal(2 * ffn))
+    qkv, vectors = make.normal(rows, 3 * width), [make.normal(width) for _ in range(3)]
+    y, residual = make.normal(rows, width), make.normal(rows, width)
+    return [
+        case(
+            "bias_gelu", f"[{rows}, {ffn}]", lambda x, b: ops.bias_gelu(x, b, "native"), lambda x, b: F.gelu(x + b),
+            narrow, 5 * size_of(narrow[0]),
+        ),
+        case(
+            "bias_geglu", f"[{rows}, 2 x {ffn}]", lambda x, b: ops.bias_geglu(x, b, "native"), geglu,
+            wide, 8 * size_of(narrow[0]),
+        ),
+        case(
+            "rotate", f"[{rows}, 3 x {width}]", lambda x: ops.rotate(x, heads, angles, "native"), rotated,
+            (qkv,), 4 * size_of(qkv),
+        ),
+        # x, residual, y, z; grad, z, dx, dresidual
+        case(
+            "dropout_add_layer_norm", f"[{rows}, {width}], dropout 0.1", our_norm, norm,
+            (y, residual, *vectors), 8 * size_of(y),
+        ),
+    ]  # fmt: skip
+
+
+def optimizer(make: Maker, small: bool) -> list[OpCase]:
     """Norm, clip and update of fp32 weights; every step starts from the same gradients."""
     width, vocab = (32, 512) if small else (1024, 30_000)
-    shape = ModelConfig(layers=2, hidden=width, heads=width // 16, vocab_size=vocab)
+    layers = 24 if make.device.type == "cuda" and not small else 2
+    shape = ModelConfig(layers=layers, hidden=width, heads=width // 16, vocab_size=vocab)
     plain = OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch")
 
-    def build() -> tuple[BertForPreTraining, list[Tensor], Callable[[], None]]:
+    def build() -> tuple[BertForPreTraining, list[Tensor], Call]:
         with make.device:
             model = BertForPreTraining(shape, plain, make.device.type)
             start = [torch.randn(p.shape) * 1e-3 for p in model.parameters()]
-            held = [torch.empty_like(gradient) for gradient in start]
-        for parameter, gradient in zip(model.parameters(), held, strict=True):
+            gradients = [torch.empty_like(gradient) for gradient in start]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        return model, held, lambda: torch._foreach_copy_(held, start)
+        return model, gradients, lambda: torch._foreach_copy_(gradients, start)
 
     def ours(name: Literal["adamw", "lamb", "muon"]) -> Call:
         model, gradients, begin = build()
         update = build_optimizer(OptimizerConfig(name=name), model, dtype=torch.bfloat16)
         for group in update.param_groups:
-            if "capturable" in group:  # torch refuses to be captured otherwise; what runs is the same kernel
-                group["capturable"] = True
+            # torch refuses to capture it otherwise; the same kernel runs
+            group |= {"capturable": True} if "capturable" in group else {}
         update.attach()
 
         def call() -> None:
@@ -152,9 +266,9 @@ def optimizer(make: Maker, small: bool) -> list[Case]:
 
     def theirs() -> Call:
         model, _, begin = build()
-        parameters = list(model.parameters())
-        matrices = [p for n, p in enumerate(parameters) if n in find_matrices(model)]
-        rest = [p for n, p in enumerate(parameters) if n not in find_matrices(model)]
+        parameters, found = list(model.parameters()), find_matrices(model)
+        matrices = [p for n, p in enumerate(parameters) if n in found]
+        rest = [p for n, p in enumerate(parameters) if n not in found]
         updates = (
             torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=1e-4, fused=True, capturable=make.device.type == "cuda"),
@@ -171,22 +285,20 @@ def optimizer(make: Maker, small: bool) -> list[Case]:
     sides = {name: ours(name) for name in ("adamw", "lamb", "muon")} | {"torch's Muon and AdamW": theirs()}
     peers = [("muon", name) for name in sides if name != "muon"]
     count = sum(p.numel() for p in build()[0].parameters())
-    return [Case("optimizer", f"{count / 1e6:.1f} M parameters", sides, peers, what="one step")]
+    return [OpCase("optimizer", f"{count / 1e6:.1f} M parameters", sides, peers, what="one step")]
 
 
-CASES = {"mlm_loss": mlm_loss, "softmax_mask": softmax_mask, "layer": layer, "optimizer": optimizer}
-
-
-def copy_bandwidth(device: torch.device, small: bool) -> float:
-    """Bytes a second of a copy larger than any cache, reads and writes together."""
-    source = torch.zeros((1 << 16 if small else 1 << 28), dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    times = kernel_times({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
-    return 2 * size_of(source) / min(times)
+CASES = {
+    "mlm_loss": mlm_loss,
+    "softmax_mask": softmax_mask,
+    "attention": attention,
+    "layer": layer,
+    "optimizer": optimizer,
+}
 
 
 def extra_memory(call: Call, device: torch.device) -> int:
-    """Bytes by which one call goes above what is held before it."""
+    """Bytes by which the peak of one call is above what was allocated before it."""
     memory = Memory(device)
     call()
     before = memory.now()
@@ -196,18 +308,18 @@ def extra_memory(call: Call, device: torch.device) -> int:
     return max(0, memory.peak() - before)
 
 
-def measure(case: Case, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
-    times = kernel_times(case.sides, device, rounds, seconds)
-    medians = {name: quantiles(values)["p50"] for name, values in times.items()}
+def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
+    times = {name: quantiles(found) for name, found in kernel_times(case.sides, device, rounds, seconds).items()}
     return {
         "op": case.name,
         "size": case.size,
         "what": case.what,
-        "seconds": {name: quantiles(values) for name, values in times.items()},
+        "seconds": times,
         "extra_memory_mib": {name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory},
-        "bandwidth_share": {name: size / medians[name] / bandwidth for name, size in case.bytes.items()},
+        "bandwidth_share": {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items()},
         "comparisons": [
-            {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer, "ratio": medians[peer] / medians[ours]}
+            {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer}
+            | {"ratio": times[peer]["p50"] / times[ours]["p50"]}
             for ours, peer in case.comparisons
         ],
     }
@@ -240,19 +352,17 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     keep_freed_memory()
     print(hardware.describe(), flush=True)
-    bandwidth = copy_bandwidth(device, args.small)
+    bandwidth = copy_bandwidth(device, 1 << 16 if args.small else 1 << 28)
     ceiling = matmul_tflops(device, torch.bfloat16, 0.05 if args.small else 0.5)
     print(f"copy {bandwidth / 1e9:.1f} GB/s, bf16 matrix product {ceiling:.3f} TFLOP/s")
     results = []
     for name in args.only:
-        for case in CASES[name](Maker(device, torch.bfloat16), args.small):
+        for case in CASES[name](Maker(device), args.small):
             results.append(measure(case, device, args.rounds, bandwidth, 0.0 if args.small else 0.2))
             show(results[-1])
-    report = {
-        "benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads(),
-        "copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling, "results": results,
-    }  # fmt: skip
     if args.json:
+        report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
+        report |= {"copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling, "results": results}
         hardware.write_json(args.json, report)
     return 0
 

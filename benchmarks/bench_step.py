@@ -4,13 +4,13 @@
 
 Ours is the project's own step: packed rows, `Engine.train_update` (DeepSpeed, in 16 bits with fp32 masters, AdamW, clipping).
 The peer is `BertForPreTraining` as its users run it: sdpa, autocast over fp32 weights, fused AdamW, clipping, one sequence a
-row, padded. Both compute in `--precision`, which is what the device is fastest in unless it is named. Both take the very same sequences, masks and labels in each update, in as many micro-steps, so
-real tokens, predictions and losses are equal (the losses are shown). Rows are read and batches made before the clock
-starts. Ours keeps freed memory as `megabert.train` does; the peer has the pool too, and for blocks
-from 32 MiB on glibc's mappings, as it would without us. MFU is against the best matrix product measured in the same run,
-and against the datasheet's peak where the device is known; "real" counts what the real tokens need, "executed" what is
-computed. Memory is the growth of the process by weights and optimizer plus the peak of a step.
-Quantiles are over the updates; ratio is the median of the ratios of neighbouring updates.
+row, padded. Both compute in `--precision`, by default the fastest one of the device, and take the same sequences, masks and
+labels in as many micro-steps, so that real tokens, predictions and losses are equal (the losses are shown). Batches are made
+before the clock starts. On a GPU a time is that of several updates in a row, for which the host does not wait. Ours keeps freed
+memory as `megabert train` does; the peer has the pool too, and for blocks from 32 MiB on glibc's mappings, as it would without
+us. MFU is against the best matrix product measured in the same run, and against the datasheet's peak where the device is known;
+"real" counts what the real tokens need, "executed" what is computed. Memory is the growth of the process by weights and
+optimizer plus the peak of a step. Ratio is the median of the ratios of neighbouring times.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 import torch
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, quantiles, synchronise
-from benchmarks.peers.hf_step import HuggingFace, padded
+from benchmarks.common.measure import Memory, costliest_kernels, quantiles, synchronise
+from benchmarks.peers.hf_step import HuggingFaceStep, padded
 from megabert import config as configuration
 from megabert.common.malloc import M_MMAP_MAX, keep_freed_memory
 from megabert.config import Config
@@ -45,15 +45,21 @@ from megabert.metrics import datasheet_tflops, matmul_tflops, training_flops
 from megabert.model import BertForPreTraining
 
 SIZES = {
+    "tiny": {"layers": 2, "hidden": 64, "heads": 2},
     "mini": {"layers": 4, "hidden": 256, "heads": 4},
     "base": {"layers": 12, "hidden": 768, "heads": 12},
     "large": {"layers": 24, "hidden": 1024, "heads": 16},
 }
 M_MMAP_THRESHOLD = -3  # malloc.h of glibc
-PIECES = 8_000  # without --data; the documentation of few installations gives the published number
-PUBLISHED = 30_522  # entries of the model then
-WARM_UP = 2  # updates before the timed ones: one to allocate, one to read memory
-LR = 1e-5  # small: the losses of both stay comparable
+# vocabulary of the dataset without --data (the documentation of few installations gives the published number), and the
+# entries of the model then
+VOCABULARY, PUBLISHED = 8_000, 30_522
+# times before those that count: one to allocate, one to read memory
+WARM_UP = 2
+# updates of one time
+IN_A_ROW = {"cpu": 1, "cuda": 8}
+# small: the losses of both stay comparable
+LR = 1e-5
 HF = "hf BertForPreTraining"
 
 
@@ -66,7 +72,7 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
             "model": model,
             "precision": args.precision,
             "batch": {"micro_size": rows, "global_size": rows * args.accumulation},
-            "optimizer": {"lr": LR},
+            "optimizer": {"name": args.optimizer, "lr": LR},
             "schedule": {"name": "constant", "warmup_steps": 0},
             "zero": {"stage": args.zero},
             "ops": dict(choice.split("=", 1) for choice in args.ops),
@@ -74,18 +80,19 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
     )
 
 
-class Ours:
+class OurStep:
     """The project's training step."""
 
     def __init__(self, cfg: Config, world: process_group.World) -> None:
-        torch.manual_seed(cfg.seed)
-        module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
+        with world.device:
+            torch.manual_seed(cfg.seed)
+            module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
         self.backends = {name: f"{c.name} ({c.reason})" for name, c in module.backends._asdict().items()}
         self.engine, self.model = Engine(cfg, module, world), cfg.model
 
-    def step(self, update: Update) -> float:
-        result = self.engine.train_update(update, LR)
-        return float(result.losses.sum())
+    def step(self, update: Update) -> torch.Tensor:
+        """The loss, on the device."""
+        return self.engine.train_update(update, LR).losses.sum()
 
     def executed_flops(self, update: Update) -> float:
         """All rows with their pads; the last layer after attention, and the heads, only where something is read."""
@@ -120,9 +127,9 @@ def measure(args: argparse.Namespace, dropout: float, world: process_group.World
     memory = Memory(device)
     sides: dict[str, Any] = {}
     static: dict[str, int] = {}
-    builders: dict[str, Callable[[], Any]] = {"ours": lambda: Ours(cfg, world)}
+    builders: dict[str, Callable[[], Any]] = {"ours": lambda: OurStep(cfg, world)}
     if args.vs == "hf":
-        builders[HF] = lambda: HuggingFace(cfg, device)
+        builders[HF] = lambda: HuggingFaceStep(cfg, device)
     for name, build in builders.items():
         before = memory.now()
         sides[name] = build()
@@ -133,20 +140,19 @@ def measure(args: argparse.Namespace, dropout: float, world: process_group.World
     peak = dict.fromkeys(sides, 0)
     ceiling = 0.0
     deadline = time.perf_counter() + args.minutes * 60 if args.minutes else None
-    number = 0
+    number, in_a_row = 0, IN_A_ROW[device.type]
     while number < args.steps + WARM_UP or (deadline and time.perf_counter() < deadline):
-        update = next(loader)
-        inputs: dict[str, Any] = {"ours": update, HF: padded(update, args.seq_len)}
-        squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
-        real = training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
-        order = list(sides) if number % 2 else list(sides)[::-1]  # neither is always first
-        for name in order:
+        updates = [next(loader) for _ in range(in_a_row)]
+        inputs: dict[str, Any] = {"ours": updates}
+        if HF in sides:
+            inputs[HF] = [padded(update, args.seq_len) for update in updates]
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # neither is always first
             (keep_freed_memory if name == "ours" else map_large_blocks)()
             before = memory.now() if number < WARM_UP else 0
             memory.restart()
             synchronise(device)
             start = time.perf_counter()
-            loss = sides[name].step(inputs[name])
+            losses = [sides[name].step(given) for given in inputs[name]]
             synchronise(device)
             seconds = time.perf_counter() - start
             if number == 0:  # optimizer state is allocated, kernels are chosen
@@ -154,16 +160,19 @@ def measure(args: argparse.Namespace, dropout: float, world: process_group.World
             elif number < WARM_UP:  # memory is read in a pass of its own: reading it empties the pool
                 peak[name] = memory.peak() - before
             else:
-                work = sides[name].executed_flops(inputs[name])
-                values = (seconds, update.tokens, update.sequences, real, work, loss)
+                work = sum(sides[name].executed_flops(given) for given in inputs[name])
+                real = sum(needed_flops(cfg, update) for update in updates)
+                tokens, sequences = (sum(getattr(u, what) for u in updates) for what in ("tokens", "sequences"))
+                values = (seconds, tokens, sequences, real, work, float(losses[-1]))
                 for key, value in zip(found[name], values, strict=True):
                     found[name][key].append(value)
         ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
         number += 1
+    kernels = costliest_kernels(lambda: sides["ours"].step(next(loader)), device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
         sheet = datasheet_tflops(torch.cuda.get_device_name(device))
-    results = {name: summary(found[name], ceiling, sheet, static[name], peak[name]) for name in sides}
+    results = {name: summary(found[name], in_a_row, ceiling, sheet, static[name], peak[name]) for name in sides}
     comparisons = []
     if HF in sides:
         pairs = zip(found["ours"]["seconds"], found[HF]["seconds"], strict=True)
@@ -178,27 +187,36 @@ def measure(args: argparse.Namespace, dropout: float, world: process_group.World
         "zero_stage": args.zero,
         "rows_per_micro_step": cfg.batch.micro_size,
         "accumulation": args.accumulation,
-        "real_tokens_per_update": statistics.mean(found["ours"]["tokens"]),
+        "real_tokens_per_update": statistics.mean(found["ours"]["tokens"]) / in_a_row,
         "fill": dataset.manifest.statistics.get("fill"),
-        "updates": number - WARM_UP,
+        "times": number - WARM_UP,
+        "updates_in_a_time": in_a_row,
+        "optimizer": args.optimizer,
         "threads": torch.get_num_threads(),
         "matmul_ceiling_tflops": ceiling,
         "datasheet_tflops": sheet,
         "backends": sides["ours"].backends,
         "results": results,
         "comparisons": comparisons,
+        "kernels": kernels,
     }
 
 
+def needed_flops(cfg: Config, update: Update) -> float:
+    """Of the real tokens."""
+    squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
+    return training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
+
+
 def summary(
-    found: dict[str, list[float]], ceiling: float, sheet: float | None, static: int, peak: int
+    found: dict[str, list[float]], in_a_row: int, ceiling: float, sheet: float | None, static: int, peak: int
 ) -> dict[str, Any]:
     """Figures of one side; `ceiling` and `sheet` are the measured and the datasheet's peak in TFLOP/s."""
     seconds = found["seconds"]
     rate = {key: [v / s for v, s in zip(found[key], seconds, strict=True)] for key in found}
     tflops = {key: statistics.median(rate[key]) / 1e12 for key in ("real", "executed")}
     return {
-        "step_seconds": quantiles(seconds),
+        "step_seconds": quantiles([value / in_a_row for value in seconds]),
         "real_tokens_per_sec": quantiles(rate["tokens"]),
         "sequences_per_sec": quantiles(rate["sequences"]),
         "mfu_real": tflops["real"] / ceiling,
@@ -246,7 +264,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Path:
             "--seq-len",
             str(args.seq_len),
             "--vocab-size",
-            str(PIECES),
+            str(VOCABULARY),
             "--quiet",
         ]
     )
@@ -262,13 +280,15 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.0], help="each is measured")
     parser.add_argument("--precision", choices=[precision.AUTO, *DTYPES], default=precision.AUTO)
+    parser.add_argument("--optimizer", choices=["adamw", "lamb", "muon"], default="adamw", help="of ours")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--micro", type=int, default=0, help="rows of a micro-step; 0 means 2,048 tokens")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-steps of an update")
     parser.add_argument(
         "--ops", nargs="*", default=[], metavar="OP=BACKEND", help="backends of ours, e.g. layer=native"
     )
-    parser.add_argument("--steps", type=int, default=5, help="timed updates, after two that warm up")
+    parser.add_argument("--steps", type=int, default=5, help="times, after two that warm up")
+    parser.add_argument("--profile", action="store_true", help="name the costliest kernels of an update of ours")
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for this long for each dropout")
     parser.add_argument("--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc")
     hardware.add_json(parser)

@@ -1,222 +1,294 @@
-"""Every measurement that one lent GPU has to answer, in one command of ten minutes on a bare machine with torch alone.
+"""One GPU's measurements in ten minutes: ceilings, kernels, BERT-LARGE's training step, the operations' tests.
 
-    python benchmarks/gpu_pack.py --corpus TEXT…              (at home: wheels, native library, two datasets)
+    python benchmarks/gpu_suite.py --make-pack TEXT…          (with nvcc and network: wheels, native library, two datasets)
     python3 benchmarks/gpu_suite.py [--minutes 9.5] [--json FILE] [--only PART …]
     python benchmarks/gpu_suite.py --device cpu --small       (shows that everything runs; measures nothing)
 
-Parts, in this order: environment (facts, the native library: carried, or built there), ceilings (every matrix product of
-BERT-LARGE in bf16 and FP8, a large copy), operations (each candidate, checked, timed in CUDA graphs), steps (BERT-LARGE at
-128 and 512: eager, graphed, FP8, compiled, LAMB, without dropout), profile (the 40 costliest kernels of a step), tests.
-One process does all; what breaks it or does not end is recorded and the rest goes on in a new one. The file is written
-after every item, with clocks, power and temperature beside it, and ends with a verdict on what was computed on paper.
+The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark of its own in
+a child process: one that crashes, spoils the device or does not end is recorded and costs its own figure. The file is written
+after every item, with clocks, power and temperature beside it, and ends with what was projected on paper beside what was
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
+import shutil
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.gpu import library, paper, plan, runner
-from benchmarks.gpu.pack import FOLDER, Pack
-from benchmarks.gpu.runner import Journal
-from benchmarks.gpu.telemetry import Telemetry
+from benchmarks.gpu import pack
 
-ROOT = hardware.ROOT
+ROOT, LAYERS, TOKENS = hardware.ROOT, 24, 16_384
+# seconds after which an item is ended, and with less than which none is started
+LIMIT, LEAST = 180, 15
+OURS = "attention=native layer=native mlm_loss=native"
+TORCH = "attention=varlen layer=torch mlm_loss=torch"
+# name -> (row length, rows of a micro-step, options of bench_step.py)
+STEPS: dict[str, tuple[int, int, str]] = {
+    "ours 128x256": (128, 256, f"--ops {OURS}"),
+    "ours 512x64": (512, 64, f"--ops {OURS}"),
+    "torch 128x128": (128, 128, f"--ops {TORCH}"),
+    "torch 512x64": (512, 64, f"--ops {TORCH}"),
+    "flash, our layer 128x256": (128, 256, "--ops attention=varlen layer=native mlm_loss=native"),
+    "flash, our layer 512x64": (512, 64, "--ops attention=varlen layer=native mlm_loss=native"),
+    "compiled 128x256": (128, 256, "--ops attention=varlen layer=compiled mlm_loss=native"),
+    "compiled 512x64": (512, 64, "--ops attention=varlen layer=compiled mlm_loss=native"),
+    "ours 128x128, profile": (128, 128, f"--ops {OURS} --profile"),
+    "ours 512x32, profile": (512, 32, f"--ops {OURS} --profile"),
+    "lamb 128x256": (128, 256, f"--ops {OURS} --optimizer lamb"),
+    "without dropout 128x256": (128, 256, f"--ops {OURS} --dropout 0"),
+    "ours 128x512": (128, 512, f"--ops {OURS}"),
+    "ours 512x128": (512, 128, f"--ops {OURS}"),
+}
+KERNELS = ("attention", "layer", "mlm_loss", "softmax_mask", "optimizer")
+# value of `measured` -> what it is and the least and most that arithmetic gave for one H200 (2026-11): a step of 16,384 tokens
+# needs 29.4 TFLOP of products at 620 to 700 TFLOP/s; operations and bytes were counted on the `meta` device, the optimizer's
+# traffic is bytes over 4.3 TB/s. Rows a second are projected as "at least".
+PROJECTED: dict[str, tuple[str, float, float]] = {
+    "products": ("matrix products of a step, bf16, ms", 42, 47),
+    "attention_128": ("attention at 128, torch's flash, dropout 0.1, ms", 6, 11),
+    "attention_512": ("attention at 512, torch's flash, dropout 0.1, ms", 11, 16),
+    "elementwise_torch": ("element-wise operations, plain torch, ms", 16, 17),
+    "elementwise_ours": ("element-wise operations, ours, ms", 5, 9),
+    "adamw": ("norm, clip, AdamW, copies, ms", 5, 6),
+    "lamb": ("norm, clip, LAMB, copies, ms", 13, 14),
+    "step_torch": ("whole step at 128, plain torch, ms", 75, 88),
+    "step_best": ("whole step at 128, the best, ms", 53, 57),
+    "rows_128": ("full rows/s at 128, bf16", 2100, 0),
+    "rows_512": ("full rows/s at 512, bf16", 480, 0),
+}
 
 
-def measured(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """The values that `paper.LINES` asks for, from the items' results; None where one is missing."""
-    done = {key: r["value"] for key, r in results.items() if r["state"] == "done"}
-    steps = [value for key, value in done.items() if key.startswith("steps/") and value["dropout"] > 0]
-    layers = 24
+@dataclass(frozen=True)
+class SuiteItem:
+    """A command that writes its figures into `--json FILE`, or pytest, of which the last lines count."""
 
-    def milliseconds(key: str, times: float = 1.0) -> float | None:
-        value = done.get(key)
-        return None if value is None else times * value["ms"]
+    key: str
+    command: tuple[str, ...]
 
-    def best(seq_len: int, **wanted: Any) -> float | None:
-        """The most full rows a second of the setups that are so, AdamW."""
-        rates = [
-            s["full_rows_per_sec"] for s in steps
-            if s["seq_len"] == seq_len and s["optimizer"] == "adamw" and all(s[k] == v for k, v in wanted.items())
-        ]  # fmt: skip
-        return max(rates, default=None)
+    @property
+    def part(self) -> str:
+        return self.key.partition("/")[0]
 
-    def over(role: str) -> float | None:
-        """Milliseconds of the best other candidate at 128, with dropout where it has any, over ours."""
-        dropout = 0.0 if role in plan.WITHOUT_DROPOUT else 0.1
-        rows = [
-            v
-            for k, v in done.items()
-            if k.startswith(f"operations/{role} ") and v["seq_len"] == 128 and v["dropout"] == dropout
+
+def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
+    """All items, the most telling ones first."""
+    size = ["--small"] if small else []
+    found = [SuiteItem("ceilings", ("benchmarks/gpu/ceilings.py", "--device", device, *size))]
+    found += [
+        SuiteItem(f"kernels/{name}", ("benchmarks/bench_ops.py", "--device", device, "--only", name, *size))
+        for name in KERNELS
+    ]
+    for name, (seq_len, rows, options) in STEPS.items():
+        shape = ["--model", "tiny" if small else "large", "--micro", str(2 if small else rows), "--accumulation", "1"]
+        shape += [
+            "--seq-len",
+            str(seq_len),
+            "--data",
+            str(folder / f"data/seq{seq_len}"),
+            "--steps",
+            "1" if small else "4",
         ]
-        own = plan.OURS[role]
-        ours = [v["ms"] for v in rows if v["name"] == own]
-        others = [v["ms"] for v in rows if v["name"] not in (own, "fused_softmax")]
-        return min(others) / ours[0] if ours and others else None
-
-    def ratio(a: float | None, b: float | None) -> float | None:
-        return a / b if a and b else None
-
-    products, torch_step, bf16 = (
-        done.get("ceilings/products bf16"),
-        best(128, backends="torch", rows=128),
-        best(128, precision="bf16"),
-    )
-    fp8 = {n: ratio(best(n, precision="fp8"), best(n, precision="bf16")) for n in (128, 512)}
-    per_step = plan.TOKENS / 128 * 1e3  # rows/s -> milliseconds of 16,384 tokens
-    return {
-        "products_ms": paper.PRODUCTS_TFLOP / products["tflops"] * 1e3 if products else None,
-        "attention_128_flash_ms": milliseconds("operations/attention varlen 128 dropout 0.1", layers),
-        "attention_512_flash_ms": milliseconds("operations/attention varlen 512 dropout 0.1", layers),
-        "elementwise_torch_ms": milliseconds("operations/layer torch 128 dropout 0.1", layers),
-        "elementwise_ours_ms": milliseconds("operations/layer native 128 dropout 0.1", layers),
-        "accumulate_ms": milliseconds("operations/accumulate"),
-        "adamw_ms": milliseconds("operations/optimizer adamw"),
-        "lamb_ms": milliseconds("operations/optimizer lamb"),
-        "step_torch_ms": per_step / torch_step if torch_step else None,
-        "step_best_ms": per_step / bf16 if bf16 else None,
-        "rows_128": bf16, "rows_512": best(512, precision="bf16"),
-        "fp8_ratio_128": fp8[128], "fp8_ratio_512": fp8[512],
-        "attention_ratio_128": over("attention"), "layer_ratio_128": over("layer"),
-    }  # fmt: skip
+        chosen = options if "--dropout" in options else f"{options} --dropout 0.1"
+        if device == "cpu":
+            chosen = chosen.replace("=varlen", "=sdpa")
+        found.append(SuiteItem(f"steps/{name}", ("benchmarks/bench_step.py", *shape, *chosen.split())))
+    chosen_tests = ["tests/csrc/test_philox.py"] if device == "cpu" else ["-m", "gpu", "tests/ops"]
+    return [*found, SuiteItem("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen_tests))]
 
 
-def report(args: argparse.Namespace, journal: Journal, telemetry: Telemetry, wheels: str) -> dict[str, Any]:
-    """All that is known so far, as it goes into the file."""
-    begun = {e["begin"]: e["at"] for e in journal.entries() if "begin" in e}
-    results = journal.results()
-    for key, result in results.items():
-        if key in begun and args.device == "cuda":
-            result["telemetry"] = telemetry.between(begun[key], begun[key] + result["seconds"])
+class Telemetry:
+    """Clocks, power and temperature of the first GPU while an item runs, as nvidia-smi reports them; nothing is ever set."""
+
+    FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "telemetry"
+        command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        self.process: subprocess.Popen[bytes] | None = None
+        if shutil.which("nvidia-smi"):
+            with self.file.open("w") as file:
+                self.process = subprocess.Popen([*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL)
+
+    def stop(self) -> dict[str, list[float]]:
+        """Least, median and most of each field; {} without nvidia-smi."""
+        if self.process is None:
+            return {}
+        self.process.terminate()
+        self.process.wait()
+        samples: dict[str, list[float]] = {field: [] for field in self.FIELDS}
+        for line in self.file.read_text().splitlines():
+            for field, text in zip(self.FIELDS, line.split(","), strict=False):
+                if text.strip().replace(".", "", 1).isdigit():  # "[N/A]" where the device has no sensor
+                    samples[field].append(float(text))
+        return {field: [min(v), statistics.median(v), max(v)] for field, v in samples.items() if v}
+
+
+def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, Any]:
+    """What an item came to: `state` done or failed, its figures or the reason."""
+    with tempfile.TemporaryDirectory(prefix="gpu_suite_") as name:
+        folder, start = Path(name), time.monotonic()
+        target, log, pytest = folder / "result.json", folder / "log", item.part == "tests"
+        command = [sys.executable, *item.command, *([] if pytest else ["--json", str(target)])]
+        # its own compiled code: what another item compiled half when it was ended would break this one
+        env = env | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+        telemetry = Telemetry(folder)
+        with log.open("wb") as file:
+            child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = child.wait(seconds)
+            reason = "" if code == 0 else f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        except subprocess.TimeoutExpired:
+            reason = f"no end after {seconds:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        output = log.read_text(errors="replace")[-3000:]
+        found: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
+        if reason:
+            return {"state": "failed", "reason": reason, "output": output, **found}
+        value = {"output": output} if pytest else json.loads(target.read_text())
+        value.pop("about", None)
+        return {"state": "done", "value": value, **found}
+
+
+def measured(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The values that PROJECTED asks for, those that are known. Milliseconds are of a step of 16,384 tokens."""
+    done = {key: result["value"] for key, result in results.items() if result["state"] == "done"}
+    found: dict[str, float] = {}
+    if "ceilings" in done:
+        found["products"] = 1e3 * done["ceilings"]["step_seconds"]
+    kernels = {
+        (row["op"], row["size"]): {name: 1e3 * s["p50"] for name, s in row["seconds"].items()}
+        for name in KERNELS
+        for row in done.get(f"kernels/{name}", {"results": []})["results"]
+    }
+    for (op, size), ms in kernels.items():
+        if op == "attention" and "dropout 0.1" in size and "varlen" in ms:
+            found["attention_512" if ", 512," in size else "attention_128"] = LAYERS * ms["varlen"]
+        if op == "optimizer":
+            found |= {"adamw": ms["adamw"], "lamb": ms["lamb"]}
+        if op in ("bias_gelu", "dropout_add_layer_norm"):  # of 8,192 tokens; LayerNorm comes twice a layer
+            times = 2 * LAYERS * (2 if op == "dropout_add_layer_norm" else 1)
+            for key, side in (("elementwise_torch", "torch"), ("elementwise_ours", "ours")):
+                found[key] = found.get(key, 0.0) + times * ms[side]
+    rates: dict[int, list[float]] = {128: [], 512: []}
+    for key, value in done.items():
+        if key.startswith("steps/") and not key.startswith(("steps/lamb", "steps/without")):
+            (step,) = value["results"]
+            rate = step["results"]["ours"]["real_tokens_per_sec"]["p50"]
+            rates[step["seq_len"]].append(rate / step["seq_len"])
+            if key == "steps/torch 128x128":
+                found["step_torch"] = 1e3 * TOKENS / rate
+    for seq_len, found_rates in rates.items():
+        if found_rates:
+            found[f"rows_{seq_len}"] = max(found_rates)
+    if "rows_128" in found:
+        found["step_best"] = 1e3 * TOKENS / 128 / found["rows_128"]
+    return found
+
+
+def projections(values: dict[str, float]) -> list[dict[str, Any]]:
+    """Projected and measured of each line; measured is None where it is not known."""
+    return [
+        {
+            "what": what,
+            "projected": f"{low:g} to {high:g}" if high else f"at least {low:g}",
+            "measured": values.get(key),
+        }
+        for key, (what, low, high) in PROJECTED.items()
+    ]
+
+
+def report(args: argparse.Namespace, setup: dict[str, str], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     real = args.device == "cuda" and not args.small  # small sizes and a CPU say nothing of a GPU
-    return {
-        "benchmark": "gpu", "small": args.small, "device": args.device, "minutes": args.minutes, "wheels": wheels,
-        "verdict": paper.verdicts(measured(results) if real else {}), "results": results,
-    }  # fmt: skip
+    found = {"benchmark": "gpu", "device": args.device, "small": args.small, **setup}
+    return found | {"projections": projections(measured(results) if real else {}), "results": results}
 
 
-def failures(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Keys of the items that failed, and of tests that did."""
-    return [k for k, r in results.items() if r["state"] == "failed" or r.get("value", {}).get("exit")]
-
-
-def line(key: str, result: dict[str, Any]) -> str:
-    """One item for the screen."""
-    value, state = result.get("value", {}), result["state"]
-    if state != "done":
-        return f"{key:<46} {state}: {result.get('reason', '').partition(chr(10))[0]:.150}"
-    said = [f"{result['seconds']:.1f} s"]
-    if "tflops" in value:
-        said.append(f"{value['tflops']:,.1f} TFLOP/s")
-    if "bytes_per_sec" in value:
-        said.append(f"{value['bytes_per_sec'] / 1e9:,.1f} GB/s")
-    if "ms" in value:
-        said.append(f"{value['ms']:.3f} ms")
-    if "full_rows_per_sec" in value:
-        said += [
-            f"{value['full_rows_per_sec']:,.1f} full rows/s",
-            f"{value['step_seconds']['p50'] * 1e3:.1f} ms",
-            value["loop"],
-        ]
-    if "library" in value:
-        said.append(value["library"])
-    if "exit" in value:
-        said.append((value["output"].strip().splitlines() or [""])[-1])
-    return f"{key:<46} {', '.join(said)}"
-
-
-def datasets(pack: Pack) -> dict[int, str]:
-    return {int(length): str(pack.data(int(length))) for length in pack.record["data"]}
-
-
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Pack]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: shows that everything runs")
-    parser.add_argument("--minutes", type=float, default=9.5, help="nothing starts or goes on after them")
-    parser.add_argument("--only", nargs="+", choices=list(plan.PARTS), default=list(plan.PARTS), metavar="PART",
-                        help=f"of {', '.join(plan.PARTS)}; environment is always done")  # fmt: skip
-    parser.add_argument("--pack", type=Path, default=FOLDER, metavar="DIR", help="what gpu_pack.py made")
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--make-pack",
+        nargs="+",
+        metavar="TEXT",
+        help="only write the pack, datasets of these inputs of data_prep (10 MB)",
+    )
+    add("--vocab-size", type=int, default=30_000, help="of the pack's datasets")
+    add("--library", type=Path, metavar="FILE", help="of the pack: built already from this tree")
+    add("--no-wheels", action="store_true", help="of the pack: the machine has the project's environment")
+    add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--small", action="store_true", help="tiny sizes: shows that everything runs")
+    add("--minutes", type=float, default=9.5, help="nothing starts or runs on after them")
+    add("--only", nargs="+", default=["ceilings", "kernels", "steps", "tests"], metavar="PART",
+        help="ceilings, kernels, steps, tests, or keys of items")  # fmt: skip
     name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
     hardware.add_json(parser, "result, written after each item", default=ROOT / name)
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)  # works off the plan in this folder
     args = parser.parse_args(argv)
-    try:
-        pack = Pack(args.pack.resolve())
-    except ValueError as error:
-        parser.error(str(error))
-    hardware.carry(*pack.origin())
-    if not args.child:
+    args.pack = args.pack.resolve()
+    if not args.make_pack:
+        record = pack.read(args.pack)
+        if not record:
+            parser.error(f"--pack {args.pack}: is no finished pack; --make-pack makes one")
+        hardware.carry(record["about"]["revision"], record["about"].get("changes", ()))
         hardware.refuse_dirty(parser, args)
-    return args, pack
-
-
-def plan_of(args: argparse.Namespace, pack: Pack, folder: Path) -> tuple[list[runner.Item], dict[str, float]]:
-    """The items and when each part ends, fixed once for parent and child."""
-    file = folder / "plan.json"
-    if not file.is_file():
-        file.write_text(json.dumps({"start": time.time()}))
-    start = json.loads(file.read_text())["start"]
-    seconds = 60 * args.minutes
-    options = plan.Options(
-        args.device, args.small, str(pack.folder), datasets(pack), str(folder / "journal"), start + seconds
-    )
-    chosen = [item for item in plan.items(options) if item.part in ("environment", *args.only)]
-    return chosen, {part: start + share * seconds for part, share in plan.PARTS.items()}
-
-
-def child(args: argparse.Namespace, pack: Pack) -> int:
-    folder = Path(args.child)
-    items, ends = plan_of(args, pack, folder)
-    return runner.work(items, Journal(folder / "journal"), ends, functools.partial(library.healthy, args.device))
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, pack = parse(argv)
-    if args.child:
-        return child(args, pack)
-    with tempfile.TemporaryDirectory(prefix="gpu_suite_") as name:
-        folder = Path(name)
-        _, ends = plan_of(args, pack, folder)
-        wheels = pack.unpack_wheels(folder / "site")
-        print(f"the pack's wheels: {wheels}", flush=True)
-        env = hardware.clone_environment()
-        env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
-        journal, telemetry, shown = Journal(folder / "journal"), Telemetry(), set[str]()
-
-        def changed() -> None:
-            results = journal.results()
-            for key in [key for key in results if key not in shown]:
-                shown.add(key)
-                print(line(key, results[key]), flush=True)
-            if results.get("environment/facts", {}).get("state") == "done":
-                hardware.write_json(args.json, report(args, journal, telemetry, wheels))
-
-        command = [sys.executable, str(Path(__file__).resolve()), *(argv if argv is not None else sys.argv[1:])]
-        code = runner.supervise(
-            [*command, "--child", name], journal, folder / "log", env, end=max(ends.values()), changed=changed
-        )
-        telemetry.stop()
-        results = journal.results()
-        if code == runner.STOP:
-            print(f"error: {results['environment/facts']['reason']}", file=sys.stderr)
-            return 1
-        if code not in (0, runner.RESTART) and not results:
-            print(f"error: the measuring process ends at once:\n{runner.tail(folder / 'log')}", file=sys.stderr)
-            return 1
-        print(f"\n{paper.show(report(args, journal, telemetry, wheels)['verdict'])}\n{args.json}")
-    failed = failures(results)
+    args = parse(argv)
+    end, results = time.monotonic() + 60 * args.minutes, dict[str, dict[str, Any]]()
+    try:
+        if args.make_pack:
+            record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
+            size = sum(path.stat().st_size for path in args.pack.rglob("*") if path.is_file())
+            print(f"{args.pack}: {size / 2**20:.1f} MiB, {len(record['wheels'])} wheels")
+            return 0
+        with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
+            setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
+            try:
+                setup["library"] = pack.place_library(args.pack, args.device)
+            except ValueError as error:  # torch's sides are measured without it
+                setup["library"] = f"none: {error}"
+            print(f"{setup['wheels']}; {setup['library']}", flush=True)
+            env = hardware.clone_environment()
+            env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
+            if args.device == "cpu":
+                env["CUDA_VISIBLE_DEVICES"] = ""
+            for item in items(args.device, args.small, args.pack):
+                if not {item.part, item.key} & set(args.only):
+                    continue
+                left = end - time.monotonic()
+                enough = left > LEAST
+                results[item.key] = run_item(item, env, min(LIMIT, left)) if enough else {"state": "skipped"}
+                shown = results[item.key]
+                print(
+                    f"{item.key:<40} {shown['state']} {shown.get('seconds', '')} {shown.get('reason', '')}", flush=True
+                )
+                hardware.write_json(args.json, report(args, setup, results))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in report(args, setup, results)["projections"]:
+        found = "not measured" if line["measured"] is None else f"{line['measured']:,.2f}"
+        print(f"{line['what']:<52} {line['projected']:>16} {found:>14}")
+    failed = [key for key, result in results.items() if result["state"] == "failed"]
     if failed:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)
     return 1 if failed else 0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,6 +96,14 @@ def kernel_times(
     return found
 
 
+def copy_bandwidth(device: torch.device, elements: int) -> float:
+    """Bytes a second of a copy of so many int32 elements, reads and writes counted."""
+    source = torch.zeros(elements, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = kernel_times({"copy": lambda: target.copy_(source)}, device, 3)["copy"]
+    return 2 * source.numel() * source.element_size() / min(times)
+
+
 def kernel_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.1) -> float:
     """Median of `kernel_times` of one call."""
     return statistics.median(kernel_times({"call": call}, device, rounds=5, seconds=seconds)["call"])
@@ -120,3 +129,22 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
         mark.record()
     torch.cuda.synchronize()
     return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
+
+
+def costliest_kernels(call: Callable[[], object], device: torch.device, count: int = 40) -> list[dict[str, Any]]:
+    """Milliseconds, calls and name of the kernels (on the CPU: operations) that one call spends most in."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    call()
+    synchronise(device)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as record:
+        call()
+        synchronise(device)
+    found = [
+        (event.self_device_time_total if cuda else event.self_cpu_time_total, event.count, event.key)
+        for event in record.key_averages()
+    ]
+    return [
+        {"ms": us / 1e3, "calls": calls, "name": name[:160]} for us, calls, name in sorted(found)[: -count - 1 : -1]
+    ]

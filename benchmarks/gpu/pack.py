@@ -1,14 +1,20 @@
-"""Pack of what a bare machine lacks: wheels, the native library, datasets, and of which revision they are.
+"""Folder with what a bare GPU machine (torch and numpy, no network) lacks: wheels, native library, two datasets.
 
-`benchmarks/gpu_pack.py` writes it, the suite reads it. Only the standard library: the reader runs where nothing is installed.
+The machine has this Python's version. The library is compiled here by nvcc (stable ABI: one for all torch versions from 2.11
+on). The revision travels too, for a copy of the tree that has no git.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import os
+import shutil
+import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +22,135 @@ from benchmarks.common import hardware
 
 ROOT = hardware.ROOT
 FOLDER = ROOT / "build" / "gpu_pack"
-RECORD = "pack.json"  # written first, and whole at the end
-LIBRARY = "native/_native.abi3.so"
+# written empty first, and whole at the end
+RECORD = "pack.json"
+LIBRARY, TREES_LIBRARY = "native/_native.abi3.so", ROOT / "megabert" / "_native.abi3.so"
 NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h", "csrc/**/*.inl", "setup.py")
-SOURCES = (*NATIVE_SOURCES, "megabert/**/*.py", "megabert/**/*.toml", "benchmarks/**/*.py")
-MAKE = "python benchmarks/gpu_pack.py makes one"
+PACKAGES = ("deepspeed", "pydantic", "safetensors", "sentencepiece", "tqdm", "webdataset", "zstandard", "pytest")
+# the machine's own
+THERE = {"torch", "numpy", "triton", "setuptools", "pip"}
+# loads a library and runs one operation of it, gelu(2): a library may load and hold no code for the device
+PROBE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+x = torch.ones(4, 64, dtype=torch.bfloat16, device=sys.argv[2])
+y = torch.ops.megabert.bias_gelu(x, x[0])
+assert abs(y.float().mean().item() - 1.9545) < 0.01, y
+"""
 
 
-def digest(patterns: tuple[str, ...]) -> str:
-    """SHA-256 over names and bytes of this tree's files: the same in every copy of a revision."""
+def run(command: list[str], timeout: float | None = None, **env: str) -> str:
+    """A command's output. Raises ValueError with its last lines when it fails."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=hardware.clone_environment(**env), capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{hardware.shown(command)}: no end after {timeout:.0f} s") from None
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise ValueError(f"{hardware.shown(command)} failed (exit {done.returncode}):\n{last}")
+    return done.stdout
+
+
+def native_digest() -> str:
+    """SHA-256 over names and bytes of this tree's native sources, as setup.py has it."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
+    for path in sorted({path for pattern in NATIVE_SOURCES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
         found.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()
 
 
-class Pack:
-    """A finished pack. Raises ValueError where the folder holds none."""
+def requirements(packages: Sequence[str]) -> list[str]:
+    """NAME==VERSION of packages and all that they need, as installed here, without what the machine has."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / RECORD
-        self.folder, self.record = folder, json.loads(path.read_text()) if path.is_file() else {}
-        if "data" not in self.record:
-            raise ValueError(f"{folder}: is no finished pack; {MAKE}")
-
-    def data(self, seq_len: int) -> Path:
-        """The dataset of rows of `seq_len` tokens."""
-        lengths = self.record["data"]
-        if str(seq_len) not in lengths:
-            raise ValueError(f"{self.folder}: holds rows of {', '.join(lengths)} tokens, not of {seq_len}")
-        return self.folder / lengths[str(seq_len)]
-
-    def library(self) -> Path | None:
-        """The native library, if it was built from this tree's native sources."""
-        same = self.record["native_sources"] == digest(NATIVE_SOURCES)
-        return self.folder / LIBRARY if same and (self.folder / LIBRARY).is_file() else None
-
-    def origin(self) -> tuple[str, list[str]]:
-        """Revision and changes of this tree, which has no git here: those of the pack, if the sources are the pack's."""
-        about = self.record["about"]
-        changes = list(about.get("changes", []))
-        if self.record["sources"] != digest(SOURCES):
-            changes.append("sources differ from the pack's")
-        return about["revision"], changes
-
-    def unpack_wheels(self, site: Path) -> str:
-        """Unpacks every wheel into `site`, to be put on PYTHONPATH; says what was done.
-
-        Installing one is no more than that but for its commands, which nothing here calls (PEP 427).
-        """
-        here, meant = f"{sys.version_info[0]}.{sys.version_info[1]}", self.record["python"]
-        if here != meant:
-            return f"not used: they are of Python {meant}, this is {here}"
-        wheels = sorted((self.folder / "wheels").glob("*.whl"))
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(site)
-        return f"{len(wheels)} unpacked"
+    waiting, found = list(packages), dict[str, str]()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found or name in THERE:
+            continue
+        found[name] = importlib.metadata.version(name)
+        needs = (Requirement(line) for line in importlib.metadata.requires(name) or ())
+        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
-def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def make(
+    folder: Path, corpus: Sequence[str], vocabulary: int, library: Path | None = None, wheels: bool = True
+) -> dict[str, Any]:
+    """Writes the pack; `library`: one that is built already from this tree. Raises ValueError."""
+    if folder.exists() and not (folder / RECORD).is_file():
+        raise ValueError(f"{folder}: is there and is no pack; name another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / LIBRARY).parent.mkdir(parents=True)
+    (folder / RECORD).write_text("{}")
+    if library is None:
+        run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1")
+    shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
+    build = [sys.executable, "-m", "data_prep", "build", "--output", str(folder / "data"), "--quiet", "--held-out", "0"]
+    run([*build, "--vocab-size", str(vocabulary), "--seq-len", "128", "512", "--input", *corpus])
+    needed = requirements(PACKAGES) if wheels else []
+    if needed:
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+        run([*pip, "-w", str(folder / "wheels"), *needed], DS_BUILD_OPS="0")
+    record = {
+        "about": hardware.about(),
+        "python": python_version(),
+        "native_sources": native_digest(),
+        "wheels": needed,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    about = hardware.about()
-    more = {"sources": digest(SOURCES), "native_sources": digest(NATIVE_SOURCES)}
-    (folder / RECORD).write_text(json.dumps({"about": about, **more, **record}, indent=1) + "\n")
+def python_version() -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The record of a finished pack; {} where there is none."""
+    path = folder / RECORD
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def unpack_wheels(folder: Path, site: Path) -> str:
+    """Unpacks the wheels into `site`, to be put on PYTHONPATH; says what was done.
+
+    Installing one is no more than that but for its commands, which nothing here calls (PEP 427).
+    """
+    wheels = sorted((folder / "wheels").glob("*.whl"))
+    if wheels and (meant := read(folder)["python"]) != python_version():
+        return f"wheels not used: they are of Python {meant}, this is {python_version()}"
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return f"{len(wheels)} wheels unpacked"
+
+
+def place_library(folder: Path, device: str) -> str:
+    """Puts a library of this tree's sources that runs on the device into the tree; says which.
+
+    Raises ValueError where the pack's does not run, is of other sources or missing, and none can be built here.
+    """
+    problem = "there is none"
+    if (carried := folder / LIBRARY).is_file():
+        problem = "its native sources are not this tree's"
+        if read(folder)["native_sources"] == native_digest():
+            try:
+                run([sys.executable, "-c", PROBE, str(carried), device], timeout=90)
+            except ValueError as error:
+                problem = str(error)
+            else:
+                part = TREES_LIBRARY.with_name(f"{TREES_LIBRARY.name}.part")
+                shutil.copy2(carried, part)
+                os.replace(part, TREES_LIBRARY)
+                return "the pack's library"
+    try:
+        run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1" if device == "cuda" else "0")
+        run([sys.executable, "-c", PROBE, str(TREES_LIBRARY), device], timeout=90)
+    except ValueError as error:
+        raise ValueError(f"no native library runs here: the pack's: {problem}; built here: {error}") from None
+    return f"a library built here (the pack's: {problem})"

@@ -15,7 +15,7 @@ from megabert.engine.precision import DTYPES
 from megabert.metrics import training_flops
 
 
-class HuggingFace:
+class HuggingFaceStep:
     """`BertForPreTraining` in a plain loop."""
 
     def __init__(self, cfg: Config, device: torch.device) -> None:
@@ -31,7 +31,8 @@ class HuggingFace:
         self.device, self.clip, self.model = device, o.clip, cfg.model
         self.autocast = torch.autocast(device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32")
 
-    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """The loss, on the device."""
         losses = []
         for batch in batches:
             with self.autocast:
@@ -41,7 +42,7 @@ class HuggingFace:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(torch.stack(losses).sum())
+        return torch.stack(losses).sum()
 
     def executed_flops(self, batches: list[dict[str, torch.Tensor]]) -> float:
         """Every position, pads included, through the encoder, full attention and the vocabulary product."""

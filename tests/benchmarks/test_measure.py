@@ -1,4 +1,4 @@
-"""Timing on a GPU, with a stand-in for CUDA whose clock is known: kernels are timed in graphs and updates by events."""
+"""Timing on a GPU, with a stand-in for CUDA whose clock is known: kernels are timed in graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.common import measure
-from benchmarks.gpu import steps
 
 OVERHEAD = 4e-6  # seconds between two replays
 LAUNCH = 30e-6  # seconds that Python takes for a call outside a graph
@@ -78,13 +77,3 @@ def test_a_kernel_is_timed_without_its_launch(monkeypatch: pytest.MonkeyPatch, k
     for seconds in times:
         assert kernel <= seconds <= kernel * 1.05, "neither Python's launches nor the gaps between replays"
     assert measure.kernel_seconds(cuda.call, torch.device("cuda")) == pytest.approx(times[0])
-
-
-def test_updates_are_timed_without_waiting_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = installed(monkeypatch, 0.1)
-    monkeypatch.setattr(steps, "one", lambda update: cuda.call() or torch.tensor(0.5))
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: cuda.clock)
-    times, losses = steps.timed([None] * 4, torch.device("cuda"), 3.0)  # type: ignore[list-item]
-    assert len(times) == 30 and losses == [0.5, 0.5]
-    assert times == pytest.approx([0.1 + LAUNCH] * 30)
-    assert cuda.waits <= steps.WARM_UP + 2, "one wait behind all updates"

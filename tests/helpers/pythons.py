@@ -45,19 +45,3 @@ def _lacks(python: str, version: str) -> str:
         return f"{python} does not start"  # a shim of pyenv for a version that is not selected
     missing = done.stdout.split(")")[1].split()
     return f"{python} lacks {', '.join(missing)}" if missing else ""
-
-
-def bare_python(version: str) -> str:
-    """An interpreter of that version with torch and numpy: MEGABERT_BARE_PYTHON's, one on PATH or of pyenv; skips without."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    given = os.environ.get("MEGABERT_BARE_PYTHON")
-    found = (
-        [given]
-        if given
-        else [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
-    )
-    code = f"import sys, numpy, torch; sys.exit(sys.version_info[:2] != {tuple(map(int, version.split('.')))})"
-    for python in filter(None, found):
-        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
-            return python
-    pytest.skip(f"no Python {version} with torch and numpy here; MEGABERT_BARE_PYTHON names one")
