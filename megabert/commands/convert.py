@@ -1,4 +1,4 @@
-"""Make a Hugging Face BERT folder a run folder to continue pre-training from.
+"""A Hugging Face BERT folder as a run folder to continue pre-training from.
 
 megabert convert --model HF_DIR --run DIR [--add-words FILE]
 megabert prep build --tokenizer DIR/vocab.txt …
@@ -11,16 +11,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megabert import checkpoint
 from megabert.common.arguments import Parser, called_as
-from megabert.common.atomic_io import appearing
-from megabert.common.canonical_json import canonical
 from megabert.common.errors import OK, code_of, command
 from megabert.common.logs import log
-from megabert.config import Config
-from megabert.hf import extend, hf_read
-from megabert.hf.hf_read import Foreign
+from megabert.common.run_files import CONFIG
+
+if TYPE_CHECKING:
+    from megabert.config import Config
+    from megabert.hf.hf_read import Foreign
 
 
 def convert(
@@ -28,20 +28,25 @@ def convert(
 ) -> Foreign:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `foreign.read`; after an error nothing is written.
+    Arguments and errors as of `hf_read.read`; after an error nothing is written.
     """
+    from megabert import checkpoint
+    from megabert.common.atomic_io import appearing
+    from megabert.common.canonical_json import canonical
+    from megabert.hf import hf_read
+
     folder, run = Path(source), Path(run)
     if not folder.is_dir():
         raise ValueError(f"{source}: no such folder; name one with {hf_read.CONFIG} and {hf_read.WEIGHTS[0]}")
-    found = hf_read.read(folder, tokenizer, nsp, words)
+    foreign = hf_read.read(folder, tokenizer, nsp, words)
     with appearing(run, "config.toml") as new:
-        for name, data in found.tokenizer.files().items():
+        for name, data in foreign.tokenizer.files().items():
             (new / name).write_bytes(data)
-        state = found.state()
-        checkpoint.write_start(new, found.weights, state)
-        (new / "config.json").write_bytes(canonical(state))
-        (new / "config.toml").write_text(toml(found.config, run.resolve()))
-    return found
+        state = foreign.state()
+        checkpoint.write_start(new, foreign.weights, state)
+        (new / CONFIG).write_bytes(canonical(state))
+        (new / "config.toml").write_text(toml(foreign.config, run.resolve()))
+    return foreign
 
 
 def toml(config: Config, run: Path) -> str:
@@ -57,33 +62,27 @@ def toml(config: Config, run: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=called_as("megabert.commands.convert"), description=__doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="HF_DIR",
-        help="folder with config.json and model.safetensors or pytorch_model.bin",
-    )
+    source = "folder with config.json and model.safetensors or pytorch_model.bin"
+    add("--model", required=True, metavar="HF_DIR", help=source)
     add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
     add("--tokenizer", default="", metavar="FILE", help="vocab.txt or SentencePiece model, where the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
-    add(
-        "--add-words",
-        default="",
-        metavar="FILE",
-        help="make each word of the file, one a line, a piece; its embedding starts from the mean of its pieces'",
-    )
+    added = "make each word of the file, one a line, a token; its embedding starts from the mean of its tokens'"
+    add("--add-words", default="", metavar="FILE", help=added)
     args = parser.parse_args(argv)
+    from megabert.hf import extend
+
     words = extend.read_words(Path(args.add_words)) if args.add_words else ()
-    done = convert(args.model, args.run, args.tokenizer, not args.no_nsp, words)
-    if done.initialised:
-        log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(done.initialised)}")
-    if done.ignored:
-        shown = ", ".join(done.ignored[:4]) + (", …" if len(done.ignored) > 4 else "")
+    foreign = convert(args.model, args.run, args.tokenizer, not args.no_nsp, words)
+    if foreign.initialised:
+        log.info(f"not in {args.model}, so initialised as in a new model: {', '.join(foreign.initialised)}")
+    if foreign.ignored:
+        shown = ", ".join(foreign.ignored[:4]) + (", …" if len(foreign.ignored) > 4 else "")
         log.info(f"left out, as pre-training has no place for them: {shown}")
-    if done.config.data.masking.causal:
-        log.info("it is a decoder, so it goes on left to right (data.masking.strategy=causal)")
-    model, tokenizer = done.config.model, Path(args.run, done.tokenizer.file_name)
-    log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} pieces. To go on:")
+    if foreign.config.data.masking.causal:
+        log.info("it is a decoder, so pre-training continues causally (data.masking.strategy=causal)")
+    model, tokenizer = foreign.config.model, Path(args.run, foreign.tokenizer.file_name)
+    log.info(f"{args.run}: {model.layers} layers of {model.hidden}, {model.vocab_size:,} tokens. To continue:")
     log.info(f"  megabert prep build --tokenizer {tokenizer} --input PATH… --output DATA")
     log.info(f"  megabert train --config {Path(args.run, 'config.toml')} --data DATA --run NEW_RUN")
     return OK

@@ -17,11 +17,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import code_of, command
 from megabert.common.logs import log
-from megabert.distillation import student_overrides
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
 @command
@@ -34,10 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", required=True, metavar="DIR", help="the student's run folder")
     add("overrides", nargs="*", metavar="section.key=value", help="what differs from the teacher's training")
     args = parser.parse_intermixed_args(argv)
-    teacher = pretrained.load(args.model)
+    from megabert import hf
+    from megabert.distillation import student_overrides
+
+    teacher = hf.load(args.model)
     settings = student_overrides(teacher.config, str(Path(args.model).resolve()), args.layers)
-    script = str(Path(__file__).with_name("train.py"))
-    training = [script, "--data", args.data, "--run", args.run, *settings, *args.overrides]
+    training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
     os.execv(sys.executable, [sys.executable, *training])
 

@@ -1,4 +1,4 @@
-"""Held-out MLM (left to right where a run is) and NSP of a run's newest checkpoint, under a mask that never changes.
+"""Held-out MLM (next-token where a run is causal) and NSP of a run's newest checkpoint, under a mask that never changes.
 
 megabert evaluate --model RUN --data DIR        prints one JSON line
 """
@@ -10,7 +10,6 @@ import sys
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
-from megabert.evaluation import evaluate_run
 
 
 @command
@@ -21,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", required=True, metavar="DIR", help="dataset folder written by data_prep, with a held-out split")
     add("--rows", type=int, default=0, help="held-out rows at most; 0 takes the run's eval.rows")
     args = parser.parse_args(argv)
+    from megabert.evaluation import evaluate_run
+
     print(json.dumps(evaluate_run(args.model, args.data, args.rows)))
     return OK
 

@@ -4,7 +4,7 @@ Face folder.
 megabert fill --model DIR "The capital of France is [MASK]."
 megabert fill --model DIR                    asks for sentences; two texts with ||| between them are a pair
 
-A run that was trained left to right fills in one [MASK], from what stands before it.
+A causal run fills in one [MASK], from what stands before it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,14 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from megabert import checkpoint
-from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command, describe
 from megabert.common.logs import log
-from megabert.data.packing import pack
-from megabert.hf import Pretrained, hf_tokenizer
-from megabert.hf.hf_read import MLM_HEAD, NSP_HEAD, POOLER
+
+if TYPE_CHECKING:
+    from megabert.hf import Pretrained
 
 MASK = "[MASK]"
 BETWEEN = "|||"
@@ -42,50 +37,63 @@ class Filled:
 class Filler:
     """A model and its tokenizer, ready to fill in; on the CPU, so that a run's GPU stays its own."""
 
-    def __init__(self, found: Pretrained) -> None:
+    def __init__(self, pretrained: Pretrained) -> None:
         """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
-        if MLM_HEAD in found.initialised:
-            raise ValueError(f"{found.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another")
-        self.found = found
-        self.model = found.model(torch.device("cpu"))
-        self.encoder: Any = hf_tokenizer.build(found.tokenizer)
+        import torch
 
-    @torch.no_grad()
+        from megabert.hf import hf_tokenizer
+        from megabert.hf.hf_read import MLM_HEAD
+
+        if MLM_HEAD in pretrained.initialised:
+            raise ValueError(
+                f"{pretrained.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it cannot fill; name another"
+            )
+        self.pretrained, self.tokenizer = pretrained, pretrained.tokenizer
+        self.model = pretrained.model(torch.device("cpu"))
+        self.encoder: Any = hf_tokenizer.build(pretrained.tokenizer)
+
     def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
-        """The `top` likeliest pieces of every [MASK]. Raises ValueError without a mask, with more than one where the model
-        was trained left to right (it has never seen a [MASK]), or for too long a text."""
-        if not self.found.tokenizer.keeps_whitespace:
+        """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is
+        causal (it has never seen a [MASK]), or for too long a text."""
+        import numpy as np
+        import torch
+
+        from megabert.data.packing import pack
+        from megabert.hf.hf_read import NSP_HEAD, POOLER
+
+        if not self.tokenizer.keeps_whitespace:
             text, pair = text.strip(), pair.strip()
         if any("\ud800" <= character <= "\udfff" for character in text + pair):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        text, pair = self.found.tokenizer.plain(text), self.found.tokenizer.plain(pair)
+        text, pair = self.tokenizer.plain(text), self.tokenizer.plain(pair)
         encoded, first = self._encode(text, pair)
-        ids, most = np.array(encoded), self.found.config.model.max_positions
-        length = len(ids)
-        masks = torch.from_numpy((ids == self.found.tokenizer.mask_id).nonzero()[0])
+        config = self.pretrained.config
+        ids, most, causal = np.array(encoded), config.model.max_positions, config.data.masking.causal
+        masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])
         if not len(masks):
             raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
-        if length > most:
-            raise ValueError(f"the text has {length} tokens, the model takes at most {most}; shorten it")
-        causal = self.found.config.data.masking.causal
+        if len(ids) > most:
+            raise ValueError(f"the text has {len(ids)} tokens, the model takes at most {most}; shorten it")
         if causal and len(masks) > 1:
-            raise ValueError(f"the run was trained left to right and fills in one {MASK}, not {len(masks)}")
+            raise ValueError(f"the run is causal and fills in one {MASK}, not {len(masks)}")
         inputs = pack([ids], [first], causal=causal).inputs()
-        keep = torch.cat([masks - int(causal), masks.new_zeros(1)])  # the masks (or what is before), then [CLS]
-        hidden = self.model.encode(**inputs, keep=keep)
-        best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.found.tokenizer.vocab_size))
+        # the masks (or what is before), then [CLS]
+        keep = torch.cat([masks - int(causal), masks.new_zeros(1)])
+        follows = None
+        with torch.no_grad():
+            hidden = self.model.encode(**inputs, keep=keep)
+            best = self.model.mlm_logits(hidden[:-1]).softmax(-1).topk(min(top, self.tokenizer.vocab_size))
+            if pair and config.model.nsp and not {POOLER, NSP_HEAD} & {*self.pretrained.initialised}:
+                follows = float(self.model.nsp_logits(hidden[-1:]).softmax(-1)[0, 0])
         words = [
             [(self._word(i), p) for i, p in zip(ids, probabilities, strict=True)]
             for ids, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-        follows = None
-        if pair and self.found.config.model.nsp and not {POOLER, NSP_HEAD} & {*self.found.initialised}:
-            follows = float(self.model.nsp_logits(hidden[-1:]).softmax(-1)[0, 0])
         return Filled(words, follows)
 
     def _encode(self, text: str, pair: str) -> tuple[list[int], int]:
         """(ids of a text, or of two with their separators, how many are of the first)."""
-        tokenizer = self.found.tokenizer
+        tokenizer = self.tokenizer
         if not tokenizer.keeps_whitespace:
             encoded = self.encoder.encode(text, pair) if pair else self.encoder.encode(text)
             return encoded.ids, encoded.type_ids.count(0)
@@ -95,14 +103,14 @@ class Filler:
     def _kept(self, text: str) -> list[int]:
         """Ids of a text whose whitespace is kept. A [MASK] stands for a word and one space before it."""
         before, *after = re.split(f" ?{re.escape(MASK)}", text)
-        ids = self.found.tokenizer.encode_texts([before])[0]
-        for part in self.found.tokenizer.encode_chunks(after):
-            ids += [self.found.tokenizer.mask_id, *part]
+        ids = self.tokenizer.encode_texts([before])[0]
+        for part in self.tokenizer.encode_chunks(after):
+            ids += [self.tokenizer.mask_id, *part]
         return ids
 
     def _word(self, i: int) -> str:
-        """A piece as it is shown: letters that go on with the word before them begin with ##."""
-        tokenizer = self.found.tokenizer
+        """A token as it is shown: letters that continue the word before them begin with ##."""
+        tokenizer = self.tokenizer
         shown, whole = tokenizer.pieces[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
         shown = shown.removeprefix(" ") if whole else f"##{shown}" if shown[:1].isalnum() else shown
         return shown if shown.isprintable() and shown else ascii(shown)
@@ -126,7 +134,9 @@ def table(filled: Filled) -> str:
 
 def interactive(source: str, tokenizer: str, filler: Filler, top: int) -> None:
     """Ask, fill, and take the newest checkpoint before each answer, until an empty line or the end of the input."""
-    log.info(f"-- {source}, step {filler.found.step:,}")
+    from megabert import checkpoint, hf
+
+    log.info(f"-- {source}, step {filler.pretrained.step:,}")
     while True:
         try:
             line = input(PROMPT if sys.stdin.isatty() else "").strip()
@@ -135,9 +145,9 @@ def interactive(source: str, tokenizer: str, filler: Filler, top: int) -> None:
         if not line:
             return
         try:
-            if checkpoint.newest_step(source) not in (None, filler.found.step):
-                filler = Filler(pretrained.load(source, tokenizer))
-                log.info(f"-- step {filler.found.step:,}")
+            if checkpoint.newest_step(source) not in (None, filler.pretrained.step):
+                filler = Filler(hf.load(source, tokenizer))
+                log.info(f"-- step {filler.pretrained.step:,}")
             text, _, pair = line.partition(BETWEEN)
             print(table(filler.fill(text, pair, top)), flush=True)
         except (ValueError, OSError) as error:
@@ -151,12 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--model", required=True, metavar="DIR", help="run folder, one checkpoint in it, or a Hugging Face folder")
     add("--pair", default="", metavar="TEXT", help="a second text, which may have masks too")
     add("--top", type=int, default=5, metavar="K", help="words a mask")
-    add(
-        "--tokenizer",
-        default="",
-        metavar="FILE",
-        help="the run's tokenizer, where its dataset is no longer in its place",
-    )
+    moved = "the run's tokenizer, where its dataset is no longer in its place"
+    add("--tokenizer", default="", metavar="FILE", help=moved)
     add("text", nargs="?", default="", help=f"text with {MASK}; without it, asks for texts")
     args = parser.parse_args(argv)
     if args.top < 1:
@@ -166,9 +172,11 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--pair and {BETWEEN} in the text: give one of them")
     if args.pair and not text:
         raise ValueError("--pair without a text: give the first text too")
-    if text and MASK not in args.text + args.pair:  # before the model is read
+    if text and MASK not in args.text + args.pair:
         raise ValueError(f"the text has no {MASK}; put one where a word is wanted")
-    filler = Filler(pretrained.load(args.model, args.tokenizer))
+    from megabert import hf
+
+    filler = Filler(hf.load(args.model, args.tokenizer))
     if text:
         print(table(filler.fill(text, pair or args.pair, args.top)))
     else:

@@ -89,8 +89,15 @@ def read(folder: str | Path) -> Pooling:
     return Pooling(pool, length, len(kinds) == 3)
 
 
-def write(folder: str | Path, start: Pretrained, encoder: Mapping[str, Tensor], pooling: Pooling, card: str) -> None:
-    """Write the folder, in place of the one that an earlier call wrote there.
+def write(
+    folder: str | Path,
+    start: Pretrained,
+    encoder: Mapping[str, Tensor],
+    pooling: Pooling,
+    card: str,
+    overwrite: bool = True,
+) -> None:
+    """Write the folder, with `overwrite` in place of one that an earlier call wrote there.
 
     `encoder`: fp32 weights by our names; pre-training heads are not in it, and the pooler stays `start`'s, whose
     config and tokenizer the folder has too.
@@ -122,7 +129,7 @@ def write(folder: str | Path, start: Pretrained, encoder: Mapping[str, Tensor], 
             "similarity_fn_name": "cosine",
         },
     }
-    with appearing(folder, MODULES, overwrite=True) as new:
+    with appearing(folder, MODULES, overwrite) as new:
         for path in paths[1 : len(kinds)]:
             (new / path).mkdir()
         for name, data in hf_tokenizer.files(start.tokenizer, pooling.max_length, not model.modern).items():

@@ -167,7 +167,7 @@ def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(norm: str, tmp_
     )[0]  # fmt: skip
     assert (ours.mlm_logits(hidden) - peer(**made).logits[0]).abs().max() <= 1e-5
     assert convert.main(["--model", str(folder), "--run", str(tmp_path / "back")]) == 0
-    assert "goes on left to right" in capsys.readouterr().out
+    assert "pre-training continues causally" in capsys.readouterr().out
     again = pretrained.load(tmp_path / "back")
     assert again.config.data.masking.causal and not again.config.model.nsp
     assert found.weights.keys() == again.weights.keys()
