@@ -79,7 +79,7 @@ OLD = ROOT / "tests/data/golden/dataset"  # 28 held-out rows
 
 
 def test_what_it_learned(tmp_path, capsys) -> None:
-    """Of a model that says the most frequent piece whatever it reads: its two shares are one, and that is counted here."""
+    """Of a model that predicts the most frequent token whatever it reads: the two accuracies are one, counted here too."""
     shutil.copy(OLD / "tokenizer.model", tmp_path / "tokenizer.model")
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
     rows = Dataset(OLD).read(np.arange(536)).ids.ravel()
@@ -98,7 +98,7 @@ def test_what_it_learned(tmp_path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     runpy.run_path(str(ROOT / "examples/what_it_learned.py"))["main"](str(tmp_path), str(OLD))
     shown = capsys.readouterr().out
-    figures = re.search(r"right: ([\d.]+%) of ([\d,]+) held-out masks; .*? \('(.*)'\): ([\d.]+%)", shown)
+    figures = re.search(r"accuracy: ([\d.]+%) of ([\d,]+) held-out masks; .*? \('(.*)'\): ([\d.]+%)", shown)
     assert figures and figures[1] == figures[4] and figures[3] == "a blank" and tokenizer.pieces[most] == " "
     held_out = Dataset(OLD / "held_out").read(np.arange(28)).ids
     share = (held_out == most).sum() / (held_out > 4).sum()
@@ -108,27 +108,10 @@ def test_what_it_learned(tmp_path, capsys) -> None:
     assert all(
         line.split(": ")[1].lstrip().startswith("'' 100%") for line in shown.splitlines() if "  trained:" in line
     )
-    curve = [line.split("|")[1] for line in shown.splitlines()[1:9]]
-    assert curve[0].startswith("*") and curve[-1].endswith("*") and len(curve[-1]) == 60, "down, from left to right"
-    assert shown.splitlines()[1].startswith("   8.90 |") and shown.splitlines()[8].startswith("   3.00 |")
-
-
-def test_search_corpus(tmp_path, capsys) -> None:
-    """A passage of the shards is its own nearest one."""
-    start = pretrained.load(runs.make(tmp_path / "run", max_positions=64))
-    sentence_folder.write(tmp_path / "model", start, {}, Pooling("mean", 64), "card\n")
-    example = runpy.run_path(str(ROOT / "examples/search_corpus.py"))
-    file, model = str(tmp_path / "index.npz"), str(tmp_path / "model")
-    example["index"](str(OLD), model, file)
-    with np.load(file) as stored:
-        listed = stored["texts"]
-    texts = json.loads(listed.tobytes())
-    assert len(texts) == len(set(texts)) > 500 and listed.nbytes < 1.5 * sum(map(len, texts))
-    assert f"index.npz: {len(texts):,} passages" in capsys.readouterr().out
-    example["search"](file, model, texts[7], texts[300])
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == texts[7] and shown[1] == f"  1.000  {texts[7]}" and len(shown) == 2 * 6
-    assert shown[7] == f"  1.000  {texts[300]}"
+    assert shown.splitlines()[:2] == [
+        "training loss, updates 1 to 60, the mean of each tenth",
+        "  8.65 8.05 7.45 6.85 6.25 5.65 5.05 4.45 3.85 3.25",
+    ]
 
 
 @pytest.mark.slow
