@@ -1,9 +1,9 @@
-"""BERT for pre-training: masked language modelling and next-sentence prediction over rows of packed sequences.
+"""BERT and its modern form for pre-training: masked language modelling and next-sentence prediction on packed rows.
 
-A sequence's output does not depend on what it is packed with. Losses are sums in fp32, never means: the caller knows
-the counts of the whole update. The decoder is tied to the word embedding by being the same module, unless it has
-weights of its own. Dropout is a function of a seed tensor (or of torch's generator, in torch backends), so recomputation
-replays it. Post- and pre-LN have the same parameters: the norms sit on the residual stream (published) or on the branches.
+A row holds several sequences, and a sequence's output does not depend on what it is packed with. Losses are sums in fp32,
+never means: the caller knows the counts of the whole update. The decoder's weight is the word embedding's, unless it has its
+own. Dropout is a function of a seed tensor (or of torch's generator, in some of torch's backends), so that recomputation
+replays it. How an operation runs (our kernel, torch's, compiled) is `megabert.ops`' concern.
 
 Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary, S sequences a row, K predictions a row.
 """
@@ -19,114 +19,146 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megabert import ops as native
 from megabert.common.labels import IGNORE
 from megabert.config import ModelConfig, OpsConfig
+from megabert.ops import Ops, Rotation, choose_all, rotation
 
 
-class Affine(nn.Module):
-    """The parameters of y = x W^T + b: weight [out, in], truncated-normal start (Devlin et al. 2019)."""
+def truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
+    """Normal values cut at two standard deviations, as the published initialisation (Devlin et al. 2019)."""
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
 
-    matrices = 0  # that `weight` is, one below the other, for an optimizer of whole matrices; 0: not of a layer
+
+class Linear(nn.Module):
+    """y = x W^T + b. weight [out, in], bias [out]."""
+
+    # Square matrices stacked in `weight`, for optimizers of matrices; 0: the weight is not a layer's.
+    matrices = 0
 
     def __init__(self, inputs: int, outputs: int, std: float):
         super().__init__()
-        self.weight = nn.Parameter(_truncated_normal((outputs, inputs), std))
+        self.weight = nn.Parameter(truncated_normal((outputs, inputs), std))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        self.packed: Tensor | None = None  # the weight as inference on the CPU reads it
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., in) -> (..., out)
-        if self.packed is not None:
-            return native.packed_linear(x, self.packed, bias)
+        """x W^T + bias. Inference with packed weights and training in float8 put their own product in its place."""
         return F.linear(x, self.weight, bias)
 
-
-class Linear(Affine):
-    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+    def forward(self, x: Tensor) -> Any:  # (..., in) -> (..., out)
         return self.matmul(x, self.bias)
 
 
-class QueriesKeysValues(Affine):
+class QueriesKeysValues(Linear):
     """The projection in front of attention: queries, keys, values, each head by head.
 
-    Returns them and, for native attention, the bias, whose gradient is attention's to give: with that of its product, it
-    would be a sum that reads all of theirs again.
+    `sums_bias`: attention's backward pass sums the bias's gradient while it writes that of its input. Then the bias is
+    returned beside the result, for `Ops.attention`, and the product does not sum it again.
     """
 
-    def __init__(self, cfg: ModelConfig, attention: str):
-        super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
-        self.native = attention == "native" and not cfg.modern  # rotation is of what has its bias
+    matrices = 3
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (..., D) -> (..., 3D), (3D)
-        if not self.native:
+    def __init__(self, cfg: ModelConfig, ops: Ops):
+        super().__init__(cfg.hidden, 3 * cfg.hidden, cfg.init_std)
+        self.sums_bias = ops.attention_sums_bias and not cfg.modern
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
+        if not self.sums_bias:
             return self.matmul(x, self.bias), None
         return self.matmul(x, self.bias.detach()), self.bias.view_as(self.bias)
 
 
-class LinearGelu(Affine):
-    """gelu(x W^T + b), the exact (erf) one."""
+class FeedForward(Linear):
+    """gelu(x W^T + b), the exact (erf) one. `modern`: gelu(a) * b of (a, b) = x W^T + b, W [2F, D]."""
 
-    def __init__(self, inputs: int, outputs: int, cfg: ModelConfig, backend: str):
-        super().__init__(inputs, outputs, cfg.init_std)
-        self.backend = backend
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        if self.packed is not None:
-            return native.packed_linear(x, self.packed, self.bias, gelu=True)
-        return native.bias_gelu(self.matmul(x), self.bias, self.backend)
-
-
-class GatedLinear(Affine):
-    """gelu(a) * b of (a, b) = x W^T + b, W [2F, D]: a feed-forward layer with a gate."""
-
-    matrices = 2
-
-    def __init__(self, cfg: ModelConfig, backend: str):
+    def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std)
-        self.backend = backend
+        self.gated, self.matrices, self.ops = cfg.modern, 2 if cfg.modern else 1, ops
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., F)
-        return native.bias_geglu(self.matmul(x), self.bias, self.backend)
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.matmul(x)  # (..., D) -> (..., F), gated (..., 2F)
+        return self.ops.bias_geglu(y, self.bias) if self.gated else self.ops.bias_gelu(y, self.bias)  # (..., F)
 
 
-class LinearNorm(Affine):
-    """A branch's way back: projection, dropout, residual addition and LayerNorm.
+class LinearNorm(Linear):
+    """A branch's way back: z = residual + dropout(x W^T + b), and LayerNorm(z)."""
 
-    Returns (normed, stream): what the next branch reads, and the next residual. Post-LN: both are the norm.
-    """
+    matrices = 1
 
-    def __init__(self, inputs: int, cfg: ModelConfig, backend: str):
+    def __init__(self, inputs: int, cfg: ModelConfig, ops: Ops):
         super().__init__(inputs, cfg.hidden, cfg.init_std)
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
-        self.cfg, self.backend = cfg, backend
+        self.cfg, self.ops = cfg, ops
         if cfg.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor, residual: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-        p, eps, post = (self.cfg.dropout if self.training else 0.0, self.cfg.layer_norm_eps, self.cfg.norm == "post")
-        inputs = self.matmul(x), self.bias, residual, self.norm_weight, self.norm_bias, p, eps, seed, stream
-        return native.dropout_add_layer_norm(*inputs, self.backend, post)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor, seed: Tensor, stream: int
+    ) -> tuple[Tensor, Tensor]:
+        """(..., in), (..., D) -> (normed, residual) (..., D): what the next branch reads, and what it is added to: z (pre-LN),
+        or the norm as well (post-LN)."""
+        p = self.cfg.dropout if self.training else 0.0
+        y = self.matmul(x)  # (..., in) -> (..., D)
+        return self.ops.dropout_add_layer_norm(
+            y, self.bias, residual, self.norm_weight, self.norm_bias, p, self.cfg.layer_norm_eps, seed, stream,
+            post=self.cfg.norm == "post",
+        )  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Self-attention and feed-forward, each with its residual (Vaswani et al. 2017; pre-LN: Xiong et al. 2020)."""
+
+    def __init__(self, cfg: ModelConfig, ops: Ops):
+        super().__init__()
+        self.qkv = QueriesKeysValues(cfg, ops)
+        self.attention_output = LinearNorm(cfg.hidden, cfg, ops)
+        self.feed_forward = FeedForward(cfg, ops)
+        self.feed_forward_output = LinearNorm(cfg.ffn, cfg, ops)
+        self.cfg, self.ops = cfg, ops
+
+    def forward(
+        self, normed: Tensor, x: Tensor, keys: list[Tensor], seed: Tensor, stream: int, keep: Tensor | None = None,
+        angles: Rotation | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(normed, residual) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D].
+
+        `keys`: which keys a token attends to (`Ops.attention_inputs`); `stream` numbers the first dropout mask."""
+        y = self.attention(normed, keys, seed, stream, angles)  # (B, T, D)
+        if keep is not None:
+            y, x = (
+                t.flatten(0, 1).index_select(0, keep.flatten()).unflatten(0, keep.shape) for t in (y, x)
+            )  # (..., D)
+        normed, x = self.attention_output(y, x, seed, stream + 1)
+        y = self.feed_forward(normed)  # (..., F)
+        return self.feed_forward_output(y, x, seed, stream + 2)
+
+    def attention(self, x: Tensor, keys: list[Tensor], seed: Tensor, stream: int, angles: Rotation | None) -> Tensor:
+        p, heads = self.cfg.attention_dropout if self.training else 0.0, self.cfg.heads
+        qkv, bias = self.qkv(x)  # (B, T, 3D)
+        if angles is not None:
+            qkv = self.ops.rotate(qkv, heads, angles)  # (B, T, 3D)
+        return self.ops.attention(qkv, heads, keys, p, seed, stream, bias=bias)  # (B, T, D)
 
 
 class Vocabulary(nn.Module):
     """The word embedding and its other end, the decoder: one weight [V', D], or two, V' >= V a multiple of 128.
 
-    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients.
+    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients. Both ends are calls of
+    this module, since ZeRO-3 gathers a module's weights when it is called.
     """
 
     decoder: nn.Parameter | None
 
-    def __init__(self, cfg: ModelConfig, backend: str):
+    def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__()
-        self.size, self.backend = cfg.vocab_size, backend
+        self.size, self.ops = cfg.vocab_size, ops
         self.weight = nn.Parameter(self._table(cfg))
-        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))  # of the decoder
+        self.bias = nn.Parameter(torch.zeros(cfg.padded_vocab))
         self.register_parameter("decoder", None if cfg.tied else nn.Parameter(self._table(cfg)))
 
     @staticmethod
     def _table(cfg: ModelConfig) -> Tensor:
-        weight = _truncated_normal((cfg.padded_vocab, cfg.hidden), cfg.init_std)
+        weight = truncated_normal((cfg.padded_vocab, cfg.hidden), cfg.init_std)
         weight[cfg.vocab_size :] = 0
         return weight
 
@@ -137,106 +169,62 @@ class Vocabulary(nn.Module):
         assert hidden is not None
         weight = self.weight if self.decoder is None else self.decoder
         if labels is None:
-            return native.mlm_logits(hidden, weight, self.bias, self.size)
-        return native.mlm_loss(hidden, weight, self.bias, labels, self.size, self.backend)
+            return self.ops.mlm_logits(hidden, weight, self.bias, self.size)
+        return self.ops.mlm_loss(hidden, weight, self.bias, labels, self.size)
 
 
 class Embeddings(nn.Module):
-    """Words + positions + segments, LayerNorm, dropout. `modern`: words alone, and their norm is the stream, too."""
+    """Words + positions + segments, LayerNorm, dropout. `modern`: words alone, and their norm is the residual, too."""
 
-    def __init__(self, cfg: ModelConfig, backends: native.Backends):
+    def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__()
-        self.word = Vocabulary(cfg, backends.mlm_loss.name)
+        self.word = Vocabulary(cfg, ops)
         if not cfg.modern:
-            self.position = nn.Parameter(_truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
-            self.segment = nn.Parameter(_truncated_normal((2, cfg.hidden), cfg.init_std))
+            self.position = nn.Parameter(truncated_normal((cfg.max_positions, cfg.hidden), cfg.init_std))
+            self.segment = nn.Parameter(truncated_normal((2, cfg.hidden), cfg.init_std))
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
-        self.cfg, self.backend = cfg, backends.layer.name
+        self.cfg, self.ops = cfg, ops
 
     def forward(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """int32 [B, T] each -> (normed, stream), both [B, T, D]."""
-        x = self.word(input_ids)
+        """int32 [B, T] each -> (normed, residual), both [B, T, D]."""
+        x = self.word(input_ids)  # (B, T, D)
         if not self.cfg.modern:
             x = x + F.embedding(position_ids, self.position) + F.embedding(segment_ids, self.segment)
         normed = F.layer_norm(x, (self.cfg.hidden,), self.norm_weight, self.norm_bias, self.cfg.layer_norm_eps)
         p = self.cfg.dropout if self.training else 0.0
         if self.cfg.norm == "post" or self.cfg.modern:
-            normed = native.dropout(normed, p, seed, 0, self.backend)
+            normed = self.ops.dropout(normed, p, seed, 0)
             return normed, normed
-        return normed, native.dropout(x, p, seed, 0, self.backend)
+        return normed, self.ops.dropout(x, p, seed, 0)
 
 
-class Layer(nn.Module):
-    """Self-attention and feed-forward, each with its residual (Vaswani et al. 2017; pre-LN: Xiong et al. 2020)."""
-
-    def __init__(self, cfg: ModelConfig, backends: native.Backends):
-        super().__init__()
-        layer = backends.layer.name
-        self.qkv = QueriesKeysValues(cfg, backends.attention.name)
-        self.attention_output = LinearNorm(cfg.hidden, cfg, layer)
-        self.feed_forward: GatedLinear | LinearGelu
-        if cfg.modern:
-            self.feed_forward = GatedLinear(cfg, layer)
-        else:
-            self.feed_forward = LinearGelu(cfg.hidden, cfg.ffn, cfg, layer)
-            self.feed_forward.matrices = 1
-        self.feed_forward_output = LinearNorm(cfg.ffn, cfg, layer)
-        self.qkv.matrices = 3
-        self.attention_output.matrices = self.feed_forward_output.matrices = 1
-        self.cfg, self.attention, self.layer = cfg, backends.attention.name, layer
-
-    def forward(
-        self,
-        normed: Tensor,
-        x: Tensor,
-        bounds: list[Tensor],
-        seed: Tensor,
-        stream: int,
-        keep: Tensor | None = None,
-        angles: native.Rotation | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(normed, stream) [B, T, D] -> the same; with `keep`, only those flat positions [N] or [B, J] -> [..., D]."""
-        p = self.cfg.attention_dropout if self.training else 0.0
-        qkv, bias = self.qkv(normed)  # (B, T, 3D)
-        if angles is not None:
-            qkv = native.rotate(qkv, self.cfg.heads, angles, self.layer)
-        context = native.attend(qkv, self.cfg.heads, bounds, p, seed, stream, self.attention, bias)  # (B, T, D)
-        if keep is not None:
-            flat = keep.flatten()
-            context, x = (t.flatten(0, 1).index_select(0, flat).unflatten(0, keep.shape) for t in (context, x))
-        normed, x = self.attention_output(context, x, seed, stream + 1)
-        return self.feed_forward_output(self.feed_forward(normed), x, seed, stream + 2)
-
-
-class MlmTransform(LinearGelu):
+class MlmTransform(Linear):
     """Dense + GELU + LayerNorm in front of the decoder."""
 
-    def __init__(self, cfg: ModelConfig, backend: str):
-        super().__init__(cfg.hidden, cfg.hidden, cfg, backend)
+    def __init__(self, cfg: ModelConfig, ops: Ops):
+        super().__init__(cfg.hidden, cfg.hidden, cfg.init_std)
         self.norm_weight = nn.Parameter(torch.ones(cfg.hidden))
         self.norm_bias = nn.Parameter(torch.zeros(cfg.hidden))
-        self.eps = cfg.layer_norm_eps
+        self.eps, self.ops = cfg.layer_norm_eps, ops
 
     def forward(self, x: Tensor) -> Tensor:  # (N, D) -> (N, D)
-        y = native.bias_gelu(self.matmul(x), self.bias, self.backend)
+        y = self.ops.bias_gelu(self.matmul(x), self.bias)
         return F.layer_norm(y, y.shape[-1:], self.norm_weight, self.norm_bias, self.eps)
 
 
-def _truncated_normal(shape: tuple[int, ...], std: float) -> Tensor:
-    """Normal values cut at two standard deviations, as the published initialisation."""
-    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
-
-
 class Output(NamedTuple):
-    """Loss sums, then as many counts of right answers, in the order of `BertForPreTraining.terms`."""
+    """Loss sums, then as many counts of correct answers, in the order of `BertForPreTraining.terms`."""
 
-    mlm_loss_sum: Tensor  # fp32, over predictions
-    nsp_loss_sum: Tensor  # fp32, over pairs with a label
-    mlm_correct: Tensor  # int64
-    nsp_correct: Tensor  # int64
+    # fp32, over predictions
+    mlm_loss_sum: Tensor
+    # fp32, over pairs with a label
+    nsp_loss_sum: Tensor
+    # int64
+    mlm_correct: Tensor
+    nsp_correct: Tensor
 
 
 class BertForPreTraining(nn.Module):
@@ -258,27 +246,23 @@ class BertForPreTraining(nn.Module):
         super().__init__()
         if not cfg.vocab_size:
             raise ValueError("model.vocab_size=0: set it to the tokenizer's number of entries")
-        ops = ops or OpsConfig()
         self.cfg = cfg
-        self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")  # names of its losses
+        # The names of its losses, and what each counts in their sum.
+        self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")
         self.weights: tuple[float, ...] = (1.0, 1.0)
-        self.backends = native.Backends(
-            *(
-                native.choose(op, getattr(ops, op), device, dtype, causal, cfg.hidden // cfg.heads)
-                for op in native.BACKENDS
-            )
-        )
-        self.embeddings = Embeddings(cfg, self.backends)
-        self.layers = nn.ModuleList(Layer(cfg, self.backends) for _ in range(cfg.layers))
-        self.mlm = MlmTransform(cfg, self.backends.layer.name)
+        self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads)
+        self.ops = Ops(self.backends)
+        self.embeddings = Embeddings(cfg, self.ops)
+        self.layers = nn.ModuleList(self.ops.layer(Layer(cfg, self.ops)) for _ in range(cfg.layers))
+        self.mlm = MlmTransform(cfg, self.ops)
         if cfg.nsp:
             self.pooler = Linear(cfg.hidden, cfg.hidden, cfg.init_std)
             self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
 
     @torch.no_grad()
     def start_from_frequencies(self, counts: Tensor) -> None:
-        """Let the decoder predict, before it has learned anything, each id as often as it occurs: `counts` int64 [V], to which
-        one is added. To be called on new weights that no engine has taken over."""
+        """Set the decoder's bias so that an untrained model predicts each id as often as it occurs: `counts` int64 [V], to
+        which one is added. To be called on new weights that no engine has taken over."""
         shares = (counts.double() + 1) / (counts.sum() + len(counts))
         self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
 
@@ -290,10 +274,10 @@ class BertForPreTraining(nn.Module):
 
         With `keep` (int flat positions [N] or [B, J]) the last layer computes only those: [N, D] or [B, J, D], the same
         values. seed int64 [1] decides the dropout masks of native backends; without it, it is drawn from torch's generator.
-        With a second element, the place of the batch's first row in the update, a row's masks do not depend on its batch.
+        With a second element, the index of the batch's first row in the update, a row's masks do not depend on its batch.
         """
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        for normed, _stream in self._run(*inputs, keep, seed):
+        for normed, _residual in self._states(*inputs, keep, seed):
             last = normed
         return last
 
@@ -301,35 +285,32 @@ class BertForPreTraining(nn.Module):
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
         lengths: Tensor, seed: Tensor | None = None, count: int | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """L + 1 tensors [B, T, D]: what the first layer reads, then what each layer gives; the last is `encode`'s.
-
-        With `count` the first so many, and no layer behind them is computed.
+        """L + 1 tensors [B, T, D]: the embeddings, then each layer's result; the last is `encode`'s. With `count` the first
+        so many, and no later layer is computed.
 
         Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
         the last layer is normalised. Arguments as in `encode`.
         """
         inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
-        states = enumerate(islice(self._run(*inputs, None, seed), count))
-        return [normed if index == len(self.layers) else stream for index, (normed, stream) in states]
+        states = enumerate(islice(self._states(*inputs, None, seed), count))
+        return [normed if index == len(self.layers) else residual for index, (normed, residual) in states]
 
-    def _run(
+    def _states(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, key_start: Tensor, key_end: Tensor,
         lengths: Tensor, keep: Tensor | None, seed: Tensor | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """(normed, stream) of the embeddings and of each layer, as they are computed."""
+        """(normed, residual) of the embeddings and of each layer, as they are computed."""
         if seed is None:
             seed = torch.randint(2**62, (1,), device=input_ids.device)
-        bounds = native.attention_inputs(self.backends.attention.name, key_start, key_end, lengths)
-        normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)
+        keys = self.ops.attention_inputs(key_start, key_end, lengths)
+        normed, x = self.embeddings(input_ids, segment_ids, position_ids, seed)  # (B, T, D) each
         yield normed, x
-        angles = None
-        if self.cfg.modern:
-            angles = native.rotation(position_ids, self.cfg.hidden // self.cfg.heads)
+        angles = rotation(position_ids, self.cfg.hidden // self.cfg.heads) if self.cfg.modern else None
         for index, layer in enumerate(self.layers):
             last = keep if index == len(self.layers) - 1 else None
             if last is not None and not self.training:
-                bounds = native.only_queries(self.backends.attention.name, bounds, last)
-            args = (normed, x, bounds, seed, 4 * index + 4, last, angles)
+                keys = self.ops.only_queries(keys, last)
+            args = (normed, x, keys, seed, 4 * index + 4, last, angles)
             if self.cfg.activation_checkpointing and self.training:
                 normed, x = checkpoint(layer, *args, use_reentrant=False)
             else:
@@ -347,15 +328,14 @@ class BertForPreTraining(nn.Module):
         cls_positions int32 [B, S], nsp_labels int64 [B, S], mlm_positions int32 [B, K], mlm_labels int64 [B, K]:
         flat positions into B * T and labels, -100 where there is nothing to predict.
         """
+        inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
         if logits_at is not None:
-            inputs = (input_ids, segment_ids, position_ids, key_start, key_end, lengths)
             return self.mlm_logits(self.encode(*inputs, logits_at, seed))
         slots = mlm_positions.shape[1]
         keep = torch.cat([mlm_positions, cls_positions], 1) if self.cfg.nsp else mlm_positions  # (B, K + S)
-        hidden = self.encode(input_ids, segment_ids, position_ids, key_start, key_end, lengths, keep, seed)
-        mlm_loss, mlm_correct = self.embeddings.word(
-            hidden=self.mlm(hidden[:, :slots].flatten(0, 1)), labels=mlm_labels.flatten()
-        )
+        hidden = self.encode(*inputs, keep, seed)  # (B, K + S, D)
+        predicted = self.mlm(hidden[:, :slots].flatten(0, 1))  # (B * K, D)
+        mlm_loss, mlm_correct = self.embeddings.word(hidden=predicted, labels=mlm_labels.flatten())
         if not self.cfg.nsp:
             return Output(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, torch.zeros_like(mlm_correct))
         logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
@@ -372,7 +352,7 @@ class BertForPreTraining(nn.Module):
         return self.embeddings.word(hidden=self.mlm(hidden))
 
     def nsp_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of [CLS] [N, D] -> logits [N, 2], class 0 = the second part really follows."""
+        """Hidden states of [CLS] [N, D] -> logits [N, 2], class 0: the second part really follows."""
         return self.nsp(torch.tanh(self.pooler(hidden)))
 
 

@@ -36,12 +36,12 @@ from megabert.distributed.process_group import World
 from megabert.distributed.together import agreed, refuse, together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
+from megabert.engine.choice import choose_backends
 from megabert.engine.profiler import Profiler
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, check_packages, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
-from megabert.training import measured_choice
 
 
 class Pretraining:
@@ -156,7 +156,7 @@ def open_run(
     elif replay is not None:
         begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
     config = precision.with_precision(config, world, begun["config"]["precision"] if begun else "")
-    settled = measured_choice.settle(config, dataset.manifest, world, run_dir, writes)
+    settled = choose_backends(config, dataset.manifest, world, run_dir, writes)
     counts: list[int] = []
     if newest is None and config.model.frequency_bias and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, dataset, tokenizer, world)

@@ -42,9 +42,9 @@ class Traffic(TorchDispatchMode):
 
 def units(norm: Any, dropout: float, backend: str) -> Counter[str]:
     cfg = ModelConfig(vocab_size=100, hidden=1024, heads=16, norm=norm, dropout=dropout)
-    chosen = ops.Backends(*(ops.Choice(name, "") for name in ("native", "native", backend)))
+    chosen = ops.Backends(*(ops.Backend(name, "") for name in ("native", "native", backend)))
     with torch.device("meta"):
-        layer = Layer(cfg, chosen).bfloat16()
+        layer = Layer(cfg, ops.Ops(chosen)).bfloat16()
         stream = torch.empty(ROWS, TOKENS, cfg.hidden, dtype=torch.bfloat16, requires_grad=True)
         inputs = [stream, torch.empty_like(stream, requires_grad=True)]
         bounds = [torch.empty(ROWS, TOKENS, dtype=torch.int32) for _ in "se"]

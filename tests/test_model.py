@@ -172,7 +172,7 @@ def test_attention_gives_the_gradient_of_the_biases_in_front_of_it(recompute: bo
     for alone in (False, True):
         built = model(NATIVE, activation_checkpointing=recompute).train()
         for layer in built.layers:
-            layer.qkv.native &= alone
+            layer.qkv.sums_bias &= alone
         found.append(gradients(built, inputs)[1])
     summed, given = found
     for name, grad in given.items():

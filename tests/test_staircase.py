@@ -18,7 +18,7 @@ MEGABERT = (
     ("distributed", "config"),
     ("data", "optim", "model"),
     ("engine",),
-    ("checkpoint", "training"),
+    ("checkpoint",),
     ("hf",),
     ("metrics", "spikes"),
     ("evaluation",),

@@ -215,14 +215,14 @@ def measured(device: str) -> list[Finding]:
     """The tables by which pre-training chose on this machine, from the cache. Needs torch."""
     import torch
 
-    from megabert.training import measured_choice
+    from megabert.engine import choice
 
-    entries = measured_choice.cached(torch.device(device))
-    found = [Finding("measured", entry.label(), "ok", f"{entry.name}: {entry.line()}") for entry in entries]
-    if not found and device in measured_choice.MEASURED_ON:
-        folder = measured_choice.cache_folder()
-        return [Finding("measured", "auto", "note", f"nothing yet in {folder}: training measures at its start")]
-    return found
+    if device != "cuda":
+        return []
+    file, lines = choice.cached(torch.device(device))
+    if not lines:
+        return [Finding("measured", "auto", "note", f"nothing yet in {file.parent}: training measures at its start")]
+    return [Finding("measured", line.partition(": ")[0], "ok", line.partition(": ")[2]) for line in lines]
 
 
 def cluster(folder: Path, as_json: bool) -> int:

@@ -33,10 +33,10 @@ def check(config: Config) -> None:
         raise ValueError(
             f"{causal}: [CLS] sees nothing but itself, so it cannot tell whether B follows A; set model.nsp=false"
         )
-    if config.causal_updates and config.ops.attention == "varlen":
+    if config.causal_updates and config.ops.attention in ("varlen", "cudnn"):
         raise ValueError(
-            f"ops.attention=varlen attends to whole sequences, which {causal} must not; "
-            "set ops.attention to auto, sdpa, cudnn, native or fused_softmax"
+            f"ops.attention={config.ops.attention} attends to whole sequences, which {causal} must not; "
+            "set ops.attention to auto, sdpa, native or fused_softmax"
         )
     if config.objective.causal_share:
         if masking.causal:

@@ -148,8 +148,8 @@ class OpsConfig(Section):
         "auto", description="attention backend; auto: on CUDA the fastest right one, measured at the run's start"
     )
     mlm_loss: Literal["auto", "torch", "native"] = Field("auto", description="masked-LM loss backend; auto as above")
-    layer: Literal["auto", "torch", "native", "compiled", "apex"] = Field(
-        "auto", description="bias+GELU and dropout+add+LayerNorm; compiled: torch.compile, apex: NVIDIA's LayerNorm"
+    layer: Literal["auto", "torch", "native", "compiled"] = Field(
+        "auto", description="bias+GELU and dropout+add+LayerNorm; compiled: the whole layer by torch.compile"
     )
     optimizer: Literal["auto", "torch", "apex"] = Field(
         "auto", description="kernels of AdamW or LAMB; apex: NVIDIA's, LAMB's at zero.stage 0 only, no Muon"

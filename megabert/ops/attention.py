@@ -1,4 +1,4 @@
-"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen: finite).
+"""Attention inside packed sequences: a pad attends to nothing and its context is zero (varlen, cudnn: finite).
 
 Sequences lie packed in rows, so the keys of a token are one range [key_start, key_end) of its row, and no mask
 needs to be as large as the attention matrix.
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megabert.ops import row_dropout
-from megabert.ops.backend import MISSING
+from megabert.ops.backend import MISSING, WHOLE_SEQUENCES
+from megabert.ops.dropout_add_layer_norm import follows_rows, row_dropout
 from megabert.ops.softmax_mask import fused_softmax_mask
 
 
@@ -22,20 +21,16 @@ def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: 
     """What `attend` needs of a batch, made once for all layers.
 
     key_start, key_end int32 [B, T]; lengths int32 [B, S], or compact [N] (data.batch.compact_lengths). Returns sdpa: bool
-    mask [B, 1, T, T]; cudnn: the same with pads attending to everything, and bool [B, 1, T, 1], true where there is a pad;
-    native and fused_softmax: the bounds; varlen: int32 offsets of the sequences and of each row's pads in the flattened
-    batch, [N + 1] or, with empty slots (flash attention starts blocks for those too), [B * (S + 1) + 1].
+    mask [B, 1, T, T]; native and fused_softmax: the bounds; varlen and cudnn: int32 offsets of the sequences and of each row's
+    pads in the flattened batch, [N + 1] or, with empty slots (kernels start blocks for those too), [B * (S + 1) + 1].
     """
     if backend in ("native", "fused_softmax"):
         return [key_start, key_end]
     width = key_start.shape[1]
-    if backend in ("sdpa", "cudnn"):
+    if backend == "sdpa":
         key = torch.arange(width, device=key_start.device, dtype=key_start.dtype)
         mask = (key >= key_start[..., None]) & (key < key_end[..., None])  # (B, T, T)
-        if backend == "sdpa":
-            return [mask[:, None]]
-        pad = ~mask.any(-1, keepdim=True)  # a softmax over no keys at all would be NaN, in the gradients too
-        return [(mask | pad)[:, None], pad[:, None]]
+        return [mask[:, None]]
     if lengths.dim() == 2:
         pads = width - lengths.sum(1, keepdim=True, dtype=torch.int32)  # pads are a sequence of their own
         lengths = torch.cat([lengths, pads], 1).flatten()
@@ -43,8 +38,8 @@ def attention_inputs(backend: str, key_start: Tensor, key_end: Tensor, lengths: 
 
 
 def only_queries(backend: str, inputs: list[Tensor], keep: Tensor) -> list[Tensor]:
-    """`attention_inputs` of a layer of which the flat positions `keep` alone are read: on the CPU native attention then passes
-    the other queries over, and their context is zero."""
+    """`attention_inputs` of a layer of which the flat positions `keep` alone are read: on the CPU native attention then skips
+    the other queries, and their context is zero."""
     if backend != "native" or keep.device.type != "cpu":
         return inputs
     flat = keep.flatten().long()
@@ -61,8 +56,8 @@ def attend(
     """softmax(q k^T / sqrt(head size)) v for each head, with dropout `p` on the probabilities.
 
     qkv [B, T, 3 * D] (queries, keys, values, each head by head) -> context [B, T, D].
-    seed int64 [1] and stream number the dropout mask of native and fused_softmax (the same mask); the others draw from
-    torch's generator. A seed of two elements says too which row of a larger batch qkv[0] is (`row_dropout`).
+    seed int64 [1] or [2] and stream number the dropout mask of native and fused_softmax (the same mask), as in
+    `dropout_add_layer_norm`; varlen and cudnn draw from torch's generator.
     bias [3 * D], for native alone: what was added to make qkv, whose gradient backward then gives where it writes qkv's, in
     place of a sum that reads it again.
     """
@@ -70,11 +65,9 @@ def attend(
         return torch.ops.megabert.attention(qkv, bias, inputs[0], inputs[1], seed, stream, heads, p)[0]
     batch, width, triple = qkv.shape
     size = triple // 3 // heads
-    if backend == "varlen":
+    if backend in WHOLE_SEQUENCES:
         q, k, v = qkv.view(batch * width, 3, heads, size).unbind(1)  # (B * T, H, d)
-        out = torch.ops.aten._flash_attention_forward(
-            q, k, v, inputs[0], inputs[0], width, width, p, False, False, scale=size**-0.5
-        )[0]
+        out = _attend_sequences(q, k, v, inputs[0], width, p, backend)
         return out.reshape(batch, width, heads * size)
     q, k, v = qkv.view(batch, width, 3, heads, size).permute(2, 0, 3, 1, 4)  # each (B, H, T, d)
     if backend == "fused_softmax":
@@ -82,20 +75,27 @@ def attend(
         scores, scale = q @ k.transpose(-1, -2), size**-0.5  # (B, H, T, T)
         weights = fused_softmax_mask(scores, key_start=start, key_end=end, scale=scale, p=p, seed=seed, stream=stream)
         return (weights @ v).transpose(1, 2).reshape(batch, width, heads * size)
-    if backend == "cudnn":
-        mask, pad = inputs
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-        return out.masked_fill(pad, 0).transpose(1, 2).reshape(batch, width, heads * size)
     mask = inputs[0]
-    if p and row_dropout.follows_rows(qkv, seed):  # what torch does there for a dropout of its own
+    if p and follows_rows(qkv, seed):  # what torch does there for a dropout of its own
         scores = (q.float() @ k.float().transpose(-1, -2) * size**-0.5).masked_fill(~mask, -torch.inf)
         weights = torch.ops.aten._safe_softmax(scores, -1)  # (B, H, T, T); zeros where no key is
-        out = (row_dropout.dropout(weights, p, seed, stream) @ v.float()).to(qkv.dtype)
+        out = (row_dropout(weights, p, seed, stream) @ v.float()).to(qkv.dtype)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     out = out.masked_fill(~mask.any(-1, keepdim=True), 0)  # rows without a key, whatever the kernel gives there
     return out.transpose(1, 2).reshape(batch, width, heads * size)
+
+
+def _attend_sequences(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, width: int, p: float, backend: str
+) -> Tensor:  # each (N, H, d) -> (N, H, d)
+    """Attention of each of the sequences at `offsets` to itself, by the kernels behind torch.nn.attention.varlen, which
+    itself takes no dropout."""
+    if backend == "varlen":
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q, k, v, offsets, offsets, width, width, p, False, False, scale=q.shape[-1] ** -0.5)[0]
+    cudnn = torch.ops.aten._cudnn_attention_forward
+    return cudnn(q, k, v, None, offsets, offsets, width, width, True, p, False, False, scale=q.shape[-1] ** -0.5)[0]
 
 
 def _register() -> None:

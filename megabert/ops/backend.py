@@ -1,6 +1,6 @@
-"""Backends of the operations: exactly one each, chosen once, by name, with its reason.
+"""Backends of the operations: one each, chosen once, by name, with its reason.
 
-An explicit choice that cannot run here is a ValueError; only `auto` picks, and it says why. Nothing falls back silently.
+An explicit choice that cannot run here is a ValueError; only `auto` picks, and it gives its reason. Nothing falls back silently.
 The native library is built by `python setup.py build_ext --inplace` (or an install) and needs no GPU.
 """
 
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,23 +21,26 @@ NATIVE_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16
 ROLES: dict[str, dict[str, str]] = {
     "attention": {"sdpa": "", "varlen": "", "cudnn": "", "native": "attention", "fused_softmax": "softmax_mask"},
     "mlm_loss": {"torch": "", "native": "mlm_loss"},
-    "layer": {"torch": "", "native": "bias_gelu", "compiled": "", "apex": ""},
+    "layer": {"torch": "", "native": "bias_gelu", "compiled": ""},
 }
-FLASH = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's attention"}  # tensor cores of 16-bit types only
 BACKENDS = {role: tuple(backends) for role, backends in ROLES.items()}
+# Attention on the tensor cores of 16-bit types only, over whole sequences.
+WHOLE_SEQUENCES = {"varlen": "variable-length flash attention", "cudnn": "cuDNN's variable-length attention"}
 
 
-class Choice(NamedTuple):
-    name: str  # the backend that runs
-    reason: str  # one line for the log and for megabert.commands.doctor
+class Backend(NamedTuple):
+    """What runs, and why: one line for the log and for `megabert doctor`."""
+
+    name: str
+    reason: str
 
 
 class Backends(NamedTuple):
     """What a model's operations run on."""
 
-    attention: Choice
-    mlm_loss: Choice
-    layer: Choice
+    attention: Backend
+    mlm_loss: Backend
+    layer: Backend
 
 
 def _load() -> str:
@@ -51,7 +54,13 @@ def _load() -> str:
     return ""
 
 
-MISSING = _load()  # why there is no native library; empty when it is loaded
+# Why there is no native library; empty when it is loaded.
+MISSING = _load()
+
+
+def choose_all(asked: Any, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> Backends:
+    """`choose` for every operation; `asked` has a field for each role, as OpsConfig."""
+    return Backends(*(choose(role, getattr(asked, role), device, dtype, causal, head_size) for role in ROLES))
 
 
 def choose(
@@ -61,7 +70,7 @@ def choose(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = False,
     head_size: int = 64,
-) -> Choice:
+) -> Backend:
     """Backend of `op` (of `ROLES`) on a device type in a compute type, with the reason.
 
     `causal`: the key ranges of a sequence's tokens differ. `head_size`: columns of an attention head. Raises ValueError when
@@ -69,26 +78,25 @@ def choose(
     """
     if requested != "auto" and requested not in BACKENDS[op]:
         raise ValueError(f"ops.{op}={requested!r}: choose one of auto, {', '.join(BACKENDS[op])}")
-    obstacle = obstacles(op, device, dtype, causal, head_size)
+    blocked = obstacles(op, device, dtype, causal, head_size)
     if requested != "auto":
-        if obstacle[requested]:
-            raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {obstacle[requested]}")
-        return Choice(requested, "asked for")
-    if op == "attention" and not obstacle["varlen"]:
-        return Choice("varlen", f"flash attention over packed sequences on {device}")
-    fused = "native" if "native" in obstacle else BACKENDS[op][-1]
-    if obstacle[fused]:
-        return Choice(BACKENDS[op][0], obstacle[fused])
+        if blocked[requested]:
+            raise ValueError(f"ops.{op}={requested} cannot run on {device} in {_short(dtype)}: {blocked[requested]}")
+        return Backend(requested, "asked for")
+    if op == "attention" and not blocked["varlen"]:
+        return Backend("varlen", f"flash attention over packed sequences on {device}")
+    if blocked["native"]:
+        return Backend(BACKENDS[op][0], blocked["native"])
     if device == "cuda":
-        return Choice(BACKENDS[op][0], "runs everywhere; pre-training measures at its start instead")
-    return Choice(fused, f"fused {device} code for {_short(dtype)}")
+        return Backend(BACKENDS[op][0], "runs everywhere; pre-training measures at its start instead")
+    return Backend("native", f"fused {device} code for {_short(dtype)}")
 
 
 def obstacles(op: str, device: str, dtype: torch.dtype, causal: bool = False, head_size: int = 64) -> dict[str, str]:
     """Why each backend of `op` cannot run there; "" where it can."""
     found = {name: _obstacle(op, name, device, dtype, head_size) for name in BACKENDS[op]}
     if op == "attention" and causal:
-        found["varlen"] = "it attends to whole sequences, a left-to-right model must not"
+        found |= dict.fromkeys(WHOLE_SEQUENCES, "it attends to whole sequences, a causal model must not")
     return found
 
 
@@ -101,26 +109,17 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
             return f"the native library has no {device} code for it"
         if dtype not in NATIVE_DTYPES[device]:
             return f"native code takes {', '.join(map(_short, NATIVE_DTYPES[device]))}, not {_short(dtype)}"
-    if name in FLASH and device != "cuda":
-        return f"{FLASH[name]} needs a CUDA device"
-    if name in FLASH or (op == "attention" and name == "native" and device == "cuda"):  # on tensor cores
-        kind = FLASH.get(name, "native attention")
+    if name in WHOLE_SEQUENCES and device != "cuda":
+        return f"{WHOLE_SEQUENCES[name]} needs a CUDA device"
+    if name in WHOLE_SEQUENCES or (op == "attention" and name == "native" and device == "cuda"):
+        kind = WHOLE_SEQUENCES.get(name, "native attention")
         if dtype not in (torch.bfloat16, torch.float16):
             return f"{kind} takes bfloat16 and float16, not {_short(dtype)}"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
             return f"{kind} needs compute capability 8.0 or newer"
         if name == "native" and (head_size > 64 or head_size % 8):
             return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
-    if name == "compiled":
-        return _compiler(device)
-    if name == "apex":
-        if device != "cuda":
-            return "NVIDIA's apex needs a CUDA device"
-        try:
-            import apex.normalization.fused_layer_norm  # noqa: F401
-        except ImportError as error:
-            return f"NVIDIA's apex does not import ({error})"
-    return ""
+    return _compiler(device) if name == "compiled" else ""
 
 
 def _compiler(device: str) -> str:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabert.ops import reference
 from tests.csrc.cuda_on_cpu import Kernels, compiler
 from tests.csrc.test_cuda_source import SEED, STREAM, check, empty, gradients
+from tests.ops import reference
 from tests.ops.oracle import normal
 from tests.ops.test_attention import bounds, causal, plain_attention
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabert.ops import reference
 from tests.csrc.cuda_on_cpu import Guarded, Kernels, compiler
+from tests.ops import reference
 from tests.ops.oracle import error, normal
 from tests.ops.test_softmax_mask import SCALE, bounds, inside, plain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megabert.ops import reference
+from tests.ops import reference
 from tests.ops.oracle import needs_library
 
 SEED = 0x0123456789ABCDEF

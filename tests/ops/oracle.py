@@ -1,4 +1,4 @@
-"""The tolerance rule (megabert/ops/tolerance.py) against an fp64 oracle, and the inputs of its tests."""
+"""The tolerance rule (tests.ops.tolerance.py) against an fp64 oracle, and the inputs of its tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabert.ops import MISSING
-from megabert.ops.tolerance import FLOOR, Function, error, run, verdict
+from tests.ops.tolerance import FLOOR, Function, error, run, verdict
 
 needs_library = pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
 DTYPES = [torch.float32, torch.bfloat16]

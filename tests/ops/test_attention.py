@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megabert import ops
 from megabert.data.batch import compact_lengths
-from megabert.ops import reference
-from megabert.ops.tolerance import Function
+from tests.ops import reference
 from tests.ops.oracle import DTYPES, check, needs_library, normal
+from tests.ops.tolerance import Function
 
 SEED, STREAM = 0xABCDEF0123, 4
 

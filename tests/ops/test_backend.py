@@ -87,12 +87,12 @@ def test_auto_on_cuda_is_flash_attention_for_16_bits() -> None:
     assert ops.choose("layer", "auto", "cuda", torch.bfloat16).name == "torch"
 
 
-def test_a_left_to_right_model_never_gets_attention_over_whole_sequences(monkeypatch) -> None:
+def test_a_causal_model_never_gets_attention_over_whole_sequences(monkeypatch) -> None:
     monkeypatch.setattr(backend, "_obstacle", lambda *_: "")  # as on a machine that has everything
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name == "varlen"
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16, causal=True).name == "sdpa"
     assert ops.choose("attention", "native", "cuda", torch.bfloat16, causal=True).name == "native"
-    with pytest.raises(ValueError, match=r"ops\.attention=varlen cannot run .* a left-to-right model must not"):
+    with pytest.raises(ValueError, match=r"ops\.attention=varlen cannot run .* a causal model must not"):
         ops.choose("attention", "varlen", "cuda", torch.bfloat16, causal=True)
 
 

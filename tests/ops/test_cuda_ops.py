@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
-from megabert.ops import reference
-from tests.ops import oracle
+from tests.ops import oracle, reference
 from tests.ops.oracle import FLOOR, error, normal
 from tests.ops.test_attention import added, bounds, causal, plain_attention
 from tests.ops.test_softmax_mask import SHAPE, factor, masks, plain

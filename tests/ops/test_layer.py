@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
-from megabert.ops import reference
+from tests.ops import reference
 from tests.ops.oracle import DTYPES, check, needs_library, normal
 
 pytestmark = needs_library

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabert import ops
-from megabert.ops import reference
+from tests.ops import reference
 from tests.ops.oracle import DTYPES, check, needs_library, normal
 
 pytestmark = [needs_library, pytest.mark.usefixtures("two_threads")]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megabert import ops
-from megabert.ops import reference
 from megabert.ops.rotary import THETA
+from tests.ops import reference
 from tests.ops.oracle import DTYPES, check, needs_library, normal
 
 PLACES = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 100, 8191]])

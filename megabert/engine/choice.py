@@ -1,0 +1,327 @@
+"""Choice of backends by measurement, where a run on CUDA leaves them to `auto`.
+
+A candidate is measured whole: forward and backward of a model of one layer at the run's own shapes. Without dropout its loss
+and gradients may be at most four times as far from fp32's as plain torch's in the same type; then the median time with
+dropout counts. Attention is chosen first, then the layer, then the loss. Each candidate runs in a child process with a time
+limit: one that crashes or does not end is noted as broken in the cache and not started again on this machine. Rank 0
+measures, and every rank takes what it chose; a resumed run takes what the run's folder records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabert import ops
+from megabert.common import errors
+from megabert.common.atomic_io import write_whole
+from megabert.common.canonical_json import canonical, compact
+from megabert.common.logs import log
+from megabert.config import Config, ModelConfig, OpsConfig
+from megabert.data.objective import largest_capacity
+from megabert.data.shards import Manifest
+from megabert.distributed.process_group import World
+from megabert.distributed.together import refuse, together
+from megabert.engine.precision import DTYPES, repeat_bit_for_bit
+from megabert.model import BertForPreTraining
+
+# What is tried for each operation, and what runs beside it until its own turn, or where no candidate is usable.
+CANDIDATES = {
+    "attention": ("varlen", "cudnn", "native"),
+    "layer": ("native", "compiled"),
+    "mlm_loss": ("torch", "native"),
+}
+PLAIN = {"attention": "sdpa", "layer": "torch", "mlm_loss": "torch"}
+# In the run's folder.
+RECORD = "backends.json"
+# Where `megabert` is imported from.
+ROOT = Path(__file__).resolve().parents[2]
+# Seconds of a candidate; what is compiled takes most.
+TIME_LIMIT = 300.0
+# Timed forward and backward passes.
+PASSES = 20
+# Of plain torch's error, which a candidate's may have; and errors below which it counts as rounding of the type.
+MULTIPLE = 4.0
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: Path, writes: bool = True) -> Config:
+    """`config` with a backend's name for every `auto` on CUDA; logged, cached and, if `writes`, recorded. A collective.
+
+    Raises ValueError on every rank where a rank cannot run what rank 0 chose.
+    """
+    roles = [role for role in CANDIDATES if getattr(config.ops, role) == "auto"]
+    if world.device.type != "cuda" or not roles:
+        return config
+    chosen: dict[str, str] = {}
+
+    def choose() -> None:
+        place = describe_place(world.device, config.deterministic)
+        recorded = _read(run_dir / RECORD)
+        if recorded.get("place") == place and set(roles) <= recorded["chosen"].keys():
+            chosen.update({role: recorded["chosen"][role] for role in roles})
+            log.info(f"backends as recorded with this run: {chosen}")
+        else:
+            chosen.update(measure(roles, config, shapes_of(config, manifest, world.device), Cache(place)))
+        if writes:
+            write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
+
+    together(world, choose)
+    found: dict[str, str] = world.broadcast(chosen)
+    problems = [
+        f"ops.{role}=auto is {name} on rank 0 and cannot run here: {reason}"
+        for role, name in found.items()
+        if (reason := obstacles(role, config, world.device.type)[name])
+    ]
+    refuse(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
+    return config.model_copy(update={"ops": config.ops.model_copy(update=found)})
+
+
+def obstacles(role: str, config: Config, device: str) -> dict[str, str]:
+    """Why each backend of an operation cannot run; "" where it can."""
+    model = config.model
+    found = ops.obstacles(role, device, DTYPES[config.precision], config.causal_updates, model.hidden // model.heads)
+    if role == "layer" and config.zero.stage == 3:
+        found["compiled"] = found["compiled"] or "torch.compile cannot trace the hooks of zero.stage=3"
+    return found
+
+
+def shapes_of(config: Config, manifest: Manifest, device: torch.device) -> dict[str, Any]:
+    """What a micro-batch of the run asks of one layer, as JSON; `sequences` in a row, on average."""
+    return {
+        "model": config.model.model_copy(update={"layers": 1}).model_dump(),
+        "device": device.type,
+        "precision": config.precision,
+        "deterministic": config.deterministic,
+        "rows": config.batch.micro_size,
+        "seq_len": manifest.seq_len,
+        "sequences": round(manifest.statistics["sequences"] / manifest.rows, 1),
+        "predictions": largest_capacity(config, manifest.seq_len),
+        "causal": config.causal_updates,
+    }
+
+
+def measure(roles: list[str], config: Config, shapes: Mapping[str, Any], cache: Cache) -> dict[str, str]:
+    """The fastest usable backend of each of `roles`, one role after another."""
+    chosen = {role: name for role in PLAIN if (name := getattr(config.ops, role)) != "auto"}
+    for role in roles:
+        blocked, times, reasons = obstacles(role, config, shapes["device"]), {}, {}
+        for name in CANDIDATES[role]:
+            result = blocked[name] or cache.result(role, name, {**shapes, "ops": PLAIN | chosen | {role: name}})
+            if isinstance(result, float):
+                times[name] = result
+            else:
+                reasons[name] = result
+        chosen[role] = min(times, key=lambda name: times[name]) if times else PLAIN[role]
+        measured = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
+        left_out = "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
+        log.info(f"ops.{role}=auto is {chosen[role]}: {measured or 'no candidate is usable'}{left_out}")
+    return {role: chosen[role] for role in roles}
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def describe_place(device: torch.device, deterministic: bool = False) -> dict[str, Any]:
+    """What decides how fast a backend is besides the shapes: device, driver, torch, the native library."""
+    file = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\d+(?:\.\d+)+", file.read_text()) if file.is_file() else None
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "driver": driver[0] if driver else "",
+        "torch": torch.__version__,
+        "library": "" if ops.MISSING else hashlib.sha256(ops.LIBRARY.read_bytes()).hexdigest(),
+        "deterministic": deterministic,
+    }
+
+
+class Cache:
+    """Results of one place in `$XDG_CACHE_HOME/megabert/backends` (or under `~/.cache`): milliseconds or a reason by
+    candidate and shapes, and the candidates that are broken."""
+
+    def __init__(self, place: Mapping[str, Any]) -> None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megabert" / "backends"
+        self.path = folder / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
+        self._place = dict(place)
+
+    def read(self) -> tuple[dict[str, float | str], dict[str, str]]:
+        """Results by candidate and shapes; reasons of broken candidates, by "role=name"."""
+        saved = _read(self.path)
+        return dict(saved.get("results", {})), dict(saved.get("broken", {}))
+
+    def result(self, role: str, name: str, spec: Mapping[str, Any]) -> float | str:
+        """Milliseconds of a candidate, or why it is not used: cached, or measured now in a child process."""
+        results, broken = self.read()
+        key, candidate = f"{role}={name} {hashlib.sha256(compact(spec)).hexdigest()[:16]}", f"{role}={name}"
+        if candidate in broken:
+            return f"{broken[candidate]}; remove {self.path} to try it again"
+        if key not in results:
+            try:
+                results[key] = run_child(spec)
+            except BrokenCandidate as error:
+                broken[candidate] = results[key] = str(error)
+            self._write({"place": self._place, "results": results, "broken": broken})
+        return results[key]
+
+    def _write(self, tree: dict[str, Any]) -> None:
+        """A cache that cannot be written costs the next start its measuring, and not this run."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, canonical(tree))
+        except OSError as error:
+            log.warning(f"{self.path}: {errors.describe(error)}; the next start measures again")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_bytes())
+        return saved if isinstance(saved, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning(f"{path}: {error}; backends are measured again")
+        return {}
+
+
+def cached(device: torch.device) -> tuple[Path, list[str]]:
+    """The cache's file of this machine, and its results as lines for people."""
+    cache = Cache(describe_place(device))
+    results, broken = cache.read()
+    lines = [
+        f"{key.split()[0]}: {r:.3g} ms" if isinstance(r, float) else f"{key.split()[0]}: {r}"
+        for key, r in results.items()
+    ]
+    return cache.path, sorted({*lines, *(f"{name}: {reason}" for name, reason in broken.items())})
+
+
+# -- a candidate, in its own process ---------------------------------------------------------------------------------
+
+
+class BrokenCandidate(Exception):
+    """The child process crashed or did not end."""
+
+
+def run_child(spec: Mapping[str, Any], command: tuple[str, ...] = (sys.executable, "-m", __name__)) -> float | str:
+    """Milliseconds of a forward and backward pass by `spec`, or why they are not to be had. Raises BrokenCandidate."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, input=json.dumps(spec), capture_output=True, text=True, timeout=TIME_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        raise BrokenCandidate(f"did not end within {TIME_LIMIT:g} s") from None
+    if done.returncode < 0:
+        raise BrokenCandidate(f"crashed with signal {-done.returncode}")
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no output"]
+    if done.returncode:  # an exception's own line, among what torch adds behind it
+        return next(
+            (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Unsupported): ", line)), lines[-1]
+        )
+    result: float | str = json.loads(lines[-1])
+    return result
+
+
+def run_candidate(spec: Mapping[str, Any]) -> float | str:
+    """Milliseconds of a forward and backward pass, or what is wrong with its results."""
+    if spec["deterministic"]:
+        repeat_bit_for_bit()
+    dtype, batch = DTYPES[spec["precision"]], batch_of(spec)
+    exact = _gradients(_model(spec, PLAIN, torch.float32, dropout=False), batch)
+    plain = _gradients(_model(spec, PLAIN, dtype, dropout=False), batch)
+    found = _gradients(_model(spec, spec["ops"], dtype, dropout=False), batch)
+    for name, right in exact.items():
+        error, allowed = _error(found[name], right), MULTIPLE * _error(plain[name], right) + FLOOR[dtype]
+        if not error <= allowed:
+            return f"wrong: the error of {name} is {error:.2e}, allowed are {allowed:.2e}"
+    return _milliseconds(_model(spec, spec["ops"], dtype, dropout=True), batch)
+
+
+def batch_of(spec: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A batch of the run's shapes: equal sequences, as many a row as there are on average, every prediction slot used."""
+    rows, width, slots = spec["rows"], spec["seq_len"], spec["predictions"]
+    draw = torch.Generator().manual_seed(0)
+    count = min(max(1, round(spec["sequences"])), width)
+    edges = torch.arange(count + 1) * width // count
+    lengths, place = edges.diff(), torch.arange(width)
+    start = edges[:-1].repeat_interleave(lengths)
+    end = (
+        torch.minimum(edges[1:].repeat_interleave(lengths), place + 1)
+        if spec["causal"]
+        else start + lengths.repeat_interleave(lengths)
+    )
+    first = torch.arange(rows)[:, None] * width
+    ids = torch.randint(spec["model"]["vocab_size"], (rows, width), generator=draw)
+    batch = {
+        "input_ids": ids.int(),
+        "segment_ids": torch.zeros(rows, width).int(),
+        "position_ids": (place - start).int().expand(rows, -1),
+        "key_start": start.int().expand(rows, -1),
+        "key_end": end.int().expand(rows, -1),
+        "lengths": lengths.int().repeat(rows),  # compact: no empty slots
+        "cls_positions": (first + edges[:-1]).int(),
+        "nsp_labels": torch.randint(2, (rows, count), generator=draw),
+        "mlm_positions": (first + torch.arange(slots) % width).int(),
+        "mlm_labels": torch.randint(spec["model"]["vocab_size"], (rows, slots), generator=draw),
+        "seed": torch.tensor([7, 0]),
+    }
+    return {name: tensor.to(spec["device"]).contiguous() for name, tensor in batch.items()}
+
+
+def _model(
+    spec: Mapping[str, Any], backends: Mapping[str, str], dtype: torch.dtype, dropout: bool
+) -> BertForPreTraining:
+    none = {} if dropout else {"dropout": 0.0, "attention_dropout": 0.0}
+    torch.manual_seed(0)
+    cfg = ModelConfig(**(spec["model"] | none))
+    model = BertForPreTraining(cfg, OpsConfig.model_validate(dict(backends)), spec["device"], dtype, spec["causal"])
+    with torch.no_grad():  # biases start at 0, which would hide a wrong use of them
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(spec["device"], dtype).train()
+
+
+def _gradients(model: BertForPreTraining, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and every parameter's gradient."""
+    output: Any = model(**batch)
+    loss = output.mlm_loss_sum / batch["mlm_labels"].numel() + output.nsp_loss_sum / batch["nsp_labels"].numel()
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    """Largest error as a share of the largest exact value; NaN where `value` holds one."""
+    scale = exact.double().abs().max().item() or 1.0
+    return (value.double() - exact.double()).abs().max().item() / scale
+
+
+def _milliseconds(model: BertForPreTraining, batch: Mapping[str, Tensor]) -> float:
+    """Median of `PASSES` forward and backward passes, after some that are not timed."""
+
+    def wait() -> float:
+        if batch["input_ids"].is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    times = []
+    for _ in range(PASSES + 5):
+        model.zero_grad()
+        begin = wait()
+        _gradients(model, batch)
+        times.append(1e3 * (wait() - begin))
+    return statistics.median(times[5:])
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_candidate(json.load(sys.stdin))))

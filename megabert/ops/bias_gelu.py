@@ -1,0 +1,56 @@
+"""Bias + GELU and, for a feed-forward layer with a gate, bias + GELU + gate, each in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert.ops.backend import MISSING
+
+
+def bias_gelu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
+    """Exact GELU, y = z * Phi(z) with z = x + bias (Hendrycks & Gimpel 2016). x [..., D], bias [D] -> [..., D]."""
+    if backend == "native":
+        return torch.ops.megabert.bias_gelu(x, bias)
+    return F.gelu(x + bias)
+
+
+def bias_geglu(x: Tensor, bias: Tensor, backend: str) -> Tensor:
+    """gelu(a) * b of (a, b) = x + bias (Shazeer 2020, "GLU Variants"), with the exact GELU. x [..., 2F], bias [2F] -> [..., F]."""
+    if backend == "native":
+        return torch.ops.megabert.bias_geglu(x, bias)
+    value, gate = (x + bias).chunk(2, -1)
+    return F.gelu(value) * gate
+
+
+def _register() -> None:
+    @torch.library.register_fake("megabert::bias_gelu")
+    def _(x: Tensor, bias: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @torch.library.register_fake("megabert::bias_geglu")
+    def _(x: Tensor, bias: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def register_gradient(op: str) -> None:
+        @torch.library.register_fake(f"megabert::{op}_backward")
+        def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            return x.new_empty(x.shape), bias.new_empty(bias.shape)
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return getattr(torch.ops.megabert, f"{op}_backward")(grad, *ctx.saved_tensors)
+
+        torch.library.register_autograd(f"megabert::{op}", backward, setup_context=setup_context)
+
+    register_gradient("bias_gelu")
+    register_gradient("bias_geglu")
+
+
+if not MISSING:
+    _register()

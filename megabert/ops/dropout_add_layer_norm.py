@@ -1,0 +1,144 @@
+"""Dropout, and bias + dropout + residual + LayerNorm in one pass over memory.
+
+A dropout mask of native backends is a function of a seed tensor and of the operation's number in the model, its `stream`. A
+seed of two elements is one of a whole update, and the index of this batch's first row among the update's rows: then a row's
+mask depends on no rank and no micro-batch. Torch's backends honour that on the CPU (`row_dropout`); on CUDA, and compiled,
+they draw from torch's generator, which follows the rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabert.ops.backend import MISSING
+
+
+def follows_rows(x: Tensor, seed: Tensor) -> bool:
+    """Whether torch's dropout of x [B, ...] is drawn row by row: `seed` has an index, and can be read without waiting."""
+    return seed.numel() == 2 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def row_dropout(x: Tensor, p: float, seed: Tensor, stream: int) -> Tensor:
+    """Zeroes a share `p` of x [B, ...] and scales the rest by 1 / (1 - p), by torch's generators."""
+    if not p or not follows_rows(x, seed):
+        return F.dropout(x, p, training=p > 0)
+    key, first = seed.tolist()
+    factor, draw = torch.empty_like(x, memory_format=torch.contiguous_format), torch.Generator()
+    for row, part in enumerate(factor, first):
+        digest = hashlib.blake2b(f"{key} {stream} {row}".encode(), digest_size=8).digest()
+        part.bernoulli_(1 - p, generator=draw.manual_seed(int.from_bytes(digest, "little") >> 1))
+    return x * factor.div_(1 - p)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, stream: int, backend: str) -> Tensor:
+    """Zeroes a share `p` of x [..., D] and scales the rest by 1 / (1 - p)."""
+    if p and backend == "native":
+        return torch.ops.megabert.dropout(x, seed, stream, p)
+    return row_dropout(x, p, seed, stream)
+
+
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
+    p: float, eps: float, seed: Tensor, stream: int, backend: str, post: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """z = residual + dropout(x + bias) and LayerNorm(z) * weight + shift; returns (normed, z), or `post` (normed, normed).
+
+    x, residual [..., D]; bias, weight, shift [D]; seed int64 [1] or [2].
+    """
+    if backend == "native":
+        if post:
+            return _PostNorm.apply(x, bias, residual, weight, shift, seed, stream, p, eps)
+        return torch.ops.megabert.dropout_add_layer_norm(x, bias, residual, weight, shift, seed, stream, p, eps)[:2]
+    z = residual + row_dropout(x + bias, p, seed, stream)
+    normed = F.layer_norm(z, z.shape[-1:], weight, shift, eps)
+    return normed, normed if post else z
+
+
+class _PostNorm(torch.autograd.Function):
+    """The norm for both of its uses, so that backward reads two gradients and autograd need not add them in memory first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
+        seed: Tensor, stream: int, p: float, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        op = torch.ops.megabert.dropout_add_layer_norm
+        y, z, mean, rstd = op(x, bias, residual, weight, shift, seed, stream, p, eps)
+        ctx.save_for_backward(z, mean, rstd, weight, seed)
+        ctx.numbers = stream, p
+        ctx.set_materialize_grads(False)
+        return y, y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_gradients(grad, second, False, ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+def _gradients(
+    grad: Tensor | None, second: Tensor | None, of_z: bool, saved: tuple[Tensor, ...], stream: int, p: float
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, bias, residual, weight and shift."""
+    z, mean, rstd, weight, seed = saved
+    if grad is None and not of_z:
+        grad, second = second, None
+    if grad is None:
+        grad = torch.zeros_like(z)
+    op = torch.ops.megabert.dropout_add_layer_norm_backward
+    dx, dresidual, dbias, dweight, dshift = op(grad, second, of_z, z, mean, rstd, weight, seed, stream, p)
+    # no dropout: the branch and the residual have the same gradient
+    return dx if dx.numel() else dresidual, dbias, dresidual, dweight, dshift
+
+
+def _register() -> None:
+    @torch.library.register_fake("megabert::dropout")
+    def _(x: Tensor, seed: Tensor, stream: int, p: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def dropout_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _x, seed, *ctx.numbers = inputs
+        ctx.save_for_backward(seed)
+
+    def dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return torch.ops.megabert.dropout(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+    torch.library.register_autograd("megabert::dropout", dropout_backward, setup_context=dropout_context)
+
+    @torch.library.register_fake("megabert::dropout_add_layer_norm")
+    def _(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor,
+        seed: Tensor, stream: int, p: float, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        statistic = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        return x.new_empty(x.shape), x.new_empty(x.shape), statistic, torch.empty_like(statistic)
+
+    @torch.library.register_fake("megabert::dropout_add_layer_norm_backward")
+    def _(
+        grad: Tensor, second: Tensor | None, of_z: bool, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+        seed: Tensor, stream: int, p: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        dx = z.new_empty(z.shape) if int(p * 65536 + 0.5) else z.new_empty(0)
+        return dx, z.new_empty(z.shape), *(weight.new_empty(weight.shape) for _ in range(3))
+
+    def norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _x, _bias, _residual, weight, _shift, seed, stream, p, _eps = inputs
+        ctx.numbers = stream, p
+        _y, z, mean, rstd = output
+        ctx.save_for_backward(z, mean, rstd, weight, seed)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+
+    def norm_backward(
+        ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _mean: None, _rstd: None
+    ) -> tuple[Tensor | None, ...]:
+        return *_gradients(grad, grad_z, True, ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+    torch.library.register_autograd("megabert::dropout_add_layer_norm", norm_backward, setup_context=norm_context)
+
+
+if not MISSING:
+    _register()

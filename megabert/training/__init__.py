@@ -1,1 +1,0 @@
-"""The Trainer and what it needs: metrics, sinks, evaluation, spike policy, distillation, dry run."""

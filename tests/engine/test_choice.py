@@ -1,0 +1,161 @@
+"""Backends that a run on CUDA leaves to `auto`: measured in child processes, cached, recorded. Here on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megabert import config as configuration
+from megabert import ops
+from megabert.config import Config, ModelConfig
+from megabert.distributed.process_group import World
+from megabert.engine import choice
+from tests.ops.oracle import needs_library
+
+CUDA = World(0, 0, 1, torch.device("cuda"), "gloo", "single")
+SMALL = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 50, "max_positions": 16}
+SPEC: dict[str, Any] = {
+    "model": ModelConfig(**SMALL).model_dump(), "device": "cpu", "precision": "fp32", "deterministic": False, "rows": 3,
+    "seq_len": 16, "sequences": 2.3, "predictions": 4, "causal": False,
+}  # fmt: skip
+MANIFEST: Any = SimpleNamespace(seq_len=16, rows=3, statistics={"sequences": 7})
+TIMES: dict[str, Any] = {
+    "attention=varlen": 3.0, "attention=cudnn": 2.0, "attention=native": 1.0, "layer=native": 1.0, "layer=compiled": 0.5,
+    "mlm_loss=torch": 2.0, "mlm_loss=native": 1.0,
+}  # fmt: skip
+
+
+def config(*overrides: str) -> Config:
+    return configuration.load("tiny", ["model.vocab_size=50", "precision=bf16", "deterministic=false", *overrides])
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """A machine on which everything can run, and what its child processes give by the backend they measure."""
+    results: dict[str, Any] = {"given": dict(TIMES), "started": []}
+
+    def run_child(spec: Any) -> float | str:
+        results["started"].append(spec["ops"])
+        parts = [results["given"].get(f"{role}={name}", 5.0) for role, name in spec["ops"].items()]
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+            if isinstance(part, str):
+                return part
+        return sum(parts)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(choice, "run_child", run_child)
+    monkeypatch.setattr(choice, "describe_place", lambda *_: {"device": "stand"})
+    monkeypatch.setattr(ops, "obstacles", lambda role, *_: dict.fromkeys(ops.BACKENDS[role], ""))
+    return results
+
+
+def chosen(run: Path, *overrides: str) -> dict[str, str]:
+    run.mkdir(exist_ok=True)
+    found = choice.choose_backends(config(*overrides), MANIFEST, CUDA, run).ops.model_dump()
+    found.pop("optimizer")
+    return found
+
+
+def test_the_fastest_usable_backend_runs(stand: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    stand["given"]["layer=compiled"] = "wrong: the error of loss is 1.00e+00, allowed are 1.00e-03"
+    with caplog.at_level("INFO", logger="megabert"):
+        assert chosen(tmp_path / "run") == {"attention": "native", "layer": "native", "mlm_loss": "native"}
+    assert "ops.attention=auto is native: native 8 ms, cudnn 9 ms, varlen 10 ms" in caplog.text
+    assert "ops.layer=auto is native: native 4 ms; not compiled: wrong: the error of loss" in caplog.text
+    assert stand["started"][3]["attention"] == "native", "the layer is measured beside the attention that was chosen"
+
+
+def test_named_backends_are_not_measured(stand: dict[str, Any], tmp_path: Path) -> None:
+    found = chosen(tmp_path / "run", "ops.attention=varlen", "ops.mlm_loss=torch")
+    assert found == {"attention": "varlen", "layer": "compiled", "mlm_loss": "torch"}
+    assert [spec["attention"] for spec in stand["started"]] == ["varlen", "varlen"]
+    cpu = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
+    assert choice.choose_backends(config(), MANIFEST, cpu, tmp_path).ops == config().ops
+
+
+def test_results_are_cached_by_shapes(stand: dict[str, Any], tmp_path: Path) -> None:
+    first = chosen(tmp_path / "one")
+    count = len(stand["started"])
+    assert chosen(tmp_path / "two") == first and len(stand["started"]) == count
+    chosen(tmp_path / "three", "batch.micro_size=1", "batch.global_size=4")
+    assert len(stand["started"]) == 2 * count
+    file, lines = choice.cached(torch.device("cpu"))
+    assert "attention=native: 8 ms" in lines
+    file.write_text("{")
+    assert chosen(tmp_path / "four") == first and len(stand["started"]) == 3 * count
+
+
+def test_a_crashed_candidate_is_never_started_again(stand: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    stand["given"]["attention=native"] = choice.BrokenCandidate("crashed with signal 11")
+    with caplog.at_level("INFO", logger="megabert"):
+        assert chosen(tmp_path / "one")["attention"] == "cudnn"
+    stand["given"]["attention=native"] = 0.1
+    with caplog.at_level("INFO", logger="megabert"):
+        assert chosen(tmp_path / "two", "batch.micro_size=1", "batch.global_size=4")["attention"] == "cudnn"
+    assert "not native: crashed with signal 11; remove " in caplog.text
+    assert "attention=native: crashed with signal 11" in choice.cached(torch.device("cpu"))[1]
+
+
+def test_a_resumed_run_keeps_its_backends(stand: dict[str, Any], tmp_path: Path) -> None:
+    first = chosen(tmp_path / "run")
+    stand["given"] = TIMES | {"attention=varlen": 0.1}
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.unlink()
+    assert chosen(tmp_path / "run") == first
+    record = json.loads((tmp_path / "run" / choice.RECORD).read_bytes())
+    (tmp_path / "run" / choice.RECORD).write_text(json.dumps(record | {"place": {"device": "another"}}))
+    assert chosen(tmp_path / "run")["attention"] == "varlen"
+
+
+def test_without_a_usable_candidate_plain_torch_runs(stand: dict[str, Any], tmp_path: Path) -> None:
+    stand["given"] = dict.fromkeys(TIMES, "it fails")
+    assert chosen(tmp_path / "run") == choice.PLAIN
+
+
+def test_compiling_is_left_out_at_stage_3() -> None:
+    assert "zero.stage=3" in choice.obstacles("layer", config("zero.stage=3"), "cpu")["compiled"]
+
+
+@needs_library
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_a_correct_candidate_is_timed(norm: str) -> None:
+    spec = SPEC | {"model": SPEC["model"] | {"norm": norm}, "ops": dict.fromkeys(choice.PLAIN, "native")}
+    assert isinstance(choice.run_candidate(spec), float)
+
+
+@needs_library
+def test_a_wrong_candidate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.ops.megabert.bias_gelu
+    monkeypatch.setattr(torch.ops.megabert, "bias_gelu", lambda x, bias: right(x, bias) * 1.01)
+    found = choice.run_candidate(SPEC | {"ops": choice.PLAIN | {"layer": "native"}})
+    assert isinstance(found, str) and found.startswith("wrong: the error of ")
+
+
+def test_a_child_process_reports_time_failure_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(code: str) -> float | str:
+        return choice.run_child(SPEC, (sys.executable, "-c", code))
+
+    assert child("print('compiling'); print(0.5)") == 0.5
+    assert child("print('\"wrong\"')") == "wrong"
+    assert child("raise RuntimeError('no kernel')") == "RuntimeError: no kernel"
+    with pytest.raises(choice.BrokenCandidate, match="crashed with signal 6"):
+        child("import os; os.abort()")
+    monkeypatch.setattr(choice, "TIME_LIMIT", 0.5)
+    with pytest.raises(choice.BrokenCandidate, match=r"did not end within 0\.5 s"):
+        child("import time; time.sleep(60)")
+
+
+@pytest.mark.slow
+@needs_library
+def test_a_compiled_layer_is_measured_in_its_process() -> None:
+    assert isinstance(
+        choice.run_child(SPEC | {"ops": choice.PLAIN | {"attention": "native", "layer": "compiled"}}), float
+    )
