@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A SLURM job that survives: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the job again
+# Restarts of a SLURM job: sourced by launch/*.slurm. Reads the site's values and checks them, and starts the job again
 # when it ended for a reason that is not its own. Never COMPLETED before it is finished.
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -59,7 +59,7 @@ else
   options=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PROJECT")
 fi
 
-job=$RUNS/.job-$SLURM_JOB_ID # what this job knows across its restarts: its count of them without progress
+job=$RUNS/.job-$SLURM_JOB_ID # this job's state across restarts: how many made no progress
 mkdir -p "$job"
 HOLD=${HOLD:-600} # seconds that a preempted job waits for SLURM to requeue it where scontrol cannot
 check HOLD "$NUMBER" "a number of seconds" "the environment"
@@ -67,7 +67,7 @@ check HOLD "$NUMBER" "a number of seconds" "the environment"
 # The batch shell alone gets USR2 before the time limit (--signal=B:…). SLURM sends TERM to the ranks itself, in a
 # preemption without this shell.
 # shellcheck disable=SC2317 # called by a trap
-tell() {
+forward_signal() {
   echo "$(date -Is) SIG$1 in the batch shell"
   case $1 in USR1 | USR2) kill -USR2 "$2" 2>/dev/null || true ;; esac
 }
@@ -97,17 +97,17 @@ wait_for_lost_node() {
   done
 }
 
-# run_or_restart WHAT command…: goes on when the command is finished; otherwise ends this job, requeued or not.
+# run_or_restart WHAT command…: returns when the command is finished; otherwise ends this job, requeued or not.
 run_or_restart() {
   local what=$1 count=0 before=''
   shift
   [ -f "$job/restarts" ] || remember 0
-  attempt "$job/ranks" tell "$@"
+  attempt "$job/ranks" forward_signal "$@"
   case $ended in
     0) return ;;
     2 | 3) echo "$(date -Is) $what ended with $ended: starting it again would not help" && exit "$ended" ;;
   esac
-  # Before a time limit this shell was told by USR2. Otherwise a job that is completing while this shell still runs is one
+  # Before a time limit this shell gets USR2. Otherwise a job that is completing while this shell still runs is one
   # that SLURM ends itself: it was cancelled, or lost a node, and then SLURM requeues it.
   wait_for_lost_node
   if [ "$stopping" != USR2 ] && ends_itself; then
@@ -124,7 +124,7 @@ run_or_restart() {
   echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! scontrol requeue "$SLURM_JOB_ID"; then
     echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
-    # Before a time limit this shell was told, in a preemption it was not. A preempted job that ends by itself is not
+    # Before a time limit this shell gets USR2, in a preemption nothing. A preempted job that ends by itself is not
     # requeued, one that SLURM has to end is.
     if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
   fi

@@ -41,7 +41,7 @@ ranks() {
 }
 
 # shellcheck disable=SC2317
-tell() { # the command itself when it has no ranks: one process, or ranks on other hosts
+forward_signal() { # the command itself when it has no ranks: one process, or ranks on other hosts
   local found
   found=$(ranks "$2")
   echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$found") rank(s) of this host" >&2
@@ -54,7 +54,7 @@ trap 'rm -rf "$exits"' EXIT
 restarts=0
 checkpoint=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)
 while :; do
-  attempt "$exits/ranks" tell "$@"
+  attempt "$exits/ranks" forward_signal "$@"
   case $ended in 0 | 2 | 3) break ;; esac
   [ -z "$stopping" ] || break
   newest=$(cat "$run/checkpoints/pointer.json" 2>/dev/null || true)

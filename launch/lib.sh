@@ -58,11 +58,11 @@ check_rendezvous() { # what the ranks find each other by; each may be unset
   done
 }
 
-# attempt FOLDER TELL command…: runs the command and sets `ended`. Each rank leaves its exit code in FOLDER, because
-# launchers change or lose it. A signal sent to this script is noted, TELL <signal> <pid> passes it on, and the command
+# attempt FOLDER FORWARD command…: runs the command and sets `ended`. Each rank leaves its exit code in FOLDER, because
+# launchers change or lose it. A signal sent to this script is noted, FORWARD <signal> <pid> passes it on, and the command
 # is waited for.
 attempt() {
-  local folder=$1 tell=$2 status=0 child signal
+  local folder=$1 forward=$2 status=0 child signal
   shift 2
   rm -rf "$folder"
   mkdir -p "$folder"
@@ -70,7 +70,7 @@ attempt() {
   child=$!
   for signal in USR1 USR2 TERM INT; do
     # shellcheck disable=SC2064 # the values of now
-    trap "stopping=\${stopping:-$signal}; $tell $signal $child" "$signal"
+    trap "stopping=\${stopping:-$signal}; $forward $signal $child" "$signal"
   done
   while :; do
     status=0
@@ -85,22 +85,22 @@ attempt() {
   ended=$(verdict "$folder" "$status")
 }
 
-# verdict FOLDER STATUS: the ranks' own words before the launcher's. Bad training is seen by all ranks alike, so one word is
+# verdict FOLDER STATUS: the ranks' own exit codes before the launcher's. All ranks see bad training alike, so one code is
 # enough. A mistake of the user's is one where no rank saw a fault: what a single node finds missing may be its own mount.
 verdict() {
-  local said
-  said=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
-  if [[ $said == ' ' ]]; then
-    said=" $2 "
-    if [ "$2" = 0 ]; then said=" 4 "; fi # deepspeed's launcher says 0 where its own child was killed
+  local codes
+  codes=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
+  if [[ $codes == ' ' ]]; then
+    codes=" $2 "
+    if [ "$2" = 0 ]; then codes=" 4 "; fi # deepspeed's launcher says 0 where its own child was killed
   fi
-  if [[ $said == *" 3 "* ]]; then
+  if [[ $codes == *" 3 "* ]]; then
     echo 3
-  elif [[ $said == *" 2 "* && $said != *" 4 "* ]]; then
+  elif [[ $codes == *" 2 "* && $codes != *" 4 "* ]]; then
     echo 2
-  elif [ "$2" = 0 ] && [[ ! $said =~ [1-9] ]]; then
+  elif [ "$2" = 0 ] && [[ ! $codes =~ [1-9] ]]; then
     echo 0
-  elif [[ -n $stopping || $said == *" 85 "* ]]; then
+  elif [[ -n $stopping || $codes == *" 85 "* ]]; then
     echo 85
   else
     echo 4

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes $VENV (default .venv) hold everything the project runs with, and does nothing when it already does.
+# Makes $VENV (default .venv) hold everything the project runs with, and does nothing when it is up to date.
 # A stamp holds the hash of what decides its content: setup.py, pyproject.toml, constraints.txt and csrc/.
 # PYTHON names the interpreter to make it from; otherwise the first python3 on PATH that is 3.11 or newer.
 set -euo pipefail
@@ -34,7 +34,7 @@ in_place() { # its commands still name this folder: it was neither moved nor cop
   [ "$from" -ef "$("$VENV/bin/python" -c 'import pip; print(*pip.__path__)' 2>/dev/null)" ]
 }
 
-keep= # an environment of another Python than the one asked for is made anew
+keep= # an environment of another Python than the one asked for is made again
 if [ -z "${PYTHON:-}" ] || [ "$(identity "$PYTHON")" = "$(identity "$VENV/bin/python")" ]; then keep=yes; fi
 if [ "$keep" ] && [ -f megabert/_native.abi3.so ] && [ -f "$stamp" ] &&
   [ "$(cat "$stamp")" = "$hash_packages $hash_native $here" ] && "$VENV/bin/python" -c '' 2>/dev/null; then

@@ -16,7 +16,7 @@ SMALL = (
 )
 
 
-def said(*args: object, code: int = 0) -> str:
+def output_of(*args: object, code: int = 0) -> str:
     done = command(*args)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
@@ -26,15 +26,15 @@ def said(*args: object, code: int = 0) -> str:
 def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     train = ("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", teacher, *SMALL)
-    said(*train)
+    output_of(*train)
     last = [m for m in metrics(teacher) if "eval/mlm_loss" in m][-1]
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     head = ("-m", "megabert", "distill", "--model", teacher, "--layers", 2, "--data", dataset, "--run")
-    assert "deepspeed " in said(*head, whole)
-    said("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", parts, *SMALL,
+    assert "deepspeed " in output_of(*head, whole)
+    output_of("megabert/train.py", "--config", "tiny", "--data", dataset, "--run", parts, *SMALL,
          "model.layers=2", f"distill.teacher={teacher}", "--stop-after", 4)  # fmt: skip
-    assert "resuming from" in said(*head, parts)
+    assert "resuming from" in output_of(*head, parts)
     keys = ("train/loss", "train/mlm_loss", "train/nsp_loss", "train/soft_loss", "train/cosine_loss")
     found = [[[m[k] for k in keys] for m in metrics(run) if "train/loss" in m] for run in (whole, parts)]
     assert len(found[0]) == 10 and found[0] == found[1]
@@ -42,16 +42,16 @@ def test_distilled_by_the_command(dataset: Path, tmp_path: Path) -> None:
     assert first["step"] == 0 and first["eval/mlm_loss"] < last["eval/mlm_loss"] + 0.5  # begins as its teacher
     assert json.loads((whole / "config.json").read_text())["config"]["model"]["layers"] == 2
 
-    figures = json.loads(said("-m", "megabert", "evaluate", "--model", whole, "--data", dataset))
+    figures = json.loads(output_of("-m", "megabert", "evaluate", "--model", whole, "--data", dataset))
     assert figures["step"] == 10 and figures["eval/mlm_loss"] < 8
-    assert "BertForPreTraining of step 10" in said(
+    assert "BertForPreTraining of step 10" in output_of(
         "-m", "megabert", "export", "--model", whole, "--output", tmp_path / "hf"
     )
-    assert len(said("-m", "megabert", "fill", "--model", whole, "the [MASK] is").splitlines()) == 5
+    assert len(output_of("-m", "megabert", "fill", "--model", whole, "the [MASK] is").splitlines()) == 5
 
-    said(*train, "schedule.total_steps=11")
-    assert "distill.teacher's weights (SHA-256)" in said(*head, whole, "schedule.total_steps=12", code=2)
+    output_of(*train, "schedule.total_steps=11")
+    assert "distill.teacher's weights (SHA-256)" in output_of(*head, whole, "schedule.total_steps=12", code=2)
     for args, wrong in (((*head, tmp_path / "new", "model.hidden=32"), "model.hidden=32 but the teacher's is 64"),
                         (("-m", "megabert", "distill", "--model", tmp_path, *head[4:], whole), "no checkpoint in it")):  # fmt: skip
-        error = said(*args, code=2)
+        error = output_of(*args, code=2)
         assert wrong in error and error.count("\n") == 1

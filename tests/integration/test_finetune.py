@@ -170,9 +170,9 @@ def test_a_dead_rank_is_named_and_ends_the_others(base, tmp_path) -> None:
         assert ranks[0].stdout is not None
         assert any("step      3/" in line for line in iter(ranks[0].stdout.readline, ""))
         ranks[1].kill()
-        _, said = ranks[0].communicate(timeout=60)
+        _, output = ranks[0].communicate(timeout=60)
     finally:
         for rank in ranks:
             rank.kill()
-    assert ranks[0].returncode == 4, said
-    assert "rank 1 (host " in said and f"pid {ranks[1].pid}) died; at step" in said
+    assert ranks[0].returncode == 4, output
+    assert "rank 1 (host " in output and f"pid {ranks[1].pid}) died; at step" in output

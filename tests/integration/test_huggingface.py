@@ -28,14 +28,14 @@ def run(*args: object, **kwargs) -> str:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus: Path, tmp_path: Path) -> None:
-    """Two ranks at ZeRO-3; the export against transformers on held-out packed rows; a run that goes on from it."""
+    """Two ranks at ZeRO-3; the export against transformers on held-out packed rows; a run that continues from it."""
     import transformers
 
     first, folder = tmp_path / "first", tmp_path / "hf"
     train = ("megabert/train.py", "--data", dataset)
     run(*train, "--config", "tiny", "--run", first, *SHORT, *SMALL, ranks=2)
-    said = run("-m", "megabert", "export", "--model", first, "--output", folder)
-    assert "BertForPreTraining of step 4, 2,000 pieces" in said
+    output = run("-m", "megabert", "export", "--model", first, "--output", folder)
+    assert "BertForPreTraining of step 4, 2,000 tokens" in output
     card = (folder / "README.md").read_text()
     assert "| updates | 4 of 4 |" in card and "| masked-LM loss, held out | not measured |" not in card
     assert "| row length | 64 |" in card
@@ -63,15 +63,15 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     assert sequences > len(inputs["lengths"])  # packed
 
     back, data = tmp_path / "back", tmp_path / "data"
-    said = run("-m", "megabert", "convert", "--model", folder, "--run", back)
-    assert f"--tokenizer {back / 'tokenizer.model'}" in said and f"--config {back / 'config.toml'}" in said
+    output = run("-m", "megabert", "convert", "--model", folder, "--run", back)
+    assert f"--tokenizer {back / 'tokenizer.model'}" in output and f"--config {back / 'config.toml'}" in output
     weights = pretrained.load(back).weights
     assert all(weights[name].equal(found.weights[name]) for name in weights.keys() | found.weights.keys())
     build = ("-m", "data_prep", "build", "--input", corpus, "--output", data, "--seq-len", 64, "--workers", 1)
     run(*build, "--tokenizer", back / "tokenizer.model", "--held-out", 0.05)
     train = ("megabert/train.py", "--data", data, "--config", back / "config.toml")
-    said = run(*train, "--run", tmp_path / "second", *SHORT)
-    assert f"starting from the weights of {back} at step 0" in said
+    output = run(*train, "--run", tmp_path / "second", *SHORT)
+    assert f"starting from the weights of {back} at step 0" in output
     refused = command(*train, "--run", back, *SHORT)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "converted from hf" in refused.stderr
     table = run("-m", "megabert", "fill", "--model", tmp_path / "second", "the value of the [MASK] is")

@@ -123,7 +123,7 @@ sys.exit(int(own))
         ("1:2:4 1:4:2 0:0:0", 3, 0),  # one rank's mistake where another saw a fault: its node lacks something
         ("1:3:4", 1, 3),
         ("0:0:4 0:0", 2, 0),  # a launcher that lost a rank and says nothing
-        ("0 0:0", 2, 0),  # one that lost all before they said anything
+        ("0 0:0", 2, 0),  # one that lost all before they left a code
         ("0", 3, 4),
     ],
 )

@@ -156,9 +156,9 @@ def test_each_node_finds_its_own_interface_in_the_ranks_network() -> None:
     show = ["sh", "-c", "echo $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"]
     script = [str(ROOT / "launch/network.sh"), "127.0.0.0/8", *show]
     bare = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
-    for own, said in (({}, "=lo lo"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "=lo ib0")):
+    for own, printed in (({}, "=lo lo"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "=lo ib0")):
         done = subprocess.run(script, env=bare | own, capture_output=True, text=True)
-        assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+        assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
     script[1] = "203.0.113.0/24"  # nobody's (RFC 5737)
     done = subprocess.run(script, env=bare, capture_output=True, text=True)
     assert done.returncode == 2 and "has no address in NETWORK=203.0.113.0/24" in done.stderr

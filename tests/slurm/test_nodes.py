@@ -120,10 +120,10 @@ def test_a_slow_link_is_named_by_the_preflight(cluster, network, tmp_path) -> No
         ended = cluster.ended(number, PATIENCE)
     finally:
         network.slow_down("n3", "10gbit")
-    said = (tmp_path / f"slurm-{number}.out").read_text()
-    assert ended == "COMPLETED", said
-    lines = {line["name"]: line for line in json.loads(said[said.index("[\n") :])}
-    print(said)
+    output = (tmp_path / f"slurm-{number}.out").read_text()
+    assert ended == "COMPLETED", output
+    lines = {line["name"]: line for line in json.loads(output[output.index("[\n") :])}
+    print(output)
     assert lines["ranks"]["value"] == "4 on 4 node(s) by srun, gloo: n1 x1, n2 x1, n3 x1, n4 x1"
     slow = lines["links between nodes"]
     assert slow["state"] == "note" and "slowest rank 2 (n3) to rank 3 (n4)" in slow["value"]

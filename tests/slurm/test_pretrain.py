@@ -1,4 +1,4 @@
-"""`sbatch launch/pretrain_large.slurm` on two nodes of a real SLURM: whatever ends it early, it goes on and is finished."""
+"""`sbatch launch/pretrain_large.slurm` on two nodes of a real SLURM: resumed after whatever ends it early."""
 
 from __future__ import annotations
 
