@@ -13,12 +13,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megabert import config
-from megabert import hf as pretrained
+from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
-from megabert.config import ModelConfig
-from megabert.hf import hf_names, model_card
+from megabert.hf import hf_names, model_card, sentence_folder
+from megabert.hf.sentence_folder import Pooling
 from tests.helpers import runs
 
 HEADS = ("cls.", "bert.pooler.", "pooler.")
@@ -33,40 +32,35 @@ def exported(request, tmp_path: Path) -> tuple[Path, Path]:
     return run, tmp_path / "hf"
 
 
-def warnings_while_loading(kind: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[Any, Any]:
+def load_peer(kind: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """transformers' model of a class that has a place for every tensor and finds all of its own: no warning."""
     transformers.logging.enable_propagation()
     caplog.clear()
     model, info = kind.from_pretrained(folder, output_loading_info=True)
-    return model.eval(), info
+    assert not any(info.values()) and not caplog.records, info
+    return model.eval()
 
 
 def test_every_auto_class_loads_it(exported, caplog) -> None:
     """Nothing is missing anywhere. What is left over are heads that the class has no place for, as with transformers'
     own BertForPreTraining folders; the class that is written has a place for all and says nothing."""
     run, folder = exported
-    whole = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    for kind in (
-        transformers.AutoModel,
-        transformers.AutoModelForMaskedLM,
-        transformers.AutoModelForPreTraining,
-        whole,
-    ):
-        model, info = warnings_while_loading(kind, folder, caplog)
+    for kind in (transformers.AutoModel, transformers.AutoModelForMaskedLM):
+        _, info = kind.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"] and not info["mismatched_keys"] and not info["error_msgs"]
         assert all(name.startswith(HEADS) for name in info["unexpected_keys"])
-        if kind in (whole, transformers.AutoModelForPreTraining):
-            assert isinstance(model, whole) and not info["unexpected_keys"] and not caplog.records
+    model = load_peer(transformers.AutoModelForPreTraining, folder, caplog)
+    assert type(model).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
     weights, _ = load_weights(run)
-    cfg = pretrained.load(run).config.model
-    back = hf_names.from_huggingface(model.state_dict(), cfg)
+    back = hf_names.from_huggingface(model.state_dict(), hf.load(run).config.model)
     assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
 
 
 @torch.no_grad()
 def test_it_computes_the_same(exported) -> None:
     run, folder = exported
-    found = pretrained.load(run)
-    ours = found.model(torch.device("cpu"))
+    pretrained = hf.load(run)
+    ours = pretrained.model(torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     peer = transformers.AutoModelForPreTraining.from_pretrained(folder).eval()
     made = tokenizer("the quick fox [MASK]", "she sells shells", return_tensors="pt")
@@ -83,19 +77,13 @@ def test_it_computes_the_same(exported) -> None:
     )[0]
     assert (ours.mlm_logits(hidden) - want.prediction_logits[0]).abs().max() <= 1e-5
     assert (ours.nsp_logits(hidden[:1]) - want.seq_relationship_logits).abs().max() <= 1e-5
-    assert made["token_type_ids"].sum() > 0 and want.prediction_logits.shape[-1] == found.tokenizer.vocab_size
-
-
-def test_the_fill_mask_pipeline_runs(exported) -> None:
-    _, folder = exported
-    answers = transformers.pipeline("fill-mask", str(folder), device="cpu")("the quick [MASK] jumps", top_k=3)
-    assert len(answers) == 3 and all(0 < answer["score"] < 1 for answer in answers)
+    assert made["token_type_ids"].sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
 def test_files_are_plain_and_tied_weights_are_there_once(exported) -> None:
     run, folder = exported
     names = {path.name for path in folder.iterdir()}
-    original = next(name for name in pretrained.TOKENIZER_FILES if (run / name).is_file())
+    original = next(name for name in hf.TOKENIZER_FILES if (run / name).is_file())
     assert names == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *("special_tokens_map.json", "README.md", original),
@@ -107,76 +95,81 @@ def test_files_are_plain_and_tied_weights_are_there_once(exported) -> None:
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_model_without_nsp_is_a_masked_lm_and_says_so(tmp_path: Path, capsys, caplog) -> None:
+def test_a_model_without_nsp_is_a_masked_lm(tmp_path: Path, capsys, caplog) -> None:
     run = runs.make(tmp_path / "run", nsp=False)
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
     assert "no next-sentence head" in capsys.readouterr().out
-    model, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
-    assert isinstance(model, transformers.BertForMaskedLM)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
+    assert isinstance(peer, transformers.BertForMaskedLM)
 
 
 @torch.no_grad()
-def test_a_modern_model_is_a_modernbert_with_a_tokenizer_that_gives_it_no_segments(tmp_path: Path, caplog) -> None:
+def test_a_modern_model_is_a_modernbert(tmp_path: Path, caplog) -> None:
+    """With a tokenizer that gives it no segments."""
     run = runs.make(tmp_path / "run", kind="unigram", fields={"kind": "modern", "norm": "pre", "nsp": False})
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
+    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
     assert type(peer) is transformers.ModernBertForMaskedLM
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
     inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(runs.TEXT[0], return_tensors="pt")
     assert set(inputs) == {"input_ids", "attention_mask"}
     assert torch.isfinite(peer(**inputs).logits).all()
-    again, weights = pretrained.load(tmp_path / "hf"), load_weights(run)[0]
+    again, weights = hf.load(tmp_path / "hf"), load_weights(run)[0]
     assert again.weights.keys() == weights.keys()
     assert all(again.weights[name].equal(weights[name]) for name in weights)
     assert again.initialised == () and again.config.model.modern
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_a_decoder_of_its_own_loads_by_itself(norm: Any, tmp_path: Path, caplog) -> None:
+def test_an_untied_decoder_loads_by_itself(norm: Any, tmp_path: Path, caplog) -> None:
     run = runs.make(tmp_path / "run", norm=norm, nsp=False, tied=False)
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 0
-    peer, info = warnings_while_loading(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    peer = load_peer(transformers.AutoModelForMaskedLM, tmp_path / "hf", caplog)
     weights, _ = load_weights(run)
     assert peer.cls.predictions.decoder.weight.equal(weights["embeddings.word.decoder"][: peer.config.vocab_size])
-    back = hf_names.from_huggingface(peer.state_dict(), pretrained.load(run).config.model)
-    assert back.keys() == weights.keys() and all(back[name].equal(weights[name]) for name in weights)
-    again = pretrained.load(tmp_path / "hf")
-    assert not again.config.model.tied
-    assert again.initialised == ("pooler", "next-sentence head")
+    again = hf.load(tmp_path / "hf")
+    assert not again.config.model.tied and again.initialised == ("pooler", "next-sentence head")
     assert all(again.weights[name].equal(weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
-def test_a_left_to_right_run_is_a_decoder_that_computes_the_same(norm: str, tmp_path: Path, capsys, caplog) -> None:
+def test_a_causal_run_is_a_decoder_that_computes_the_same(norm: str, tmp_path: Path, capsys, caplog) -> None:
     run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
     assert export.main(["--model", str(run), "--output", str(folder)]) == 0
     assert "is_decoder=true" in capsys.readouterr().out
-    peer, info = warnings_while_loading(transformers.AutoModelForCausalLM, folder, caplog)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not caplog.records
+    peer = load_peer(transformers.AutoModelForCausalLM, folder, caplog)
     assert type(peer).__name__ == hf_names.CAUSAL[norm]
-    found = pretrained.load(run)
-    ours, tokenizer = found.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
+    pretrained = hf.load(run)
+    ours, tokenizer = pretrained.model(torch.device("cpu")), transformers.AutoTokenizer.from_pretrained(folder)
     made = tokenizer("the quick fox", "she sells shells", return_tensors="pt")
     place = torch.arange(made["input_ids"].shape[1], dtype=torch.int32)[None]
-    hidden = ours.encode(
-        made["input_ids"].int(), made["token_type_ids"].int(), place,
-        torch.zeros_like(place), place + 1, place[:, -1:] + 1,
-    )[0]  # fmt: skip
+    ids, segments = made["input_ids"].int(), made["token_type_ids"].int()
+    hidden = ours.encode(ids, segments, place, torch.zeros_like(place), place + 1, place[:, -1:] + 1)[0]
     assert (ours.mlm_logits(hidden) - peer(**made).logits[0]).abs().max() <= 1e-5
     assert convert.main(["--model", str(folder), "--run", str(tmp_path / "back")]) == 0
     assert "pre-training continues causally" in capsys.readouterr().out
-    again = pretrained.load(tmp_path / "back")
+    again = hf.load(tmp_path / "back")
     assert again.config.data.masking.causal and not again.config.model.nsp
-    assert found.weights.keys() == again.weights.keys()
-    assert all(tensor.equal(again.weights[name]) for name, tensor in found.weights.items())
-    goes_on = config.load(str(tmp_path / "back" / "config.toml"))
-    assert goes_on.model == again.config.model and goes_on.data.masking.causal
+    assert pretrained.weights.keys() == again.weights.keys()
+    assert all(tensor.equal(again.weights[name]) for name, tensor in pretrained.weights.items())
+    continued = config.load(str(tmp_path / "back" / "config.toml"))
+    assert continued.model == again.config.model and continued.data.masking.causal
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-generation" in card and "AutoModelForCausalLM" in card and "fill-mask" not in card
-    assert "| next-token loss, held out | not measured |" in card and "| attention | left to right |" in card
+
+
+def test_a_sentence_transformers_folder_says_how_it_pools(tmp_path: Path, capsys) -> None:
+    """Its vectors against the library's: tests/hf/test_sentence_folder.py."""
+    run, output = runs.make(tmp_path / "run"), tmp_path / "vectors"
+    command = ["--model", str(run), "--output", str(output), "--sentence-transformers", "mean"]
+    assert export.main(command) == 0
+    assert "a SentenceTransformer of mean vectors of step 0" in capsys.readouterr().out
+    assert sentence_folder.read(output) == Pooling("mean", 40)
+    start, again = hf.load(run), hf.load(output)
+    encoder = [name for name in start.weights if name.startswith(("embeddings.", "layers.")) and "bias" not in name]
+    assert encoder and all(again.weights[name].equal(start.weights[name]) for name in encoder)
+    assert export.main(command) == 2
+    assert "is not empty" in one_line(capsys)
 
 
 def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsys) -> None:
@@ -193,9 +186,10 @@ def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsy
 
 def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run")
+    # the last line is after the checkpoint
     lines = [
         {"step": 0, "eval/mlm_loss": 3.25, "eval/mlm_accuracy": 0.125, "perf/tokens_per_sec": 1234.5},
-        {"step": 7, "eval/mlm_loss": 1.5},  # after the checkpoint
+        {"step": 7, "eval/mlm_loss": 1.5},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text + '{"step": 0, "eval/ml')
@@ -207,7 +201,6 @@ def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
         "| masked-LM accuracy, held out | 0.125 (update 0) |",
         "| next-sentence accuracy, held out | not measured |",
         "| model FLOPs utilisation | not measured |",
-        "| GLUE, SQuAD and other tasks | not measured |",
         "| updates | none |",
         "| layers, width, heads, feed-forward width | 2, 32, 2, 128 |",
         f"| dataset fingerprint | {'d' * 64} |",
@@ -217,25 +210,20 @@ def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
     assert "1.5" not in card and str(tmp_path) not in card
 
 
-def test_the_card_gives_the_recipe(tmp_path: Path) -> None:
-    found = pretrained.load(runs.make(tmp_path / "run"))
+def test_the_card_gives_the_recipe_and_the_teacher(tmp_path: Path) -> None:
+    pretrained = hf.load(runs.make(tmp_path / "run"))
 
-    def card(**schedule: Any) -> str:
-        cfg = config.from_dict(found.config.model_dump() | {"schedule": schedule, "init_from": "/a/b/first"})
-        trained = dataclasses.replace(found, config=cfg, state=found.state | {"step": 1200})
+    def card(**sections: Any) -> str:
+        cfg = config.from_dict(pretrained.config.model_dump() | {"init_from": "/a/b/first"} | sections)
+        trained = dataclasses.replace(pretrained, config=cfg, state=pretrained.state | {"step": 1200})
         return model_card.render(trained, "m", "BertForPreTraining")
 
-    text = card(total_steps=3000, warmup_steps=300)
+    text = card(schedule={"total_steps": 3000, "warmup_steps": 300})
     assert "| updates | 1,200 of 3,000 |" in text and "| schedule | linear, warm-up 300 updates |" in text
     assert "| began from | the weights of first |" in text and "/a/b" not in text
-    text = card(name="budget", budget_minutes=30.0)
+    text = card(schedule={"name": "budget", "budget_minutes": 30.0})
     assert "| updates | 1,200 |" in text and "| schedule | budget, warm-up 6% of 30 minutes |" in text
-
-
-def test_the_card_names_the_teacher(tmp_path: Path) -> None:
-    found = pretrained.load(runs.make(tmp_path / "run"))
-    cfg = config.from_dict(found.config.model_dump() | {"distill": {"teacher": "/a/b/big", "soft": 3.0}})
-    text = model_card.render(dataclasses.replace(found, config=cfg), "m", "BertForPreTraining")
+    text = card(distill={"teacher": "/a/b/big", "soft": 3.0}, init_from="")
     assert "Distilled from `big`: soft targets at temperature 2 (weight 3), " in text and "/a/b" not in text
 
 
@@ -246,7 +234,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run")
+    run, large = runs.make(tmp_path / "run"), runs.make(tmp_path / "large", vocab_size=300)
     (tmp_path / "empty").mkdir()
     other = runs.tokenizer(tmp_path / "other", "cased").path
     cases = [
@@ -254,23 +242,19 @@ def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsy
         (["--model", str(tmp_path / "empty")], "no checkpoint in it"),
         (["--model", str(run), "--tokenizer", str(other)], "is not the tokenizer that"),
         (["--model", str(run), "--tokenizer", str(tmp_path / "none")], "tokenizer file not found"),
+        (["--model", str(run), "--onnx"], "--onnx: is for fine-tuned models"),
+        (["--model", str(large)], "but the model has 300"),
     ]
-    for args, said in cases:
+    for args, message in cases:
         assert export.main([*args, "--output", str(tmp_path / "hf")]) == 2
-        assert said in one_line(capsys)
+        assert message in one_line(capsys)
     weights = run / "checkpoints" / "step-00000000" / "weights-00000-of-00001.safetensors"
     with weights.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
     assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 2
     assert "no checkpoint is whole" in one_line(capsys)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "other", "run"]
-
-
-def test_a_tokenizer_of_another_size_is_refused(tmp_path: Path, capsys) -> None:
-    run = runs.make(tmp_path / "run", vocab_size=300)
-    assert export.main(["--model", str(run), "--output", str(tmp_path / "hf")]) == 2
-    assert "pieces, but the model has 300" in one_line(capsys)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "large", "other", "run"]
 
 
 def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> None:
@@ -283,13 +267,3 @@ def test_a_full_folder_is_replaced_only_when_asked(tmp_path: Path, capsys) -> No
     assert "is not empty" in one_line(capsys) and (output / "extra").is_file()
     assert export.main([*command, "--overwrite"]) == 0
     assert not (output / "extra").exists() and (output / "config.json").is_file()
-
-
-def test_the_config_that_is_written_is_what_transformers_reads(tmp_path: Path) -> None:
-    cfg = ModelConfig(layers=3, hidden=24, heads=2, vocab_size=99, intermediate=40, layer_norm_eps=1e-6)
-    tree = hf_names.to_huggingface_config(cfg)
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    read = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert {name: getattr(read, name) for name in tree if name not in ("model_type", "dtype")} == {
-        name: value for name, value in tree.items() if name not in ("model_type", "dtype")
-    }

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 
-from megabert import checkpoint
-from megabert import hf as pretrained
+from megabert import checkpoint, hf
 from megabert.checkpoint import Checkpoints
 from megabert.commands import export, fill
 from megabert.config import CheckpointConfig
@@ -40,30 +39,31 @@ class Engine:
 
 def train_on(run: Path, step: int) -> None:
     """Commit other weights as `step`, as a training run does, keeping only this one."""
-    found = pretrained.load(run)
+    found = hf.load(run)
     weights = runs.model(found.config.model, seed=step).state_dict()
     saving = Checkpoints(run, ALONE, CheckpointConfig(keep=1, asynchronous=False))
     saving.save(Engine(weights), found.state | {"step": step})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
-@pytest.mark.parametrize("text", ["the quick [MASK] jumps", "[MASK] sells [MASK], surely", "so [MASK][MASK]"])
-def test_words_are_those_of_the_pipeline(kind: str, text: str, tmp_path: Path) -> None:
+def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run", kind)
     export.export(run, tmp_path / "hf")
-    answers = transformers.pipeline("fill-mask", str(tmp_path / "hf"), device="cpu")(text, top_k=4)
-    answers = answers if isinstance(answers[0], list) else [answers]
-    found = pretrained.load(run)
-    filled = fill.Filler(found).fill(text, top=4)
-    assert filled.follows is None and len(filled.words) == text.count("[MASK]") == len(answers)
-    for words, want in zip(filled.words, answers, strict=True):
-        assert [p for _, p in words] == pytest.approx([a["score"] for a in want], abs=1e-6)
-        pieces = [found.tokenizer.pieces[a["token"]].strip() for a in want]
-        assert [word.removeprefix("##") for word, _ in words] == pieces
+    pipeline = transformers.pipeline("fill-mask", str(tmp_path / "hf"), device="cpu")
+    pretrained = hf.load(run)
+    for text in ("the quick [MASK] jumps", "[MASK] sells [MASK], surely", "so [MASK][MASK]"):
+        answers = pipeline(text, top_k=4)
+        answers = answers if isinstance(answers[0], list) else [answers]
+        filled = fill.Filler(pretrained).fill(text, top=4)
+        assert filled.follows is None and len(filled.words) == text.count("[MASK]") == len(answers)
+        for words, want in zip(filled.words, answers, strict=True):
+            assert [p for _, p in words] == pytest.approx([a["score"] for a in want], abs=1e-6)
+            tokens = [pretrained.tokenizer.pieces[a["token"]].strip() for a in want]
+            assert [word.removeprefix("##") for word, _ in words] == tokens
 
 
 def test_whitespace_around_masks_is_what_a_dataset_would_hold(tmp_path: Path) -> None:
-    found = pretrained.load(runs.make(tmp_path / "run", "whitespace"))
+    found = hf.load(runs.make(tmp_path / "run", "whitespace"))
     filler, kept = fill.Filler(found), found.tokenizer
     given, whole = "  the\n\t  [MASK] fox\n [MASK]s ", "  the\n\t  the fox\n thes "
     ids = filler._encode(given, "")[0]
@@ -81,7 +81,7 @@ def test_a_pair_has_segments_and_a_next_sentence_answer(tmp_path: Path) -> None:
     )
     with torch.no_grad():
         want = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf").eval()(**made)
-    filled = fill.Filler(pretrained.load(run)).fill("the [MASK] fox", "[MASK] sea", top=1)
+    filled = fill.Filler(hf.load(run)).fill("the [MASK] fox", "[MASK] sea", top=1)
     assert filled.follows == pytest.approx(float(want.seq_relationship_logits.softmax(-1)[0, 0]), abs=1e-6)
     at = (made["input_ids"][0] == 9).nonzero().flatten()
     best = want.prediction_logits[0, at].softmax(-1).max(-1).values.tolist()
@@ -99,22 +99,22 @@ def test_the_table_is_aligned() -> None:
     )
 
 
-def test_a_left_to_right_run_fills_in_from_what_is_before(tmp_path: Path, capsys) -> None:
+def test_a_causal_run_fills_in_from_what_is_before(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased", causal=True)
     export.export(run, tmp_path / "hf")
     made = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("the quick", return_tensors="pt")
     with torch.no_grad():
         peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
         want = peer(made["input_ids"][:, :-1]).logits[0, -1].softmax(-1).topk(3).values.tolist()
-    filler = fill.Filler(pretrained.load(run))
+    filler = fill.Filler(hf.load(run))
     for text in ("the quick [MASK]", "the quick [MASK] fox jumps"):
         (words,) = filler.fill(text, top=3).words
         assert [p for _, p in words] == pytest.approx(want, abs=1e-6)
     assert fill.main(["--model", str(run), "[MASK] and [MASK]"]) == 2
-    assert "trained left to right and fills in one [MASK], not 2" in capsys.readouterr().err
+    assert "the run is causal and fills in one [MASK], not 2" in capsys.readouterr().err
 
 
-def test_one_text_prints_one_table(tmp_path: Path, capsys) -> None:
+def test_one_text_prints_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
     run = str(runs.make(tmp_path / "run", "uncased"))
     assert fill.main(["--model", run, "--top", "3", "the [MASK]"]) == 0
     first = capsys.readouterr().out
@@ -125,6 +125,9 @@ def test_one_text_prints_one_table(tmp_path: Path, capsys) -> None:
     by_option = capsys.readouterr().out
     assert fill.main(["--model", run, "the [MASK]|||sea"]) == 0
     assert capsys.readouterr().out == by_option and "follows the first: " in by_option
+    monkeypatch.setattr("sys.stdin", io.StringIO("the [MASK]\n"))
+    assert fill.main(["--model", run, "--top", "3"]) == 0
+    assert capsys.readouterr().out == f"-- {run}, step 0\n{first}"
 
 
 def test_it_works_beside_a_run_that_holds_the_lock_and_changes_nothing(tmp_path: Path, capsys) -> None:
@@ -179,14 +182,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_error(tmp_path: Pat
 
     train_on(run, 20)
     monkeypatch.setattr(checkpoint, "load_weights", racing)
-    assert pretrained.load(run).step == 30
-
-
-def test_what_is_piped_in_is_answered(tmp_path: Path, capsys, monkeypatch) -> None:
-    run = runs.make(tmp_path / "run", "uncased")
-    monkeypatch.setattr("sys.stdin", io.StringIO("the [MASK]\n"))
-    assert fill.main(["--model", str(run), "--top", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert hf.load(run).step == 30
 
 
 @pytest.mark.parametrize(
@@ -211,7 +207,7 @@ def test_mistakes_are_one_line(args: list[str], said: str, tmp_path: Path, capsy
 
 
 def test_top_may_exceed_the_vocabulary(tmp_path: Path) -> None:
-    found = pretrained.load(runs.make(tmp_path / "run", "uncased"))
+    found = hf.load(runs.make(tmp_path / "run", "uncased"))
     (words,) = fill.Filler(found).fill("[MASK]", top=10**6).words
     assert len(words) == found.tokenizer.vocab_size and sum(p for _, p in words) == pytest.approx(1, abs=1e-4)
     assert {"[PAD]", "##es", "the"} <= {word for word, _ in words} and json.dumps(words)
