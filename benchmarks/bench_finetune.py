@@ -1,65 +1,227 @@
-"""Scores of tasks fine-tuned from several pre-trained models and from random initialisation, on the same files.
+"""Scores of tasks fine-tuned from several pre-trained models and from random weights, on the same files.
 
-    python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 \
-        --work runs/finetune --json FILE
+    python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 --json FILE
+    python benchmarks/bench_finetune.py --models winner=RUN --tasks ../shared/data/tasks --seeds 5 --random only --json FILE
 
-All starts are fine-tuned by `python -m megabert.finetune` with the same files, seeds and settings; random weights have the
-first model's shape; fixed features are the first model's, under a BiLSTM. The best weights are chosen on a part of the
-training file, the figures are of other items. `gains`: what the first model is above each other start, with the middle 95% of
-a paired bootstrap over items and seeds. The file is written after each row, and a repeated command goes on where it was.
+Every start is fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's
+shape. The best weights are chosen on every 10th row, sentence or article of the training file, the figures are of other items.
+`gains`: how far the first model is above each other start, with the middle 95% of a paired bootstrap over items and seeds. The
+file is written after each row and a repeated command resumes; `--random only` adds the random row to a file that has the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import gzip
 import json
+import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-from benchmarks.common import hardware
-from benchmarks.finetune.cases import CASES, Case, Files
-from benchmarks.finetune.tallies import Tally, interval, ratio
+import numpy as np
 
-RANDOM, FIXED = "random weights", "fixed features"
-NEAR = 1e-6  # between a run's own score and its tallies'
+from benchmarks.common import hardware
+
+RANDOM = "random weights"
+# one of so many members of a training file chooses the best weights
+EVERY = 10
+# rows of a table: all 67,349 phrases of SST-2 take five minutes a run on two cores
+TRAIN_ROWS = 20_000
+# questions to learn from, to choose on and to report on: all 87,599 take hours
+SQUAD = {"train": 4_000, "chosen-on": 400, "reported": 800}
+DRAWS, MIDDLE = 10_000, 0.95
+# between a run's own score and that of its predictions, counted here
+NEAR = 1e-6
+# what one item adds above and below the line of a metric that is a ratio of sums
+Tally = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """What is learnt from, what the best weights are chosen on, and what the figures are of."""
+
+    train: Path
+    chosen_on: Path
+    reported: Path
+
+
+@dataclass(frozen=True)
+class TaskCase:
+    """A task: its options of `megabert finetune`, the metric to compare, `files(tasks folder, scratch folder)`, and
+    `tally(reported file, predictions file)`, the metric's sums of each item."""
+
+    name: str
+    options: str
+    metric: str
+    files: Callable[[Path, Path], TaskFiles]
+    tally: Callable[[Path, Path], list[Tally]]
+
+
+def hold_out(members: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The members to keep, and every 10th."""
+    return [member for n, member in enumerate(members) if n % EVERY], list(members[::EVERY])
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def phrases(tasks: Path, scratch: Path) -> TaskFiles:
+    """SST-2's tables; of the longer training file so many rows as are learnt from, drawn once."""
+    head, *rows = (tasks / "sst2/train.tsv").read_text(encoding="utf-8").splitlines()
+    train, chosen_on = hold_out(rows)
+    if len(train) > TRAIN_ROWS:
+        train = random.Random(0).sample(train, TRAIN_ROWS)
+    return TaskFiles(
+        train=write_lines(scratch / "sst2-train.tsv", [head, *train]),
+        chosen_on=write_lines(scratch / "sst2-chosen-on.tsv", [head, *chosen_on]),
+        reported=tasks / "sst2/dev.tsv",
+    )
+
+
+def sentences(tasks: Path, scratch: Path) -> TaskFiles:
+    """WNUT-17's sentences of tagged words."""
+    text = (tasks / "wnut17/wnut17train.conll").read_text(encoding="utf-8")
+    whole = "\n".join(line.strip() for line in text.splitlines())
+    train, chosen_on = hold_out([block for block in whole.split("\n\n") if block.strip()])
+    return TaskFiles(
+        train=write_lines(scratch / "wnut17-train.conll", ["\n\n".join(train)]),
+        chosen_on=write_lines(scratch / "wnut17-chosen-on.conll", ["\n\n".join(chosen_on)]),
+        reported=tasks / "wnut17/emerging.dev.conll",
+    )
+
+
+def questions(tasks: Path, scratch: Path) -> TaskFiles:
+    """SQuAD 1.1's training articles, cut to so many questions: the first paragraphs of each article."""
+    with gzip.open(tasks / "squad1.1/train-v1.1.json.gz", "rt") as file:
+        rest, reported = hold_out(json.load(file)["data"])
+    train, chosen_on = hold_out(rest)
+    paths = {}
+    for (name, most), articles in zip(SQUAD.items(), (train, chosen_on, reported), strict=True):
+        share = most / sum(len(p["qas"]) for a in articles for p in a["paragraphs"])
+        for article in articles:
+            article["paragraphs"] = article["paragraphs"][: max(1, round(share * len(article["paragraphs"])))]
+        paths[name] = scratch / f"squad-{name}.json"
+        paths[name].write_text(json.dumps({"version": "1.1", "data": articles}))
+    return TaskFiles(paths["train"], paths["chosen-on"], paths["reported"])
+
+
+def label_tallies(reported: Path, predictions: Path) -> list[Tally]:
+    """Of a table with a column `label`: whether each row is correct."""
+    both = zip(column(reported, "label"), column(predictions, "prediction"), strict=True)
+    return [(float(truth == found), 1.0) for truth, found in both]
+
+
+def column(path: Path, name: str) -> list[str]:
+    """Of a table with tabs between its fields and no quoting."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row[name] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+
+
+def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
+    """Of sentences whose lines are word, true tag, predicted tag: F1's two sums, over entities."""
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    tallies = []
+    for sentence in predictions.read_text(encoding="utf-8").strip("\n").split("\n\n"):
+        fields = [line.split("\t" if "\t" in line else " ") for line in sentence.split("\n")]
+        truth, found = (set(get_entities([field[column] for field in fields])) for column in (1, 2))
+        tallies.append((2.0 * len(truth & found), float(len(truth) + len(found))))
+    return tallies
+
+
+def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
+    """Of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
+    from megabert.finetune.metrics import overlap
+
+    found = json.loads(predictions.read_text(encoding="utf-8"))
+    articles = json.loads(reported.read_text(encoding="utf-8"))["data"]
+    asked = [q for a in articles for p in a["paragraphs"] for q in p["qas"]]
+    return [(max(overlap(found.get(q["id"], ""), a["text"], False) for a in q["answers"]), 1.0) for q in asked]
+
+
+CASES = (
+    TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", phrases, label_tallies),
+    TaskCase("WNUT-17", "--kind tag --epochs 8", "f1", sentences, entity_tallies),
+    TaskCase("SQuAD 1.1", "--task squad1.1 --epochs 3 --max-length 128 --stride 96", "f1", questions, answer_tallies),
+)
+
+
+def ratio(tallies: Sequence[Tally]) -> float:
+    above, below = map(sum, zip(*tallies, strict=True))
+    return above / below if below else 0.0
+
+
+def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]]) -> dict[str, float]:
+    """How far our mean over seeds is above theirs, and the middle 95% of it by a paired bootstrap: items are drawn again, the
+    same for both and for every seed, and seeds of either on their own (Efron and Tibshirani 1993, chapter 13).
+
+    `ours[s][i]`: tally of item i with seed s; both name the same items in the same order.
+    """
+    assert len({len(run) for run in (*ours, *theirs)}) == 1, "other items"
+    generator, items = np.random.default_rng(0), len(ours[0])
+    counts = generator.multinomial(items, np.full(items, 1 / items), size=DRAWS).astype(np.float64)
+
+    def drawn(runs: Sequence[Sequence[Tally]]) -> tuple[np.ndarray, float]:
+        """Mean over seeds drawn again of items drawn again [DRAWS], and as it is."""
+        above, below = np.moveaxis(np.array(runs), -1, 0)  # [seeds, items] each
+        with np.errstate(invalid="ignore"):
+            scores = np.nan_to_num((counts @ above.T) / (counts @ below.T))  # [DRAWS, seeds]
+        seeds = generator.integers(len(runs), size=(DRAWS, len(runs)))
+        return np.take_along_axis(scores, seeds, 1).mean(1), float(np.mean([ratio(run) for run in runs]))
+
+    (our_draws, our_mean), (their_draws, their_mean) = drawn(ours), drawn(theirs)
+    low, high = np.quantile(our_draws - their_draws, [(1 - MIDDLE) / 2, (1 + MIDDLE) / 2])
+    return {"gain": our_mean - their_mean, "low": float(low), "high": float(high)}
+
+
+def folder_of(case: TaskCase, name: str, args: argparse.Namespace) -> Path:
+    return args.work / f"{case.name}-{name}".replace(" ", "-").lower()
 
 
 def finetune(
-    case: Case, name: str, start: Path, extra: str, files: Files, args: argparse.Namespace
+    case: TaskCase, name: str, start: Path, files: TaskFiles, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[list[Tally]]]:
-    """A row, with the mean, deviation and every seed's scores, and each seed's tallies.
+    """A row: command, mean and deviation, every seed's scores; and each seed's tallies.
 
     Raises CalledProcessError when a run fails.
     """
-    output = args.work / f"{case.name}-{name}".replace(" ", "-").lower()
-    settings = f"--lr {args.lr} --batch {args.batch} --seeds {args.seeds} {case.options} {extra}"
-    command = [sys.executable, "-m", "megabert.finetune", "--model", str(start), *shlex.split(settings)]
+    output = folder_of(case, name, args)
+    command = [sys.executable, "-m", "megabert", "finetune", "--model", str(start), "--lr", args.lr]
+    command += ["--batch", str(args.batch), "--seeds", str(args.seeds), *shlex.split(case.options)]
+    command += ["--from-scratch"] if name == RANDOM else []
     command += ["--train", str(files.train), "--dev", str(files.chosen_on), "--test", str(files.reported)]
     command += ["--output", str(output)]
     subprocess.run(command, env=hardware.clone_environment(), check=True)
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
     runs = [run["scores"]["test"] for run in summary["runs"]]
-    seeds = range(1, args.seeds + 1)
-    predictions = [path for seed in seeds for path in output.glob(f"seed{seed}/predictions-test.*")]
-    tallies = [case.tally(files.reported, path) for path in predictions]
-    seen = sorted(ratio(run) for run in tallies)
-    scored = sorted(run[case.metric] for run in runs)
-    if len(seen) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(seen, scored, strict=True)):
-        raise ValueError(f"{output}: its runs score {scored}, their predictions {seen}")
-    row = {
-        "command": hardware.shown(command),
-        "metric": case.metric,
-        "scores": point["scores"]["test"],
-        "runs": runs,
-        "seconds_a_run": point["seconds"],
-    }
-    return row, tallies
+    row = {"command": hardware.shown(command), "metric": case.metric, "scores": point["scores"]["test"], "runs": runs}
+    return row | {"seconds_a_run": point["seconds"]}, tallies_of(case, name, files, args)
+
+
+def tallies_of(case: TaskCase, name: str, files: TaskFiles, args: argparse.Namespace) -> list[list[Tally]]:
+    """Each seed's tallies of finished runs; [] where --work has none. Raises ValueError where they do not give the runs' scores."""
+    output = folder_of(case, name, args)
+    if not (output / "summary.json").is_file():
+        return []
+    paths = [path for seed in range(1, args.seeds + 1) for path in output.glob(f"seed{seed}/predictions-test.*")]
+    tallies = [case.tally(files.reported, path) for path in paths]
+    runs = json.loads((output / "summary.json").read_text())["runs"]
+    scored = sorted(run["scores"]["test"][case.metric] for run in runs)
+    counted = sorted(ratio(run) for run in tallies)
+    if len(counted) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(counted, scored, strict=True)):
+        raise ValueError(f"{output}: its runs score {scored}, their predictions {counted}")
+    return tallies
 
 
 def described(model: Path) -> dict[str, Any]:
@@ -72,7 +234,7 @@ def described(model: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a task a line, starts across, each with what the first model is above it."""
+    """Markdown: a task a line, starts across, each with how far the first model is above it."""
     starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
     lines = [f"| task | metric | {' | '.join(starts)} |", "|---|---|" + "---|" * len(starts)]
     for task, result in results.items():
@@ -80,7 +242,7 @@ def table(results: dict[str, Any]) -> str:
         for start in starts:
             row, gain = result["rows"].get(start), result["gains"].get(start)
             figure = row and row["scores"][row["metric"]]
-            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}" if figure else ""
+            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}" if figure else "not measured"
             if gain:
                 cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
             cells.append(cell)
@@ -91,62 +253,67 @@ def table(results: dict[str, Any]) -> str:
 def named(text: str) -> tuple[str, Path]:
     """NAME=RUN. Raises ArgumentTypeError for anything else."""
     name, _, path = text.partition("=")
-    if not name or not path or name in (RANDOM, FIXED):
-        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=RUN, a name of your own and the model's folder")
+    if not name or not path or name == RANDOM:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=RUN, a name and the model's folder")
     return name, Path(path)
 
 
-def main() -> None:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", type=named, nargs="+", required=True, metavar="NAME=RUN",
         help="run folders, checkpoints or Hugging Face folders; the first is compared with all others")  # fmt: skip
-    add("--tasks", type=Path, required=True,
-        help="folder with sst2, rte, wnut17, sentence_polarity, squad1.1")  # fmt: skip
+    add("--tasks", type=Path, required=True, help="folder with sst2, wnut17, squad1.1")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
-    add("--no-random", action="store_true", help="without the row of random weights, which takes as long as a model's")
-    add("--fixed", action="store_true", help="a row by fixed features where the task has one")
+    add("--random", choices=("beside", "only", "none"), default="beside",
+        help="the row of random weights: beside the models', alone (added to --json's rows), or not at all")  # fmt: skip
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
-    hardware.add_json(parser, "write the result here; other tasks in it stay")
-    args = parser.parse_args()
+    hardware.add_json(parser, "write the result here; other tasks and rows in it stay")
+    args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
-    models = dict(args.models)
-    if len(models) < len(args.models):
+    if len(dict(args.models)) < len(args.models):
         parser.error("--models: two of one name")
-    args.work.mkdir(parents=True, exist_ok=True)
-    about = {name: described(path) for name, path in models.items()}
-    results: dict[str, Any] = {}
+    args.about, args.results = {name: described(path) for name, path in args.models}, {}
     if args.json and args.json.exists():
         written = json.loads(args.json.read_text())
-        for what, value in (("models", about), ("seeds", args.seeds)):
-            if written[what] != value:
-                parser.error(f"--json {args.json}: holds rows of other {what}; name another file")
-        results = written["tasks"]
-    first = next(iter(models))
-    starts = {name: (path, "") for name, path in models.items()}
-    if not args.no_random:
-        starts[RANDOM] = (models[first], "--from-scratch")
+        same = {"models": all(written["models"].get(name, about) == about for name, about in args.about.items())}
+        same |= {"seeds": written["seeds"] == args.seeds}
+        for what in (what for what, is_same in same.items() if not is_same):
+            parser.error(f"--json {args.json}: holds rows of other {what}; name another file")
+        args.about, args.results = written["models"] | args.about, written["tasks"]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    starts = dict(args.models)
+    first, path = args.models[0]
+    if args.random == "only":
+        starts = {}
+    if args.random != "none":
+        starts[RANDOM] = path
     for case in CASES:
         if args.only and case.name not in args.only:
             continue
         files = case.files(args.tasks, args.work)
-        rows: dict[str, Any] = {}
-        gains: dict[str, Any] = {}
-        fixed = {FIXED: (models[first], case.fixed)} if args.fixed and case.fixed else {}
-        for name, (start, extra) in (starts | fixed).items():
-            rows[name], counted = finetune(case, name, start, extra, files, args)
+        result = args.results.setdefault(case.name, {"metric": case.metric, "rows": {}, "gains": {}})
+        ours = [] if first in starts else tallies_of(case, first, files, args)
+        for name, start in starts.items():
+            result["rows"][name], tallies = finetune(case, name, start, files, args)
             if name == first:
-                ours = counted
-            else:
-                gains[name] = interval(ours, counted)
-            results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
+                ours = tallies
+            elif ours:
+                result["gains"][name] = interval(ours, tallies)
             if args.json:
-                hardware.write_json(args.json, {"models": about, "seeds": args.seeds, "tasks": results})
-    print(table(results))
+                found = {"models": args.about, "seeds": args.seeds, "tasks": args.results}
+                hardware.write_json(args.json, found)
+    print(table(args.results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

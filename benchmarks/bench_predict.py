@@ -2,11 +2,12 @@
 
     python benchmarks/bench_predict.py --corpus ../shared/data/novels --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
 
-The same weights, tokenizer and texts on every side: 16 tokens each, 512 each, and mixed (log-normal, 8 to 512, in any order).
-Every side is first tried with several batch sizes on a part of the texts, then all are timed in turn, each at its best. In
-fp32 vectors and probabilities must equal the peers' to 1e-4, and all labels; else the command fails. bf16 is ours alone,
-with how far it is off. Model and libraries are loaded before; ours reads a file of texts, and writes the labels to one. All
-sides keep freed memory (glibc's mallopt), which peers do not by themselves. ratio is ours over the peer, above 1 is better.
+The same weights, tokenizer, texts and precision on both sides: fp32 against fp32, bf16 against bf16. Texts have 16 tokens each,
+512 each, or mixed lengths (log-normal, 8 to 512, in any order). Every side is first tried with several batch sizes on a part of
+the texts, then both are timed in turn, each at its best. In fp32 vectors and probabilities must equal the peers' to 1e-4, and
+all labels, else the command fails; `error` is how far a side is from the peer in fp32. Models are loaded before the clock starts;
+ours reads a file of texts and writes the labels to one. Both sides keep freed memory (glibc's mallopt), which the peers do not
+by themselves. ratio is ours over the peer, above 1 is better.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ TOKENS = {"mini": 49_152, "base": 4_096}  # of the texts of one kind: some secon
 BATCHES = (1, 8, 32, 128)  # texts, of the peers
 BATCH_TOKENS = (512, 1024, 4096)  # of ours
 LABELS = ("no", "yes")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 
 
@@ -52,6 +54,7 @@ class Side:
     """`run(texts, batch)` gives a result that can be compared."""
 
     run: Callable[[Sequence[str], int], Any]
+    # batch sizes to try: texts of the peers, tokens of ours
     batches: tuple[int, ...]
 
 
@@ -163,85 +166,67 @@ def in_turn(sides: Mapping[str, Side], texts: Sequence[str], batches: Mapping[st
     return {"seconds": seconds, "processor": processor, "results": results}
 
 
-def compare(sides: Mapping[str, Side], texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(figures by side, the first the peer; what each gave)."""
+def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], Any, Any]:
+    """Figures of both sides, with our ratio; what the peer gave, and what ours did."""
+    sides = {"peer": peer, "ours": ours}
     batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
     timed = in_turn(sides, texts, batches, rounds)
-    peer, *_ = sides
-    figures: dict[str, Any] = {}
-    for name in sides:
-        middle = statistics.median(timed["seconds"][name])
-        figures[name] = {
-            "texts_per_second": len(texts) / middle,
+    figures: dict[str, Any] = {
+        name: {
+            "texts_per_second": len(texts) / statistics.median(timed["seconds"][name]),
             "batch": batches[name],
             "seconds": timed["seconds"][name],
             "processor_seconds": timed["processor"][name],
-            "ratio": ratio(timed["seconds"], peer, name),
-            "processor_ratio": ratio(timed["processor"], peer, name),
         }
-    return figures, timed["results"]
+        for name in sides
+    }
+    figures |= {"ratio": ratio(timed["seconds"]), "processor_ratio": ratio(timed["processor"])}
+    return figures, timed["results"]["peer"], timed["results"]["ours"]
 
 
-def ratio(seconds: Mapping[str, list[float]], peer: str, name: str) -> float:
-    """Median over the rounds."""
-    return statistics.median(a / b for a, b in zip(seconds[peer], seconds[name], strict=True))
+def ratio(seconds: Mapping[str, list[float]]) -> float:
+    """Median over the rounds of the peer's time over ours."""
+    return statistics.median(a / b for a, b in zip(seconds["peer"], seconds["ours"], strict=True))
 
 
-def measure(shape: str, kind: str, texts: Sequence[str], folders: tuple[Path, Path, Path], work: Path, rounds: int) -> dict[str, Any]:  # fmt: skip
-    """Vectors and labels of `texts`. Raises ValueError where ours in fp32 are not the peers'."""
+def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, rounds: int) -> dict[str, Any]:
+    """Vectors and labels of `texts` in each precision. Raises ValueError where ours in fp32 are not the peers'."""
     encoder, classifier, ours = folders
-    vectors, given = compare(
-        {
-            "sentence-transformers": Side(hf_predict.encoder(encoder), BATCHES),
-            "fp32": our_vectors(encoder, "fp32"),
-            "bf16": our_vectors(encoder, "bf16"),
-        },
-        texts,
-        rounds,
-    )
-    peer = given["sentence-transformers"]
-    for precision in ("fp32", "bf16"):
-        vectors[precision]["largest_difference"] = float(np.abs(given[precision] - peer).max())
-        unit = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in (given[precision], peer)]
-        vectors[precision]["largest_difference_of_unit_vectors"] = float(np.abs(unit[0] - unit[1]).max())
-    labels, given = compare(
-        {
-            "pipeline": Side(hf_predict.classifier(classifier), BATCHES),
-            "fp32": our_labels(ours, "fp32", work),
-            "bf16": our_labels(ours, "bf16", work),
-        },
-        texts,
-        rounds,
-    )
-    wanted = [found["label"] for found in given["pipeline"]]
-    likely = np.array([found["score"] for found in given["pipeline"]])
-    for precision in ("fp32", "bf16"):
-        found = our_probabilities(ours, texts, precision, work)
-        labels[precision]["largest_difference"] = float(np.abs(found - likely).max())
-        same = [a == b for a, b in zip(given[precision], wanted, strict=True)]
-        labels[precision]["same_labels"] = sum(same) / len(same)
-    for name, figures in (("vectors", vectors["fp32"]), ("labels", labels["fp32"])):
-        if figures["largest_difference"] > TOLERANCE or figures.get("same_labels", 1.0) < 1:
-            raise ValueError(f"{shape}, {kind}: {name} are not the peer's: {figures}")
-    return {"texts": len(texts), "vectors": vectors, "labels": labels}
+    found: dict[str, Any] = {"texts": len(texts)}
+    exact: dict[str, np.ndarray] = {}
+    for precision, dtype in PRECISIONS.items():
+        vectors, theirs, mine = compare(
+            Side(hf_predict.encoder(encoder, dtype), BATCHES), our_vectors(encoder, precision), texts, rounds
+        )
+        unit = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in (theirs, mine)]
+        labels, given, our_given = compare(
+            Side(hf_predict.classifier(classifier, dtype), BATCHES), our_labels(ours, precision, work), texts, rounds
+        )
+        likely = [np.array([one["score"] for one in given]), our_probabilities(ours, texts, precision, work)]
+        exact = exact or {"vectors": unit[0], "labels": likely[0]}
+        for figures, name, results in ((vectors, "vectors", unit), (labels, "labels", likely)):
+            errors = [float(np.abs(result - exact[name]).max()) for result in results]
+            figures["error"] = dict(zip(("peer", "ours"), errors, strict=True))
+        labels["same_labels"] = sum(a["label"] == b for a, b in zip(given, our_given, strict=True)) / len(texts)
+        if precision == "fp32" and (
+            np.abs(mine - theirs).max() > TOLERANCE or labels["error"]["ours"] > TOLERANCE or labels["same_labels"] < 1
+        ):
+            raise ValueError(f"vectors or labels are not the peer's: {vectors['error']}, {labels['error']}")
+        found[precision] = {"vectors": vectors, "labels": labels}
+    return found
 
 
 def table(shapes: Mapping[str, Any]) -> str:
-    """Markdown: a model and a kind of texts a line."""
-    lines = [
-        "| model | texts | encode/s | fp32 | bf16 | pipeline/s | fp32 | bf16 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown: a model, a kind of texts and a precision a line."""
+    lines = ["| model | texts | precision | encode/s | ours | pipeline/s | ours |", "|---|---|---|---|---|---|---|"]
     for shape, kinds in shapes.items():
         for kind, found in kinds.items():
-            cells = []
-            for what, peer in (("vectors", "sentence-transformers"), ("labels", "pipeline")):
-                figures = found[what]
-                cells.append(f"{figures[peer]['texts_per_second']:,.1f}")
-                cells += [
-                    f"{figures[p]['texts_per_second']:,.1f} ({figures[p]['ratio']:.2f}x)" for p in ("fp32", "bf16")
-                ]
-            lines.append(f"| {shape} | {kind} | {' | '.join(cells)} |")
+            for precision in PRECISIONS:
+                cells = []
+                for figures in (found[precision]["vectors"], found[precision]["labels"]):
+                    cells.append(f"{figures['peer']['texts_per_second']:,.1f}")
+                    cells.append(f"{figures['ours']['texts_per_second']:,.1f} ({figures['ratio']:.2f}x)")
+                lines.append(f"| {shape} | {kind} | {precision} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -273,7 +258,10 @@ def main() -> None:
             for kind in args.kinds:
                 lengths = lengths_of(kind, max(1024, int(args.share * TOKENS[shape])))
                 texts = texts_of_tokens(words, pieces, lengths)
-                shapes[shape][kind] = measure(shape, kind, texts, folders, folder, args.rounds)
+                try:
+                    shapes[shape][kind] = measure(folders, texts, folder, args.rounds)
+                except ValueError as error:
+                    sys.exit(f"error: {shape}, {kind}: {error}")
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
                 if args.json:
                     hardware.write_json(

@@ -45,22 +45,26 @@ def classifier_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return weights["classifier.weight"], weights["classifier.bias"]
 
 
-def encoder(folder: Path) -> Callable[[Sequence[str], int], np.ndarray]:
-    """Mean-pooled vectors [n, D] of texts, so many at once."""
+def encoder(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], np.ndarray]:
+    """Mean-pooled vectors float32 [n, D] of texts, so many at once."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
     transformer = Transformer(str(folder), max_seq_length=LENGTH)
     pooling = Pooling(transformer.auto_model.config.hidden_size, "mean")
-    model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
-    return lambda texts, batch: model.encode(list(texts), batch_size=batch, show_progress_bar=False)
+    model = SentenceTransformer(modules=[transformer, pooling], device="cpu").to(dtype)
+
+    def run(texts: Sequence[str], batch: int) -> np.ndarray:
+        return np.asarray(model.encode(list(texts), batch_size=batch, show_progress_bar=False), np.float32)
+
+    return run
 
 
-def classifier(folder: Path) -> Callable[[Sequence[str], int], list[dict[str, Any]]]:
+def classifier(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], list[dict[str, Any]]]:
     """`{"label", "score"}` of texts, so many at once."""
     from transformers import pipeline
 
-    made: Any = pipeline("text-classification", model=str(folder), device="cpu")
+    made: Any = pipeline("text-classification", model=str(folder), device="cpu", dtype=dtype)
     return lambda texts, batch: made(list(texts), batch_size=batch, truncation=True)
 
 

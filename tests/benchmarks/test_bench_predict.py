@@ -1,4 +1,4 @@
-"""The texts have the tokens they are said to have, a side's ratio is of the same round, and the best batch is the fastest."""
+"""Texts of a given number of tokens, ratios of the same round, both sides in one precision."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import pytest
 
 from benchmarks import bench_predict as bench
+from tests.helpers import wordpiece
 
 
 def test_texts_have_so_many_tokens() -> None:
@@ -24,13 +25,28 @@ def test_lengths_of_the_kinds() -> None:
     assert 20_000 <= sum(mixed) < 20_512 and sorted(mixed)[len(mixed) // 2] == pytest.approx(55, abs=15)
 
 
-def test_every_side_at_its_best_against_the_same_round_of_the_peer() -> None:
+def test_each_side_runs_at_its_best_batch() -> None:
     def side(cost: dict[int, float]) -> bench.Side:
         return bench.Side(lambda texts, batch: time.sleep(cost[batch]) or batch, tuple(cost))
 
-    sides = {"peer": side({1: 0.03, 8: 0.02}), "ours": side({512: 0.005, 4096: 0.04})}
-    figures, results = bench.compare(sides, ["text"] * 10, 3)
-    assert results == {"peer": 8, "ours": 512}
-    assert figures["peer"]["batch"] == 8 and figures["peer"]["ratio"] == 1
-    assert 2 < figures["ours"]["ratio"] < 6 and len(figures["ours"]["seconds"]) == 3
-    assert bench.ratio({"peer": [4.0, 9.0, 8.0], "ours": [2.0, 1.0, 4.0]}, "peer", "ours") == 2
+    figures, theirs, ours = bench.compare(side({1: 0.03, 8: 0.02}), side({512: 0.005, 4096: 0.04}), ["text"] * 10, 3)
+    assert (theirs, ours) == (figures["peer"]["batch"], figures["ours"]["batch"]) == (8, 512)
+    assert 2 < figures["ratio"] < 6 and len(figures["ours"]["seconds"]) == 3
+    assert bench.ratio({"peer": [4.0, 9.0, 8.0], "ours": [2.0, 1.0, 4.0]}) == 2
+
+
+@pytest.mark.slow
+def test_both_sides_compute_in_each_precision(tmp_path) -> None:
+    pytest.importorskip("sentence_transformers")
+    wordpiece.write(tmp_path / "vocab.txt")
+    words = [word for word in wordpiece.WORDS if word.isalpha()]
+    texts = [" ".join(words[i % len(words)] for i in range(n, n + 5 + n % 7)) for n in range(16)]
+    (tmp_path / "models").mkdir()
+    folders = bench.make_models("mini", tmp_path / "vocab.txt", tmp_path / "models")
+    found = bench.measure(folders, texts, tmp_path, rounds=1)
+    for what in ("vectors", "labels"):
+        assert found["fp32"][what]["error"]["peer"] == 0 < found["bf16"][what]["error"]["peer"], (
+            "the peer is not in bf16"
+        )
+        assert found["fp32"][what]["error"]["ours"] < 1e-4 < found["bf16"][what]["error"]["ours"] < 0.1
+    assert bench.table({"mini": {"short": found}}).count("| bf16 |") == 1
