@@ -28,26 +28,20 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megabert import config as configuration
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
-from megabert.common.malloc import keep_freed_memory
-from megabert.config import Config
-from megabert.distributed import session
-from megabert.distributed.preemption import REQUEUE, end_of_time
-from megabert.distributed.session import Session
-from megabert.engine.precision import repeat_bit_for_bit
-from megabert.engine.profiler import parse_steps
-from megabert.pretraining import open_run
+
+if TYPE_CHECKING:
+    from megabert.config import Config
+    from megabert.distributed.session import Session
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.train"), description=__doc__)
-    configuration.add_arguments(parser)
+    add_config_options(parser)
     add = parser.add_argument
     add("--run", default="", metavar="DIR", help="run folder: checkpoints, metrics.jsonl, …; resumed if it holds any")
     add("--stop-after", type=int, metavar="STEP", help="save and exit 0 at this step; the schedule stays")
@@ -72,11 +66,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
+    # imports are slow: a command line that is wrong, or asks for help, is answered before them
+    from megabert.distributed import session
+
     return session.run(lambda ranks: command(args, ranks, started))
 
 
 def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     """What the arguments ask for; the exit code. Raises ValueError, BadTraining and what the layers below raise."""
+    from megabert import config as configuration
+    from megabert.common.malloc import keep_freed_memory
+    from megabert.distributed.preemption import REQUEUE, end_of_time
+    from megabert.engine.profiler import parse_steps
+    from megabert.pretraining import open_run
+
     config = configuration.from_arguments(args)
     if args.print_config:
         print(json.dumps(config.model_dump(), indent=2))
@@ -118,6 +121,10 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
 
 def make_debuggable() -> None:
     """The same bits each time, an error at the operation that made a NaN, and debug messages; at the cost of speed."""
+    import torch
+
+    from megabert.engine.precision import repeat_bit_for_bit
+
     repeat_bit_for_bit(fill=True)
     torch.autograd.set_detect_anomaly(True)
     log.setLevel("DEBUG")

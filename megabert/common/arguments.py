@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+PRESETS = Path(__file__).resolve().parents[1] / "presets"
 _called_as = ""
 
 
@@ -35,3 +37,18 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help} | options)
+
+
+def presets() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `config.from_arguments` reads: preset or file, data, overrides, and what DeepSpeed's launcher passes."""
+    add = parser.add_argument
+    add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file")
+    add("--data", default="", metavar="DIR", help="dataset folder written by data_prep, or its URL")
+    add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
+    add("--deepspeed_config", default="", metavar="FILE", help="JSON with further DeepSpeed keys")
+    add("--local_rank", type=int, metavar="N", help="set by launchers")
+    add("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")

@@ -1,6 +1,5 @@
 """Typed configuration of a run: schema and presets, overrides, and what DeepSpeed is told."""
 
-from megabert.config.arguments import add_arguments, from_arguments
 from megabert.config.deepspeed import BATCH, merge_deepspeed, read_deepspeed, to_deepspeed
 from megabert.config.micro_batches import accumulation, fit_micro_size, shares
 from megabert.config.schema import (
@@ -20,9 +19,9 @@ from megabert.config.schema import (
     SpikesConfig,
     WatchdogConfig,
     ZeroConfig,
+    from_arguments,
     from_dict,
     load,
-    presets,
 )
 
 __all__ = [
@@ -44,13 +43,11 @@ __all__ = [
     "WatchdogConfig",
     "ZeroConfig",
     "accumulation",
-    "add_arguments",
     "fit_micro_size",
     "from_arguments",
     "from_dict",
     "load",
     "merge_deepspeed",
-    "presets",
     "read_deepspeed",
     "shares",
     "to_deepspeed",

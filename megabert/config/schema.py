@@ -6,19 +6,18 @@ the nearest match and types are strict. The global batch is the human's number; 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from megabert.common.arguments import PRESETS
 from megabert.config import toml_files
 from megabert.config.checks import check
 from megabert.config.model import ModelConfig, Section
 from megabert.config.overrides import refuse_unknown, set_override
-
-PRESETS = Path(__file__).parents[1] / "presets"
 
 
 class MaskingConfig(Section):
@@ -263,10 +262,6 @@ class Config(Section):
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
-def presets() -> list[str]:
-    return toml_files.names(PRESETS)
-
-
 def load(source: str = "", overrides: list[str] | None = None) -> Config:
     """Config from a preset name or TOML path, then `section.key=value` strings.
 
@@ -278,6 +273,13 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         set_override(Config, tree, override)
     return from_dict(tree)
+
+
+def from_arguments(args: argparse.Namespace) -> Config:
+    """The config that `common.arguments.add_config_options` asked for. Raises ValueError naming the option, key or value that
+    is wrong."""
+    data = [f"data.path={args.data}"] if args.data else []
+    return load(args.config, data + args.overrides)
 
 
 def from_dict(tree: dict[str, Any]) -> Config:

@@ -3,10 +3,11 @@
 import pytest
 
 from megabert import config as c
+from megabert.common.arguments import presets
 
 
 def test_every_preset_loads_and_divides_on_one_rank():
-    names = c.presets()
+    names = presets()
     large = [f"large_phase{phase}{memory}" for phase in (1, 2) for memory in ("", "_141gb", "_80gb")]
     assert names == ["base", "base_modern", "large_24h", "large_modern", *large, "mini", "mini_modern", "small", "tiny"]
     for name in names:

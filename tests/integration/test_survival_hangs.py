@@ -29,12 +29,12 @@ Trainer.log = spin
 
 PID_OF_RANK_1 = """
 import os
-from megabert import train
-def open_run(run_dir, config, world, *rest, open_run=train.open_run, **more):
+from megabert import pretraining
+def open_run(run_dir, config, world, *rest, open_run=pretraining.open_run, **more):
     if world.rank == 1:
         print("RANK 1 is", os.getpid(), flush=True)
     return open_run(run_dir, config, world, *rest, **more)
-train.open_run = open_run
+pretraining.open_run = open_run
 """
 
 

@@ -15,7 +15,7 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK, code_of, command
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ FAILURES = ("node_mtbf_hours", "save_seconds", "restart_seconds")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Raises ValueError for an option that only a forecast takes, and for a value that is not a positive number."""
-    from megabert import config as configuration
-
     parser = Parser(prog=called_as("megabert.commands.plan"), description=__doc__)
-    configuration.add_arguments(parser)
+    add_config_options(parser)
     add = parser.add_argument
     add("--world-size", type=int, default=1, metavar="N", help="ranks to plan for")
     add("--tokens-per-sec", type=float, metavar="X", help="speed of all ranks together, for the time it takes")
