@@ -1,10 +1,11 @@
-"""Pre-training and distillation as the Trainer's workload: shards in, held-out figures out."""
+"""Pre-training and distillation: how a run is opened, in six steps, and its workload: shards in, held-out figures out."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megabert.common import environment, errors
 from megabert.common.atomic_io import write_whole
 from megabert.common.canonical_json import canonical
 from megabert.common.logs import log
-from megabert.common.run_files import STARTS
+from megabert.common.run_files import CONFIG, STARTS
 from megabert.common.text import duration
 from megabert.config import Config
 from megabert.data import mixture
@@ -36,12 +37,255 @@ from megabert.distributed.process_group import World
 from megabert.distributed.together import agreed, refuse, together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
-from megabert.engine.choice import choose_backends
 from megabert.engine.profiler import Profiler
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
-from megabert.metrics import PretrainingMeter, Shown, check_packages, matmul_tflops, progress_line
+from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
+from megabert.engine.choice import choose_backends
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run folder holds to start from. A replay writes nothing into it."""
+
+    run_dir: Path
+    checkpoints: Checkpoints
+    writes: bool
+    # the checkpoint to resume from; None where there is none
+    path: Path | None
+    # its state; of a replay from the run's first update `config.json`; {} for a new run
+    state: Mapping[str, Any]
+
+
+def open_run(
+    run_dir: Path,
+    config: Config,
+    world: World,
+    stop: Stop,
+    watchdog: Watchdog,
+    *,
+    replay: int | None = None,
+    stop_after: int | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
+    profile: tuple[int, int] = (0, 0),
+) -> Trainer:
+    """Opens data, model and engine, and resumes from the newest whole checkpoint of the run folder.
+
+    With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
+    update to profile on this rank. A collective. Raises ValueError naming what does not fit.
+    """
+    dataset, tokenizer = open_data(config, world)
+    config, origin = complete_config(config, dataset, tokenizer, run_dir, world, replay)
+    engine = build_engine(config, dataset, tokenizer, origin, world, deepspeed_extra)
+    provenance, saved = resume(engine, config, dataset, tokenizer, origin, world)
+    record(origin, provenance, tokenizer, saved, world)
+    workload = Pretraining(config, world, engine, dataset, tokenizer)
+    return Trainer(
+        config=config,
+        world=world,
+        engine=engine,
+        workload=workload,
+        checkpoints=origin.checkpoints,
+        stop=stop,
+        watchdog=watchdog,
+        run_dir=run_dir,
+        provenance=provenance,
+        saved=saved,
+        stop_after=stop_after,
+        writes=origin.writes,
+        profiler=Profiler(run_dir / "profile", world.rank, *profile),
+    )
+
+
+# -- 1. data ---------------------------------------------------------------------------------------------------------
+
+
+def open_data(config: Config, world: World) -> tuple[AnyDataset, Tokenizer]:
+    """The run's dataset, or its mixture, and the tokenizer that it was built with. A collective."""
+    dataset = open_dataset(config, world)
+    for problem in dataset.problems if world.is_main else ():
+        log.warning(f"{problem}; its rows are left out")
+    return dataset, agreed(world, lambda: Tokenizer.load(dataset.tokenizer_path))
+
+
+def open_dataset(config: Config, world: World) -> AnyDataset:
+    """The first rank of each node reads the manifests and checks that its node has all shards; rank 0 broadcasts them to the
+    others. A collective. Raises Refused where a rank cannot open the dataset, or opens another one."""
+    data, tolerant = config.data, config.data.on_damage == "skip"
+    dataset: AnyDataset | None = None
+    problem, code = "", errors.OK
+    if world.local_rank == 0:
+        try:
+            dataset = mixture.open_mixture(data.path, data.mix, tolerant)
+        except (ValueError, OSError) as error:
+            problem, code = errors.describe(error), errors.exit_code(error)
+    refuse(world, problem, code)
+    if world.size == 1:
+        assert dataset is not None
+        return dataset
+    told = world.broadcast(mixture.told(dataset) if world.is_main and dataset is not None else None)
+    of_rank_0 = mixture.open_told(told, data.mix, tolerant)
+    if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
+        problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
+    refuse(world, problem, code)
+    return dataset or of_rank_0
+
+
+# -- 2. config -------------------------------------------------------------------------------------------------------
+
+
+def complete_config(
+    config: Config, dataset: AnyDataset, tokenizer: Tokenizer, run_dir: Path, world: World, replay: int | None
+) -> tuple[Config, Origin]:
+    """The config with what data and device decide, and what the run folder, locked from here on, holds. A collective."""
+    config = fill_in(config, dataset, tokenizer)
+    writes = replay is None
+    if writes:
+        run_lock.take(run_dir, world)
+    checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
+    path = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
+    state: Mapping[str, Any] = {}
+    if path is not None:
+        state = checkpoints.read_state(path)
+    elif replay is not None:
+        state = agreed(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
+    config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
+    return config, Origin(run_dir, checkpoints, writes, path, state)
+
+
+def fill_in(config: Config, dataset: AnyDataset, tokenizer: Tokenizer) -> Config:
+    """The config with the vocabulary's size; raises ValueError naming the field where config and data disagree."""
+    model, manifest = config.model, dataset.manifest
+    if model.vocab_size not in (0, tokenizer.vocab_size):
+        raise ValueError(f"model.vocab_size={model.vocab_size} but the tokenizer has {tokenizer.vocab_size}; remove it")
+    if manifest.seq_len > model.max_positions:
+        raise ValueError(f"model.max_positions={model.max_positions} is below the dataset's seq_len={manifest.seq_len}")
+    if model.nsp and not manifest.options.get("nsp", True):
+        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
+    tree = config.model_dump()
+    tree["model"]["vocab_size"] = tokenizer.vocab_size
+    return configuration.from_dict(tree)
+
+
+# -- 3. model and engine ---------------------------------------------------------------------------------------------
+
+
+def build_engine(
+    config: Config,
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
+    origin: Origin,
+    world: World,
+    deepspeed_extra: Mapping[str, Any] | None,
+) -> Engine:
+    """The engine on a new model, its weights drawn from the seed or begun from a teacher's. A collective."""
+    config = choose_backends(config, dataset.manifest, world, origin.run_dir, origin.writes)
+    new = origin.path is None and not (config.init_from or config.distill.teacher)
+    counts = token_frequencies(config, dataset, tokenizer, world) if new and config.model.frequency_bias else None
+    torch.manual_seed(config.seed)
+
+    def build() -> BertForPreTraining:
+        model = agreed(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+        if counts is not None:
+            model.start_from_frequencies(torch.tensor(counts))
+        return model
+
+    return Engine(config, build, world, deepspeed_extra)
+
+
+def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
+    """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
+    read."""
+    found: list[int] = []
+
+    def count() -> None:
+        predicted = np.ones(tokenizer.vocab_size, dtype=bool)
+        predicted[list(tokenizer.special_ids.values())] = False
+        predicted[tokenizer.special_ids["sep"]] = config.causal_updates
+        found.extend(token_counts(dataset, predicted).tolist())
+
+    together(world, count)
+    return world.broadcast(found)
+
+
+# -- 4. resume -------------------------------------------------------------------------------------------------------
+
+
+def resume(
+    engine: Engine, config: Config, dataset: AnyDataset, tokenizer: Tokenizer, origin: Origin, world: World
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The head of the run's checkpoints, and the state that engine and data have been set to (None: a run's start). A
+    collective. Raises ValueError naming the field in which the checkpoint is of another run."""
+    state = origin.state
+    position = state.get("cursor", 0) * config.batch.global_size
+    same_data = bool(state) and mixture.resume(dataset, state, position)
+    provenance = describe(config, dataset, tokenizer, engine)
+    if origin.path is not None:
+        # data that has grown since the checkpoint is still its data
+        check_compatible(state, provenance | ({"dataset": state["dataset"]} if same_data else {}))
+        saved = origin.checkpoints.load(engine, origin.path)
+        log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
+        return provenance, saved
+    if state:
+        check_compatible(state, provenance)
+        log.info("no checkpoint before the update to replay: replaying from the run's first update")
+    if config.init_from and config.init_moments:
+        first = start_engine(engine, config.init_from, world)
+        log.info(f"starting from weights and moments of {config.init_from} at step {first['step']}")
+    elif config.init_from:
+        weights, first = agreed(world, lambda: load_weights(config.init_from))
+        engine.load_weights(weights)
+        log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
+    return provenance, None
+
+
+def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: Engine) -> dict[str, Any]:
+    """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
+    of each checkpoint."""
+    module: Any = engine.module
+    backends = {role: choice.name for role, choice in module.backends._asdict().items()}
+    return {
+        "config": config.model_dump(),
+        "config_sha256": config.digest(),
+        **mixture.described(dataset),
+        "tokenizer": tokenizer.sha256,
+        "backends": backends | {"optimizer": engine.optimizer_kernels},
+        "versions": environment.versions(),
+        "revision": environment.revision(),
+        "command": environment.command(),
+        **getattr(module, "provenance", {}),
+    }
+
+
+# -- 5. record -------------------------------------------------------------------------------------------------------
+
+
+def record(
+    origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer, saved: Mapping[str, Any] | None, world: World
+) -> None:
+    """Write into the run folder what makes it complete without its dataset (config, tokenizer), and a line of `starts.jsonl`:
+    at which step the run starts or resumes, when, and on what. Rank 0 alone writes."""
+    if not (origin.writes and world.is_main):
+        return
+    write_whole(origin.run_dir / CONFIG, canonical(provenance))
+    for name, data in tokenizer.files().items():
+        write_whole(origin.run_dir / name, data)
+    cuda = world.device.type == "cuda"
+    start = {
+        "step": saved["step"] if saved else 0,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name(world.device) if cuda else environment.cpu_model(),
+        "cores": environment.cores(),
+        "memory_gib": environment.memory_gib(),
+        **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
+    }
+    with open(origin.run_dir / STARTS, "a") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+# -- 6. what the Trainer trains --------------------------------------------------------------------------------------
 
 
 class Pretraining:
@@ -55,7 +299,9 @@ class Pretraining:
         peak = config.peak_tflops or matmul_tflops(world.device, engine.dtype)
         self.meter = PretrainingMeter(world, config.model, engine.terms, peak)
         self.shown = Shown()
-        self._samples: HeldOutSamples | None = None  # read at the first evaluation
+        # read at the first evaluation
+        self._samples: HeldOutSamples | None = None
+        log.info(f"{engine.describe()}; matrix-product ceiling {peak:.2f} TFLOP/s a device")
 
     def updates(self, first: int, share_used: Callable[[int], float]) -> Loader:
         place = {"rank": self.world.rank, "world": self.world.size, "start_step": first}
@@ -75,7 +321,7 @@ class Pretraining:
         return None if path is None else Dataset(path, self.dataset.tolerant)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
-        """Held-out figures. A dataset without a held-out split is said once, at the start."""
+        """Held-out figures. A dataset without a held-out split is noted once, at the start."""
         if self.held_out is None:
             if step == 0:
                 log.info("this dataset has no held-out split: the run is not evaluated")
@@ -89,11 +335,11 @@ class Pretraining:
         found = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")
-        self.shown = Shown(self.look(self.held_out))
+        self.shown = Shown(self.samples(self.held_out))
         return found
 
-    def look(self, held_out: Dataset) -> list[dict[str, Any]]:
-        """What the model says under a few held-out masks: rank 0 looks, and where weights are split all ranks with it."""
+    def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
+        """The model's words for a few held-out masks: rank 0 computes them, and where weights are split all ranks with it."""
         if not self.world.is_main and self.config.zero.stage < 3:
             return []
         if self._samples is None:
@@ -120,186 +366,3 @@ def _readable(batches: Iterable[Batch], progress: Callable[[], None], problems: 
             progress()
     except (ValueError, OSError) as error:
         problems.append(error)
-
-
-def open_run(
-    run_dir: Path,
-    config: Config,
-    world: World,
-    stop: Stop,
-    watchdog: Watchdog,
-    *,
-    replay: int | None = None,
-    stop_after: int | None = None,
-    deepspeed_extra: Mapping[str, Any] | None = None,
-    profile: tuple[int, int] = (0, 0),
-) -> Trainer:
-    """Opens data, model and engine, and goes on from the newest whole checkpoint of the run folder.
-
-    With `replay` from the newest one before that update, and nothing is ever written. `profile`: the first and the last
-    update to profile on this rank. A collective. Raises ValueError naming what does not fit.
-    """
-    check_packages(config)
-    dataset = open_data(config, world)
-    for problem in dataset.problems if world.is_main else ():
-        log.warning(f"{problem}; its rows are left out")
-    tokenizer = agreed(world, lambda: Tokenizer.load(dataset.tokenizer_path))
-    config = fill_in(config, dataset, tokenizer)
-    writes = replay is None
-    if writes:
-        run_lock.take(run_dir, world)
-    checkpoints = Checkpoints(run_dir, world, config.checkpoint if writes else None)
-    newest = checkpoints.latest() if replay is None else checkpoints.before(replay - 1)
-    begun: dict[str, Any] = {}  # what the run said of itself before
-    if newest is not None:
-        begun = checkpoints.read_state(newest)
-    elif replay is not None:
-        begun = agreed(world, lambda: json.loads((run_dir / "config.json").read_bytes()))
-    config = precision.with_precision(config, world, begun["config"]["precision"] if begun else "")
-    settled = choose_backends(config, dataset.manifest, world, run_dir, writes)
-    counts: list[int] = []
-    if newest is None and config.model.frequency_bias and not (config.init_from or config.distill.teacher):
-        counts = token_frequencies(config, dataset, tokenizer, world)
-    torch.manual_seed(config.seed)
-
-    def build() -> BertForPreTraining:
-        model = agreed(world, lambda: distillation.build(settled, tokenizer.sha256, world.device))
-        if counts:
-            model.start_from_frequencies(torch.tensor(counts))
-        return model
-
-    engine = Engine(settled, build, world, deepspeed_extra)
-    module: Any = engine.module
-    backends = {role: choice.name for role, choice in module.backends._asdict().items()}
-    backends["optimizer"] = engine.optimizer_kernels
-    known: dict[str, Any] = {}  # of the data, where a checkpoint's is this one before something was added
-    passed = begun.get("cursor", 0) * config.batch.global_size
-    if newest is not None and mixture.resume(dataset, begun, passed):
-        known = {"dataset": begun["dataset"]}
-    provenance = describe(config, dataset, tokenizer, backends) | getattr(module, "provenance", {})
-    saved = None
-    if replay is not None and newest is None:
-        mixture.resume(dataset, begun, 0)
-        check_compatible(begun, provenance)
-        log.info(f"no checkpoint before step {replay}: replaying from the run's beginning")
-    if newest is not None:
-        check_compatible(begun, provenance | known)
-        saved = checkpoints.load(engine, newest)
-        log.info(f"resuming from {newest} at step {saved['step']}, {duration(saved['seconds'])} trained")
-    elif config.init_from and config.init_moments:
-        origin = start_engine(engine, config.init_from, world)
-        log.info(f"starting from weights and moments of {config.init_from} at step {origin['step']}")
-    elif config.init_from:
-        weights, origin = agreed(world, lambda: load_weights(config.init_from))
-        engine.load_weights(weights)
-        log.info(f"starting from the weights of {config.init_from} at step {origin['step']}")
-    if writes and world.is_main:
-        write_whole(run_dir / "config.json", canonical(provenance))
-        # The run is complete without its dataset: exporting it or filling masks needs the tokenizer.
-        for name, data in tokenizer.files().items():
-            write_whole(run_dir / name, data)
-        record_start(run_dir, provenance, world, saved["step"] if saved else 0)
-    workload = Pretraining(config, world, engine, dataset, tokenizer)
-    log.info(engine.describe() + f"; matrix-product ceiling {workload.meter.peak_tflops:.2f} TFLOP/s a device")
-    return Trainer(
-        config=config,
-        world=world,
-        engine=engine,
-        workload=workload,
-        checkpoints=checkpoints,
-        stop=stop,
-        watchdog=watchdog,
-        run_dir=run_dir,
-        provenance=provenance,
-        saved=saved,
-        stop_after=stop_after,
-        writes=writes,
-        profiler=Profiler(run_dir / "profile", world.rank, *profile),
-    )
-
-
-def open_data(config: Config, world: World) -> AnyDataset:
-    """The run's dataset, or its mixture. The first rank of each node reads the manifests and looks whether its node has all
-    shards; the others are told by rank 0. A collective. Raises Refused where a rank cannot open it, or opens another one.
-    """
-    data, tolerant = config.data, config.data.on_damage == "skip"
-    dataset: AnyDataset | None = None
-    problem, code = "", errors.OK
-    if world.local_rank == 0:
-        try:
-            dataset = mixture.open_mixture(data.path, data.mix, tolerant)
-        except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-    refuse(world, problem, code)
-    if world.size == 1:
-        assert dataset is not None
-        return dataset
-    told = world.broadcast(mixture.told(dataset) if world.is_main and dataset is not None else None)
-    theirs = mixture.open_told(told, data.mix, tolerant)
-    if dataset is not None and dataset.manifest.fingerprint != theirs.manifest.fingerprint:
-        problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
-    refuse(world, problem, code)
-    return dataset or theirs
-
-
-def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
-    """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
-    read."""
-    found: list[int] = []
-
-    def count() -> None:
-        predicted = np.ones(tokenizer.vocab_size, dtype=bool)
-        predicted[list(tokenizer.special_ids.values())] = False
-        predicted[tokenizer.special_ids["sep"]] = config.causal_updates
-        found.extend(token_counts(dataset, predicted).tolist())
-
-    together(world, count)
-    return world.broadcast(found)
-
-
-def fill_in(config: Config, dataset: AnyDataset, tokenizer: Tokenizer) -> Config:
-    """The config with what the data decides; raises ValueError naming the field where the two disagree."""
-    tree = config.model_dump()
-    if config.model.vocab_size not in (0, tokenizer.vocab_size):
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} but the tokenizer has {tokenizer.vocab_size}; remove it"
-        )
-    tree["model"]["vocab_size"] = tokenizer.vocab_size
-    if dataset.manifest.seq_len > config.model.max_positions:
-        raise ValueError(
-            f"model.max_positions={config.model.max_positions} is below the dataset's seq_len={dataset.manifest.seq_len}"
-        )
-    if config.model.nsp and not dataset.manifest.options.get("nsp", True):
-        raise ValueError("model.nsp=true but the dataset was built with --no-nsp; set model.nsp=false")
-    return configuration.from_dict(tree)
-
-
-def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, backends: Mapping[str, str]) -> dict[str, Any]:
-    """Config and its hash, data and tokenizer fingerprints, the backends that run, versions, revision, command: the head
-    of each checkpoint."""
-    return {
-        "config": config.model_dump(),
-        "config_sha256": config.digest(),
-        **mixture.described(dataset),
-        "tokenizer": tokenizer.sha256,
-        "backends": dict(backends),
-        "versions": environment.versions(),
-        "revision": environment.revision(),
-        "command": environment.command(),
-    }
-
-
-def record_start(run_dir: Path, provenance: Mapping[str, Any], world: World, step: int) -> None:
-    """One more line of `starts.jsonl`: at which step the run goes on, when, and on what."""
-    cuda = world.device.type == "cuda"
-    start = {
-        "step": step,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "ranks": world.size,
-        "device": torch.cuda.get_device_name(world.device) if cuda else environment.cpu_model(),
-        "cores": environment.cores(),
-        "memory_gib": environment.memory_gib(),
-        **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
-    }
-    with open(run_dir / STARTS, "a") as file:
-        file.write(json.dumps(start) + "\n")

@@ -33,10 +33,13 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, add_config_options, called_as
 from megabert.common.errors import OK
 from megabert.common.logs import log
+from megabert.common.run_files import CONFIG
 
 if TYPE_CHECKING:
     from megabert.config import Config
     from megabert.distributed.session import Session
+
+TIMES = "90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,13 +52,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-time",
         default="",
         metavar="TIME",
-        help="save and exit 85 in time: 90 (minutes), 45s, 2h, 1:30:00, 1-12:00:00; SLURM's own limit counts too",
+        help=f"save and exit 85 in time: {TIMES}; SLURM's own limit counts too",
     )
     add(
         "--replay",
         type=int,
         metavar="STEP",
-        help="repeat exactly this update of the run, print its losses as JSON and write nothing",
+        help="repeat this update of the run, print its losses as JSON, write nothing",
     )
     add("--print-config", action="store_true", help="print the resolved configuration and exit")
     add("--profile", default="", metavar="START:STOP", help="profile these updates: RUN/profile has trace and table")
@@ -131,7 +134,9 @@ def make_debuggable() -> None:
 
 
 def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
-    """Raises ValueError naming the argument that is missing or out of range."""
+    """Raises ValueError naming the argument that is missing or out of range, or the setting whose package is missing."""
+    from megabert.metrics import check_packages
+
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
             raise ValueError(f"{name} is missing: name a folder")
@@ -139,5 +144,6 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
         raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay {args.replay}: the first update is 1")
-    if args.replay is not None and not (Path(args.run) / "config.json").is_file():
-        raise ValueError(f"--run {args.run}: no run to --replay an update of (no config.json); name a run folder")
+    if args.replay is not None and not (Path(args.run) / CONFIG).is_file():
+        raise ValueError(f"--run {args.run}: no run to --replay an update of (no {CONFIG}); name a run folder")
+    check_packages(config)

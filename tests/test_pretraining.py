@@ -18,7 +18,7 @@ from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest, dataset
 from megabert.distributed.together import Refused, agreed
 from megabert.model import BertForPreTraining
-from megabert.pretraining import Pretraining, open_data, open_run
+from megabert.pretraining import Pretraining, open_dataset, open_run
 from tests.helpers import tiny
 from tests.helpers.rows import make_dataset, vocabulary
 
@@ -82,15 +82,15 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     make_dataset(tmp_path / "b", 44)
     cfg = config(tmp_path / "a", data__mix={str(tmp_path / "b"): 0.3} if mixed else {})
     main, first, other = Rank(0), Rank(8), Rank(9)
-    want = open_data(cfg, main)  # type: ignore[arg-type]
+    want = open_dataset(cfg, main)  # type: ignore[arg-type]
     assert len([name for name in reads if not name.startswith("shard-")]) == (3 if mixed else 2)
     first.told = other.told = main.told
     looked_at = [*reads]
     reads.clear()
-    found = [open_data(cfg, first)]  # type: ignore[arg-type]
+    found = [open_dataset(cfg, first)]  # type: ignore[arg-type]
     assert reads == looked_at, "another node has a look of its own"
     reads.clear()
-    found.append(open_data(cfg, other))  # type: ignore[arg-type]
+    found.append(open_dataset(cfg, other))  # type: ignore[arg-type]
     assert not reads, "the others of a node read and ask for nothing"
     positions = np.arange(700)
     for its in found:
@@ -99,10 +99,10 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
         assert mixture.described(its) == mixture.described(want)
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(Refused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
-        open_data(cfg, first)  # type: ignore[arg-type]
+        open_dataset(cfg, first)  # type: ignore[arg-type]
     (tmp_path / "a" / "shard-000001.tar").unlink()
     with pytest.raises(Refused, match=r"rank 8: .*shard-000001\.tar: is missing"):
-        open_data(cfg, first)  # type: ignore[arg-type]
+        open_dataset(cfg, first)  # type: ignore[arg-type]
 
 
 def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
@@ -110,7 +110,7 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     main, alone, other = Rank(0), Rank(8), Rank(1)
     make_dataset(tmp_path, 20)
     cfg = config(tmp_path)
-    open_data(cfg, main)  # type: ignore[arg-type]
+    open_dataset(cfg, main)  # type: ignore[arg-type]
     alone.told = main.told
     with pytest.raises(Refused, match=r"rank 8: .*tokenizer\.model") as found:
         open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
     tokenizer.pieces = [str(number) for number in range(len(tokenizer.special))]
     sizes = {"vocab_size": len(tokenizer.pieces), "max_positions": 128}
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
-    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module)
+    engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
     world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)
     workload = Pretraining(cfg, world, engine, Dataset(tmp_path), tokenizer)
     reads.clear()
