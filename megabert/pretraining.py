@@ -37,12 +37,12 @@ from megabert.distributed.process_group import World
 from megabert.distributed.together import agreed, refuse, together
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
+from megabert.engine.choice import choose_backends
 from megabert.engine.profiler import Profiler
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
 from megabert.trainer import Trainer
-from megabert.engine.choice import choose_backends
 
 
 @dataclass(frozen=True)
