@@ -13,7 +13,7 @@ read -r -a extra <<<"${EXTRA:-}"
 python -m data_prep build --input "$@" --output "$out/data" --held-out 0.02 \
   --seq-len "${SEQ_LEN:-128}" --vocab-size "${VOCAB:-8000}" --no-nsp
 
-# The same command again goes on from the newest checkpoint; `deepspeed --num_gpus N` in place of `python` for more ranks.
+# The same command again resumes from the newest checkpoint; `deepspeed --num_gpus N` in place of `python` for more ranks.
 python megabert/train.py --config "${CONFIG:-launch/quickstart.toml}" --data "$out/data" --run "$out/run" "${extra[@]}"
 
 python -m megabert evaluate --model "$out/run" --data "$out/data"

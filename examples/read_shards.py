@@ -23,7 +23,7 @@ def main(folder: str) -> None:
     facts = dataset.manifest
     print(f"{facts.rows:,} rows of {facts.seq_len} tokens in {len(facts.shards)} shard(s)")
     print(f"blocks of {facts.block_rows} rows, at most {facts.max_sequences} sequences a row")
-    print(f"{facts.vocab_size:,} pieces in {tokenizer.path.name}")
+    print(f"{facts.vocab_size:,} tokens in {tokenizer.path.name}")
 
     # Random access: any rows by their ids, verified against their checksums.
     rows = dataset.read(np.array([0]))
@@ -44,7 +44,7 @@ def main(folder: str) -> None:
     print(f"  {batch.tokens} tokens, {batch.sequences} sequences, {batch.predictions} predictions")
 
     flat = batch.input_ids.flatten()
-    print("\nwhat is predicted in its first row (position: what the model sees -> what it shall say)")
+    print("\nwhat is predicted in its first row (position: what the model sees -> what it shall predict)")
     for position, label in zip(batch.mlm_positions[0].tolist(), batch.mlm_labels[0].tolist(), strict=True):
         if label != IGNORE:
             seen = int(flat[position])

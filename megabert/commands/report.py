@@ -108,10 +108,6 @@ class ReportedRun:
     samples: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return dict(flat(self.config_json["config"]))
-
 
 def read_run(folder: Path, name: str) -> ReportedRun:
     """Everything about the run in `folder`. Raises ValueError naming the file that cannot be used."""
@@ -222,7 +218,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 def results(run: ReportedRun) -> dict[str, str]:
     """What a run came to."""
-    total = run.settings.get("schedule.total_steps", 0)
+    total = run.config_json["config"].get("schedule", {}).get("total_steps", 0)
     found = {"updates": f"{run.last.get('step', 0):,} of {total:,}"}
     for chart in CHARTS:
         for name in chart.names:
@@ -255,8 +251,9 @@ def differing_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[Any]
     """Rows of the settings that differ: of one run from the defaults, of several among them."""
     from megabert.config import Config
 
-    usual = dict(flat(Config().model_dump())) if len(runs) == 1 else runs[0].settings
-    rows = side_by_side([run.settings for run in runs])
+    settings = [dict(flat(run.config_json["config"])) for run in runs]
+    usual = dict(flat(Config().model_dump())) if len(runs) == 1 else settings[0]
+    rows = side_by_side(settings)
     return [row for row in rows if any(value != usual.get(row[0], "—") for value in row[1])]
 
 
@@ -402,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     folders = [Path(name) for name in args.runs]
     output = Path(args.output) if args.output else folders[0] / OUTPUT
     if len(folders) > MOST_RUNS:
-        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} can be told apart in one chart; name fewer")
+        raise ValueError(f"{len(folders)} runs: at most {MOST_RUNS} fit one chart; name fewer")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a run is named twice; name each once")
     names = [folder.resolve().name for folder in folders]
