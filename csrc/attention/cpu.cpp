@@ -58,15 +58,13 @@ std::tuple<Tensor, Tensor> attention(const Tensor& qkv, const std::optional<Tens
   check_bounds(op, start.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), shape);
   Tensor context = torch::stable::new_empty(qc, {shape.batch, shape.tokens, shape.heads * shape.size});
   Tensor lse = torch::stable::new_empty(qc, {shape.batch, shape.heads, shape.tokens}, ScalarType::Float);
-  const auto run = [&](auto type) {
+  with_cpu_type(qc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lse);
     args.context = static_cast<T*>(context.mutable_data_ptr());
     for_each_part(shape, [&](const Heads& part) { kernel.attention(args, part); });
-  };
-  if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return {context, lse};
 }
 
@@ -84,7 +82,7 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
   const int64_t width = 3 * shape.heads * shape.size;
   Tensor dqkv = torch::stable::new_empty(qc, shape_of(qc)), dbias = torch::stable::new_empty(qc, {width});
   const Tensor sums = torch::stable::new_empty(qc, {shape.batch, width}, ScalarType::Float);
-  const auto run = [&](auto type) {
+  with_cpu_type(qc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     Attention<T> args = arguments<T>(qc, start, end, shape, dropout, lc);
@@ -94,9 +92,7 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
     args.sums = static_cast<float*>(sums.mutable_data_ptr());
     for_each_part(shape, [&](const Heads& part) { kernel.attention_backward(args, part); });
     kernel.reduce_blocks(args.sums, static_cast<T*>(dbias.mutable_data_ptr()), shape.batch, width, 0, width);
-  };
-  if (qc.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return {dqkv, dbias};
 }
 

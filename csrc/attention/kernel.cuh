@@ -5,20 +5,19 @@
 // again from the log-sum-exp. All sums are taken in an order that the shapes decide, so results repeat bit for bit. A token
 // without keys gets zeros, one whose range is not inside its row NaN. What is not finite in a sequence may reach others
 // whose tokens share its 16 x 16 tiles.
-//
-// Counted for BERT-LARGE (24 layers, 16 heads of 64), a step of 16,384 tokens in full rows with dropout, forward and
-// backward together, on an H200 (132 processors at 1.75 GHz, four instructions a clock each; 4.8 TB/s):
-//   length 128: 14 T T d FLOP a (row, head) = 0.72 TFLOP; qkv, context and gradients, read or written once, are 402 MB a
-//     layer = 9.7 GB, 2.2-2.6 ms at 3.7-4.3 TB/s; instructions of warps, 21,000 + 39,000 a (row, head) (sm_90), 3.2 ms at
-//     full issue. Projection, not measured: 4-5 ms, against 6-11 of flash attention.
-//   length 512: the same memory, four times the products and scores: 10.4 ms at full issue in full rows, about 60% of that
-//     at the real lengths. Projection, not measured: 8-13 ms, against 11-16.
 #pragma once
 
-#include "attention/tiles.h"
 #include "common/mma.cuh"
 
 namespace megabert {
+
+// Sizes of tiles.
+constexpr int kHeadSize = 64;  // columns in shared memory; those past a smaller head are zeros
+constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kBlockQueries = 16 * kAttentionWarps, kForwardKeys = 64;    // forward: of a block, at once
+constexpr int kBlockKeys = 16 * kAttentionWarps, kGradientQueries = 32;  // backward
+
+constexpr int64_t kForwardShared = 2 * 2 * kForwardKeys * (kHeadSize + 8) * 2;  // bytes: two stages of keys and values
 
 template <class T>
 struct AttentionRows {

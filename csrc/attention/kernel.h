@@ -1,8 +1,8 @@
 // Attention of one head over one row of packed sequences, in fp32 but for the products' operands.
 //
 // Tokens next to each other whose key ranges [start, end) begin at the same key are a run (a sequence, or the pads); all
-// work is inside a run. Their ends may differ (a left-to-right model): a block of queries works on the keys up to its last
-// end, and what is past a query's own end is hidden. Scores of a block of queries stay in cache; the probabilities are
+// work is inside a run. Their ends may differ (a causal model): a block of queries works on the keys up to its last
+// end, and what lies behind a query's own end is hidden. Scores of a block of queries stay in cache; the probabilities are
 // never in memory as a whole, backward computes them again from the saved log-sum-exp. Operands are packed as cpu/gemm.h
 // describes:
 //   columns(X): X^T for C = A X^T      pairs(X): X for C = A X      rows(X): X as left operand

@@ -1,11 +1,66 @@
-// GELU of x + bias over the last dimension on the GPU, and its gradient with the bias's.
+// GELU of x + bias over the last dimension on the GPU, with a gate (bias_geglu) gelu(a) * b of its halves, and the gradients with
+// the bias's.
 
-#include "bias_gelu/launch.h"
+#include "common/cuda.h"
 
+#include "bias_gelu/arguments.h"
 #include "bias_gelu/kernel.cuh"
+#include "common/rows.h"
 
 namespace megabert {
 namespace {
+
+// Kernels (GeluKernels, GegluKernels): its forward<T, Whole>() runs on x, bias, y, rows and width.
+template <class Kernels>
+Tensor activate(const char* op, const Tensor& x, const Tensor& bias) {
+  check_cuda(op, "x", x);
+  check_activation(op, x, bias, Kernels::inputs);
+  const OnDevice device(x);
+  const Tensor xc = dense(x), bc = dense(bias);
+  const Tensor y = torch::stable::new_empty(xc, activated(xc, Kernels::inputs));
+  if (!y.numel()) return y;
+  const int64_t width = bc.numel() / Kernels::inputs, rows = y.numel() / width;
+  with_type(xc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    const T *px = data<T>(xc), *pb = data<T>(bc);
+    T* py = out<T>(y);
+    with_bool(whole_groups(width, px, pb, py), [&](auto whole) {
+      const auto kernel = Kernels::template forward<T, decltype(whole)::value>();
+      kernel<<<resident_column_grid(kernel, rows, width), kColumnThreads, 0, device.stream>>>(px, pb, py, rows, width);
+      check_launch(op);
+    });
+  });
+  return y;
+}
+
+// Its gradient<T, Whole>() runs on grad, x, bias, dx, partial sums, rows and width. -> dx, dbias
+template <class Kernels>
+std::tuple<Tensor, Tensor> activation_gradient(const char* op, const Tensor& grad, const Tensor& x, const Tensor& bias) {
+  check_cuda(op, "x", x);
+  check_activation_backward(op, grad, x, bias, Kernels::inputs);
+  const OnDevice device(x);
+  const Tensor gc = dense(grad), xc = dense(x), bc = dense(bias);
+  Tensor dx = torch::stable::new_empty(xc, shape_of(xc)), dbias = torch::stable::new_empty(bc, shape_of(bc));
+  const int64_t columns = bc.numel(), width = columns / Kernels::inputs, rows = columns ? xc.numel() / columns : 0;
+  if (!rows) {
+    torch::stable::zero_(dbias);
+    return {dx, dbias};
+  }
+  with_type(xc.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    const T *pg = data<T>(gc), *px = data<T>(xc), *pb = data<T>(bc);
+    T* pd = out<T>(dx);
+    with_bool(whole_groups(width, pg, px, pb, pd), [&](auto whole) {
+      const auto kernel = Kernels::template gradient<T, decltype(whole)::value>();
+      const dim3 grid = resident_column_grid(kernel, rows, width);
+      const Tensor partial = torch::stable::new_empty(xc, {grid.x, columns}, ScalarType::Float);
+      kernel<<<grid, kColumnThreads, 0, device.stream>>>(pg, px, pb, pd, out<float>(partial), rows, width);
+      check_launch(op);
+      reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), grid.x, columns, columns, op);
+    });
+  });
+  return {dx, dbias};
+}
 
 Tensor bias_gelu(const Tensor& x, const Tensor& bias) { return activate<GeluKernels>("bias_gelu", x, bias); }
 
@@ -13,11 +68,19 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
   return activation_gradient<GeluKernels>("bias_gelu_backward", grad, x, bias);
 }
 
+Tensor bias_geglu(const Tensor& x, const Tensor& bias) { return activate<GegluKernels>("bias_geglu", x, bias); }
+
+std::tuple<Tensor, Tensor> bias_geglu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
+  return activation_gradient<GegluKernels>("bias_geglu_backward", grad, x, bias);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
   m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
   m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+  m.impl("bias_geglu", TORCH_BOX(&bias_geglu));
+  m.impl("bias_geglu_backward", TORCH_BOX(&bias_geglu_backward));
 }
 
 }  // namespace megabert

@@ -67,6 +67,5 @@ template <>
 const Kernels<float>& kernels<float>() {
   return *chosen().of_float;
 }
-const char* instruction_set() { return chosen().name; }
 
 }  // namespace megabert

@@ -1,7 +1,8 @@
 // The kernels exist once in source and several times in the library, compiled for different instruction sets; the best
 // one that this machine runs is taken at run time (environment MEGABERT_CPU_ISA forces one, for tests).
 // Kernels work on a range of rows or tasks and allocate nothing that is shared, so any number of threads may run them.
-#pragma once
+#if !defined(MEGABERT_KERNELS_H)
+#define MEGABERT_KERNELS_H
 
 #include <cstdint>
 
@@ -99,6 +100,57 @@ struct Kernels {
 template <class T>
 const Kernels<T>& kernels();
 
-const char* instruction_set();  // name of the chosen one
+// Calls f with a value of the type of x's elements.
+template <class Tensor, class F>
+void with_cpu_type(const Tensor& x, F f) {
+  if (x.scalar_type() == decltype(x.scalar_type())::BFloat16) f(bf16{});
+  else f(float{});
+}
 
 }  // namespace megabert
+
+#endif
+
+#if defined(MEGABERT_TABLE)  // the second time, in isa.inl: compiled for the instruction set that MEGABERT_ISA names
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross the library's border
+
+namespace megabert {
+namespace MEGABERT_ISA {
+
+#include "cpu/simd.h"
+#include "cpu/gemm.h"
+#include "attention/kernel.h"
+#include "bias_gelu/kernel.h"
+#include "dropout_add_layer_norm/kernel.h"
+#include "mlm_loss/kernel.h"
+#include "rotate/kernel.h"
+#include "softmax_mask/kernel.h"
+
+template <class T>
+constexpr Kernels<T> make_table() {
+  return {bias_gelu<T>,
+          bias_gelu_backward<T>,
+          bias_geglu<T>,
+          bias_geglu_backward<T>,
+          rotate<T>,
+          dropout<T>,
+          dropout_add_layer_norm<T>,
+          dropout_add_layer_norm_backward<T>,
+          attention<T>,
+          attention_backward<T>,
+          softmax_mask<T>,
+          softmax_mask_backward<T>,
+          mlm_loss<T>,
+          reduce_blocks<T>};
+}
+
+extern const Kernels<bf16> table_bf16;
+extern const Kernels<float> table_float;
+const Kernels<bf16> table_bf16 = make_table<bf16>();
+const Kernels<float> table_float = make_table<float>();
+
+}  // namespace MEGABERT_ISA
+}  // namespace megabert
+
+#endif

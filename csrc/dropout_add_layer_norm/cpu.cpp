@@ -1,10 +1,31 @@
-// bias + dropout + residual + LayerNorm over the last dimension, and its gradients.
+// Dropout, and bias + dropout + residual + LayerNorm, over the last dimension, and its gradients.
 
 #include "cpu/kernels.h"
 #include "dropout_add_layer_norm/arguments.h"
 
 namespace megabert {
 namespace {
+
+Tensor dropout(const Tensor& x, const Tensor& seed, int64_t stream, double p) {
+  constexpr const char* op = "dropout";
+  check_cpu(op, "x", x);
+  check_compute_dtype(op, "x", x);
+  STD_TORCH_CHECK(x.dim() >= 1, op, ": x has no dimension");
+  const Dropout mask = make_dropout(op, seed, stream, p, lines_of(x));
+  const Tensor xc = dense(x);
+  const int64_t width = x.size(x.dim() - 1), rows = width ? x.numel() / width : 0;
+  Tensor y = torch::stable::new_empty(xc, shape_of(xc));
+  with_cpu_type(x, [&](auto type) {
+    using T = decltype(type);
+    const Kernels<T>& kernel = kernels<T>();
+    const T* input = static_cast<const T*>(xc.const_data_ptr());
+    T* output = static_cast<T*>(y.mutable_data_ptr());
+    torch::stable::parallel_for(0, rows, 1 + 32768 / (width + 1), [&](int64_t begin, int64_t end) {
+      kernel.dropout(input, output, width, mask, begin, end);
+    });
+  });
+  return y;
+}
 
 constexpr const char* kForward = "dropout_add_layer_norm";
 constexpr const char* kBackward = "dropout_add_layer_norm_backward";
@@ -21,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
   Tensor y = torch::stable::new_empty(xc, shape_of(xc)), z = torch::stable::new_empty(xc, shape_of(xc));
   Tensor mean = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
   Tensor rstd = torch::stable::new_empty(xc, rows_of(xc), ScalarType::Float);
-  const auto run = [&](auto type) {
+  with_cpu_type(x, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     torch::stable::parallel_for(0, rows, 1 + 32768 / width, [&](int64_t begin, int64_t end) {
@@ -29,9 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor
                                           out<T>(z), out<float>(mean), out<float>(rstd), width, dropout,
                                           static_cast<float>(eps), begin, end);
     });
-  };
-  if (x.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return {y, z, mean, rstd};
 }
 
@@ -52,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),
          dshift = torch::stable::new_empty(wc, {width});
   const Tensor partial = torch::stable::new_empty(zc, {blocks.count, 3, width}, ScalarType::Float);
-  const auto run = [&](auto type) {
+  with_cpu_type(z, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     const LayerNormBackward<T> args{data<T>(gc), second ? data<T>(nc) : nullptr,
@@ -68,15 +87,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
     T* results[3] = {out<T>(dbias), out<T>(dweight), out<T>(dshift)};
     for (int i = 0; i < 3; ++i)
       kernel.reduce_blocks(sums + i * width, results[i], blocks.count, 3 * width, 0, width);
-  };
-  if (z.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return {dx, dresidual, dbias, dweight, dshift};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
+  m.impl("dropout", TORCH_BOX(&dropout));
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
 }

@@ -4,7 +4,6 @@
 
 #include "cpu/kernels.h"
 #include "mlm_loss/arguments.h"
-#include "mlm_loss/chunks.h"
 
 namespace megabert {
 namespace {
@@ -83,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   if (need_grad) memset(sums, 0, sizeof(float) * entries);
   RowResults results(hidden, count);
 
-  const auto run = [&](auto type) {
+  with_cpu_type(hidden, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     for_each_chunk(dense(hidden), dense(weight), chunk, dhidden, dweight, need_grad, [&](const Tensor& logits, int64_t at) {
@@ -101,9 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       });
     });
     if (need_grad && count) kernel.reduce_blocks(sums, out<T>(dbias), 1, entries, 0, entries);
-  };
-  if (hidden.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   const auto [loss, correct, predictions] = results.totals(label);
   return {loss, correct, predictions, results.lse, dhidden, dweight, dbias};
 }
@@ -121,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tens
   check_labels(op, label, rows, vocab);
   const Tensor bias = torch::stable::new_zeros(work, {vocab});
   RowResults results(work, rows);
-  const auto run = [&](auto type) {
+  with_cpu_type(work, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     T* values = static_cast<T*>(const_cast<void*>(work.const_data_ptr()));  // written only where it is our own copy
@@ -130,9 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tens
       kernel.mlm_loss(values, zeros, label, results.losses(), results.log_sums(), results.corrects(), nullptr, options,
                       need_grad, vocab, vocab, first, last);
     });
-  };
-  if (work.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   const auto [loss, correct, predictions] = results.totals(label);
   return {loss, correct, predictions, results.lse, need_grad ? work : torch::stable::new_empty(work, {0, vocab})};
 }

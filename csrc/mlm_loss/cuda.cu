@@ -3,7 +3,6 @@
 
 #include "common/cuda.h"
 #include "mlm_loss/arguments.h"
-#include "mlm_loss/chunks.h"
 #include "mlm_loss/kernel.cuh"
 
 namespace megabert {

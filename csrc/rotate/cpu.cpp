@@ -11,7 +11,7 @@ Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t h
   const Turn turn = check_rotate("rotate", qkv, cos, sin, heads);
   const Tensor xc = dense(qkv), cc = dense(cos), sc = dense(sin);
   const Tensor y = torch::stable::new_empty(xc, shape_of(xc));
-  const auto run = [&](auto type) {
+  with_cpu_type(xc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     const T* from = data<T>(xc);
@@ -20,9 +20,7 @@ Tensor rotate(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t h
     torch::stable::parallel_for(0, turn.rows, 1 + 8192 / (turn.heads * turn.half), [&](int64_t begin, int64_t end) {
       kernel.rotate(from, c, s, back ? -1.0f : 1.0f, to, turn.heads, turn.half, begin, end);
     });
-  };
-  if (xc.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return y;
 }
 

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
   const Tensor sc = dense(scores);
   Tensor out = torch::stable::new_empty(sc, shape_of(sc));
   Tensor probs = dropout.threshold ? torch::stable::new_empty(sc, shape_of(sc)) : torch::stable::new_empty(sc, {0});
-  const auto run = [&](auto type) {
+  with_cpu_type(sc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     const T* x = static_cast<const T*>(sc.const_data_ptr());
@@ -42,9 +42,7 @@ std::tuple<Tensor, Tensor> softmax_mask(const Tensor& scores, const std::optiona
     torch::stable::parallel_for(0, rows, grain(a.keys), [&](int64_t first, int64_t last) {
       kernel.softmax_mask(a, x, y, weights, dropout, first, last);
     });
-  };
-  if (sc.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return {out, probs};
 }
 
@@ -55,7 +53,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
   const Dropout dropout = make_dropout(op, seed, stream, p, lines_of(probs));
   const Tensor gc = dense(grad), pc = dense(probs);
   Tensor dscores = torch::stable::new_empty(pc, shape_of(pc));
-  const auto run = [&](auto type) {
+  with_cpu_type(pc, [&](auto type) {
     using T = decltype(type);
     const Kernels<T>& kernel = kernels<T>();
     const T *g = static_cast<const T*>(gc.const_data_ptr()), *weights = static_cast<const T*>(pc.const_data_ptr());
@@ -64,9 +62,7 @@ Tensor softmax_mask_backward(const Tensor& grad, const Tensor& probs, const Tens
     torch::stable::parallel_for(0, rows, grain(keys), [&](int64_t first, int64_t last) {
       kernel.softmax_mask_backward(g, weights, d, keys, static_cast<float>(scale), dropout, first, last);
     });
-  };
-  if (pc.scalar_type() == ScalarType::BFloat16) run(bf16{});
-  else run(float{});
+  });
   return dscores;
 }
 

@@ -7,10 +7,8 @@
 
 #include "attention/backward.cuh"
 #include "attention/kernel.cuh"
-#include "bias_geglu/kernel.cuh"
 #include "bias_gelu/kernel.cuh"
 #include "common/rows.h"
-#include "dropout/kernel.cuh"
 #include "dropout_add_layer_norm/kernel.cuh"
 #include "mlm_loss/kernel.cuh"
 #include "rotate/kernel.cuh"
