@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.common import hardware
 from benchmarks.common.measure import quantiles
-from megabert.common.malloc import keep_freed_memory
+from megabert.common.environment import keep_freed_memory
 from megabert.data.loader import Loader
 from megabert.data.masking import Masking, Vocabulary
 from megabert.data.shards import Dataset, write_manifest, write_shard

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, copy_bandwidth, kernel_times, quantiles, synchronise
 from megabert import ops
-from megabert.common.malloc import keep_freed_memory
+from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
 from megabert.metrics import matmul_tflops
 from megabert.model import BertForPreTraining

@@ -33,7 +33,7 @@ from benchmarks.common import hardware
 from benchmarks.peers import hf_predict
 from megabert import hf as pretrained
 from megabert.commands.extraction import Extractor
-from megabert.common.malloc import keep_freed_memory
+from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig
 from megabert.distributed.process_group import discover
 from megabert.finetune import datasets, encoding, heads, prediction, save, tasks

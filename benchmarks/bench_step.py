@@ -34,7 +34,7 @@ from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, costliest_kernels, quantiles, synchronise
 from benchmarks.peers.hf_step import HuggingFaceStep, padded
 from megabert import config as configuration
-from megabert.common.malloc import M_MMAP_MAX, keep_freed_memory
+from megabert.common.environment import M_MMAP_MAX, keep_freed_memory
 from megabert.config import Config
 from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset

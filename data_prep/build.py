@@ -25,7 +25,7 @@ from data_prep.pipeline import TRAINING_STAGES, Made, Ready, Stages, make_ready,
 from data_prep.readers.tasks import Corpus, Piece, list_pieces
 from data_prep.report import summary
 from data_prep.stages import read
-from megabert.common.atomic_io import sha256_of, write_whole
+from megabert.common.files import sha256_of, write_whole
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from data_prep.readers.tasks import Piece, Task, group
 from data_prep.report import pair_checks, summary
 from data_prep.stages import dedup, read, sequences, shuffle, train_tokenizer, unpack, write
 from data_prep.text import minhash
-from megabert.common.atomic_io import write_whole
+from megabert.common.files import write_whole
 from megabert.data.tokenizer import Tokenizer
 
 TRAINING_STAGES = "sample", "train"  # of the tokenizer

@@ -68,7 +68,7 @@ def untrained(trained: Pretrained, counts: np.ndarray) -> Pretrained:
 def sentences(held_out: Dataset, tokenizer: Tokenizer, counts: np.ndarray) -> list[tuple[str, str]]:
     """(sentence with [MASK], the word under it) of the first sentences that fit."""
     chosen: list[tuple[str, str]] = []
-    frequent = {tokenizer.pieces[i].strip() for i in np.flatnonzero(counts * FREQUENT >= counts.sum())}
+    frequent = {tokenizer.tokens[i].strip() for i in np.flatnonzero(counts * FREQUENT >= counts.sum())}
     for row in range(held_out.rows):
         rows, start = held_out.read(np.array([row])), 0
         for length in rows.bounds[0, :, 0].tolist():
@@ -111,7 +111,7 @@ def main(run: str, data: str) -> None:
 
     most_frequent = int(counts.argmax())
     ours, constant, masks = accuracy(trained, held_out, most_frequent)
-    token = trained.tokenizer.pieces[most_frequent].strip() or "a blank"
+    token = trained.tokenizer.tokens[most_frequent].strip() or "a blank"
     print(
         f"\naccuracy: {ours:.1%} of {masks:,} held-out masks; always the most frequent token ({token!r}): {constant:.1%}"
     )

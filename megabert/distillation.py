@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import hf as pretrained
-from megabert.common.labels import IGNORE
 from megabert.config import Config, ModelConfig
+from megabert.data.masking import IGNORE
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained, fingerprint
 from megabert.model import BertForPreTraining

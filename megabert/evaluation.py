@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from megabert import checkpoint
 from megabert import config as configuration
-from megabert.common.labels import IGNORE
 from megabert.common.remote import below
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
-from megabert.data.objective import evaluated
+from megabert.data.masking import IGNORE, held_out_masking
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
@@ -45,7 +44,7 @@ def fixed_batches(
         tokenizer,
         micro_batch=config.batch.micro_size,
         seed=EVAL_SEED,
-        masking=evaluated(config),
+        masking=held_out_masking(config),
         rank=rank,
         world=world,
         max_rows=min(rows or config.eval.rows, config.eval.rows),
@@ -101,7 +100,7 @@ class HeldOutSamples:
 
     def __init__(self, batches: Iterable[Batch], tokenizer: Tokenizer, causal: bool) -> None:
         """`batches` under the mask of evaluation; `causal`: each token predicts the next."""
-        self._pieces, self._causal = tokenizer.pieces, causal
+        self._pieces, self._causal = tokenizer.tokens, causal
         self._parts = [part for part in map(self._part, batches) if len(part.at)]
 
     def _part(self, batch: Batch) -> SampledBatch:

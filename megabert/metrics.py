@@ -29,10 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megabert.common.atomic_io import write_whole
-from megabert.common.logs import log
+from megabert.common.files import write_whole
+from megabert.common.logs import duration, log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS
-from megabert.common.text import duration
 from megabert.config import Config, ModelConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megabert.common.labels import IGNORE
 from megabert.config import ModelConfig, OpsConfig
 from megabert.ops import Ops, Rotation, choose_all, rotation
 
@@ -340,7 +339,7 @@ class BertForPreTraining(nn.Module):
             return Output(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, torch.zeros_like(mlm_correct))
         logits = self.nsp_logits(hidden[:, slots:].flatten(0, 1)).float()  # (B * S, 2)
         labels = nsp_labels.flatten()
-        nsp_loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+        nsp_loss = F.cross_entropy(logits, labels, reduction="sum")
         return Output(mlm_loss, nsp_loss, mlm_correct, (logits.argmax(-1) == labels).sum())
 
     def counts(self, batch: Any) -> tuple[int, ...]:

@@ -17,18 +17,15 @@ from megabert import config as configuration
 from megabert import distillation, evaluation
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights, start_engine
 from megabert.common import environment, errors
-from megabert.common.atomic_io import write_whole
-from megabert.common.canonical_json import canonical
-from megabert.common.logs import log
+from megabert.common.files import canonical, write_whole
+from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS
-from megabert.common.text import duration
 from megabert.config import Config
 from megabert.data import mixture
 from megabert.data.batch import Batch
-from megabert.data.frequencies import token_counts
 from megabert.data.loader import Loader
-from megabert.data.mixture import AnyDataset
-from megabert.data.objective import evaluated
+from megabert.data.masking import held_out_masking
+from megabert.data.mixture import AnyDataset, token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
@@ -124,8 +121,8 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
     if world.size == 1:
         assert dataset is not None
         return dataset
-    told = world.broadcast(mixture.told(dataset) if world.is_main and dataset is not None else None)
-    of_rank_0 = mixture.open_told(told, data.mix, tolerant)
+    told = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
+    of_rank_0 = mixture.from_json(told, data.mix, tolerant)
     if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
         problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse(world, problem, code)
@@ -248,7 +245,7 @@ def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: 
     return {
         "config": config.model_dump(),
         "config_sha256": config.digest(),
-        **mixture.described(dataset),
+        **mixture.identity(dataset),
         "tokenizer": tokenizer.sha256,
         "backends": backends | {"optimizer": engine.optimizer_kernels},
         "versions": environment.versions(),
@@ -324,7 +321,7 @@ class Pretraining:
         """Held-out figures. A dataset without a held-out split is noted once, at the start."""
         if self.held_out is None:
             if step == 0:
-                log.info("this dataset has no held-out split: the run is not evaluated")
+                log.info("this dataset has no held-out split: the run is not held_out_masking")
             return {}
         place = self.world.rank, self.world.size
         batches = evaluation.fixed_batches(self.held_out, self.tokenizer, self.config, *place)
@@ -344,7 +341,7 @@ class Pretraining:
             return []
         if self._samples is None:
             batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=SAMPLE_ROWS)
-            causal = evaluated(self.config).causal
+            causal = held_out_masking(self.config).causal
             self._samples = HeldOutSamples(batches, self.tokenizer, causal)
         return self._samples.look(self.engine.module, self.world.device)
 

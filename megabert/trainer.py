@@ -20,8 +20,7 @@ from megabert.common.errors import BadTraining, Failed
 from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
 from megabert.config import Config
-from megabert.data.batch import VACANT
-from megabert.data.row_digest import RowDigest
+from megabert.data.batch import VACANT, RowDigest
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import Gathering, World
 from megabert.distributed.together import refuse

@@ -63,10 +63,10 @@ def test_what_is_said_is_what_the_logits_of_every_position_say(causal: bool) -> 
         hidden_at = {int(p) - row * batch.input_ids.shape[1]: int(i) for p, i in labels(batch, row)}
         for mask in sample["masks"]:
             at = first + mask["at"] - causal
-            assert sample["tokens"][mask["at"]] == tokenizer.pieces[hidden_at[at]]
-            assert mask["shown"] == ("" if causal else tokenizer.pieces[batch.input_ids[row, at]])
+            assert sample["tokens"][mask["at"]] == tokenizer.tokens[hidden_at[at]]
+            assert mask["shown"] == ("" if causal else tokenizer.tokens[batch.input_ids[row, at]])
             best = shares[at].topk(evaluation.SAMPLE_WORDS)
-            assert [word for word, _ in mask["said"]] == [tokenizer.pieces[i] for i in best.indices]
+            assert [word for word, _ in mask["said"]] == [tokenizer.tokens[i] for i in best.indices]
             assert [p for _, p in mask["said"]] == pytest.approx(best.values.tolist(), abs=6e-5)
         window = [at for at in sorted(hidden_at) if first <= at < first + len(sample["tokens"]) - causal]
         assert len(sample["masks"]) == len(window) // (evaluation.CAUSAL_STRIDE if causal else 1)

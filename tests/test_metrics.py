@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megabert.common.text import duration
+from megabert.common.logs import duration
 from megabert.config import ModelConfig, load
 from megabert.metrics import JsonLines, TensorBoard, datasheet_tflops, matmul_tflops, training_flops
 

@@ -96,7 +96,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     for its in found:
         ids = its.order(3, positions)[0]
         assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
-        assert mixture.described(its) == mixture.described(want)
+        assert mixture.identity(its) == mixture.identity(want)
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(Refused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
         open_dataset(cfg, first)  # type: ignore[arg-type]
@@ -134,8 +134,8 @@ def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> No
         return torch.ones(6, dtype=torch.float64)
 
     tokenizer: Any = vocabulary()
-    tokenizer.pieces = [str(number) for number in range(len(tokenizer.special))]
-    sizes = {"vocab_size": len(tokenizer.pieces), "max_positions": 128}
+    tokenizer.tokens = [str(number) for number in range(len(tokenizer.special))]
+    sizes = {"vocab_size": len(tokenizer.tokens), "max_positions": 128}
     module = BertForPreTraining(cfg.model.model_copy(update=sizes), cfg.ops)
     engine: Any = SimpleNamespace(terms=1, dtype=torch.float32, eval_sums=eval_sums, module=module, describe=str)
     world: Any = SimpleNamespace(rank=0, size=1, device=CPU, is_main=True, max_ints=list)

@@ -54,7 +54,7 @@ STAIRS = staircase("megabert", MEGABERT) | staircase("data_prep", DATA_PREP)
 DATA_PREP_MAY_USE = {"megabert.data", "megabert.common"}
 WITHOUT_TORCH = (
     *("megabert.__main__", "megabert.common.arguments", "megabert.common.errors", "megabert.common.logs"),
-    *("megabert.common.atomic_io", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
+    *("megabert.common.files", "megabert.config", "megabert.data.masking", "megabert.data.shards"),
     *("megabert.data.tokenizer", "megabert.distributed.preemption", "megabert.commands.doctor", "data_prep"),
     *("megabert.finetune.encoding", "megabert.finetune.datasets", "megabert.finetune.metrics"),
     *("megabert.finetune.tasks", "megabert.spikes", "megabert.optim.schedule"),

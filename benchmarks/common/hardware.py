@@ -27,8 +27,8 @@ RESULTS = "benchmarks/results"
 sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
 from megabert.common import environment  # noqa: E402
-from megabert.common.atomic_io import write_whole  # noqa: E402
 from megabert.common.environment import cores, cpu_flags, cpu_model, memory_gib, versions  # noqa: E402
+from megabert.common.files import write_whole  # noqa: E402
 
 _carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a copy without git
 

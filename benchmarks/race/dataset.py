@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import hardware
-from megabert.common.atomic_io import appearing
+from megabert.common.files import appearing
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
 
@@ -149,7 +149,7 @@ def bytes_a_token(folder: Path) -> float:
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     counts = token_counts(dataset)
     counts[list(tokenizer.special_ids.values())] = 0
-    sizes = np.array([len(piece.encode()) for piece in tokenizer.pieces])
+    sizes = np.array([len(piece.encode()) for piece in tokenizer.tokens])
     return float(counts @ sizes / counts.sum())
 
 

@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 
 from data_prep.common.segments import sums
-from megabert.common.hash_mixer import GOLDEN64, mix64
+from megabert.common.random_numbers import GOLDEN64, mix64
 
 
 def of_bytes(data: bytes) -> int:

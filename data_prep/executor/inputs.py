@@ -11,7 +11,7 @@ import numpy as np
 from data_prep.common import hashing
 from data_prep.common.records import Piece
 from data_prep.executor.output_folder import INPUTS
-from megabert.common.atomic_io import write_whole
+from megabert.common.files import write_whole
 from megabert.common.remote import is_url
 
 

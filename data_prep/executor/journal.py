@@ -22,7 +22,7 @@ from typing import Any
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool, Progress
 from data_prep.executor.work_files import Done, Job
-from megabert.common.atomic_io import sync, write_whole
+from megabert.common.files import sync, write_whole
 
 FOLDER = "journal"
 # Bytes of a stage from which on its files go as soon as nothing needs them. Before that, what was made of them must be on the

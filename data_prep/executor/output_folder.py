@@ -18,11 +18,11 @@ from typing import Any
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import write_json
 from megabert.common.errors import describe
-from megabert.common.file_lock import lock
+from megabert.common.files import lock
 from megabert.common.logs import log
 from megabert.common.remote import is_url
-from megabert.data.casing import CONFIG
 from megabert.data.shards import ADDED, MANIFEST, Manifest
+from megabert.data.tokenizer import CONFIG
 
 WORK = ".work"
 HELD_OUT = "held_out"

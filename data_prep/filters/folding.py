@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from data_prep.common.segments import sums
-from megabert.common.hash_mixer import mix64
+from megabert.common.random_numbers import mix64
 
 # Of a word: the polynomial of its letters, their number, and whether it ends in a full stop of any kind, an abbreviation's too.
 FOLDED = np.dtype([("hash", "<u8"), ("letters", "<u4"), ("stops", "?")])

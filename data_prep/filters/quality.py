@@ -17,7 +17,7 @@ from data_prep.common import hashing, segments
 from data_prep.common.segments import sums
 from data_prep.filters import phrases, repetition
 from data_prep.filters.rules import LINE_RULES, REASONS, SHORT_LINE, Rules
-from megabert.common.hash_mixer import mix64
+from megabert.common.random_numbers import mix64
 
 FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("flags", "u1")])
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))

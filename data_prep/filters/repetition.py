@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megabert.common.hash_mixer import GOLDEN64, mix64
+from megabert.common.random_numbers import GOLDEN64, mix64
 
 TOP = (2, 3, 4)  # orders for which the most frequent n-gram counts
 AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs more than once

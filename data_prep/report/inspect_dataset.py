@@ -176,7 +176,7 @@ def _words(ids: np.ndarray, masked: Masked, tokenizer: Tokenizer, screen: _Scree
     special = set(tokenizer.special_ids.values())
     result, after_special = [], True
     for at, (was, shown) in enumerate(zip(ids.tolist(), masked.ids[0].tolist(), strict=True)):
-        text, how = _printable(tokenizer.pieces[shown].strip()), None
+        text, how = _printable(tokenizer.tokens[shown].strip()), None
         if at in predicted:
             how = "mask" if shown == tokenizer.mask_id else "kept" if shown == was else "random"
             text = text or "\u2581"  # a piece that is nothing but a space

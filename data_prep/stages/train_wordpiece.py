@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
-from megabert.data.tokenizer import CONTINUATION, SPECIAL_PIECES, WORD_START, Tokenizer
+from megabert.data.tokenizer import CONTINUATION, SPECIAL_TOKENS, WORD_START, Tokenizer
 
 
 def words_of(lines: list[str], options: BuildOptions) -> list[str]:
@@ -44,9 +44,9 @@ def vocabulary(model: Any, options: BuildOptions) -> Tokenizer:
     characters = sorted(piece for piece in pieces if len(piece) == 1 and piece != WORD_START)
     longer = [piece for piece in pieces if len(piece) > 1]
     inner = characters
-    if len(SPECIAL_PIECES) + len(characters) + len(inner) > options.vocab_size:
+    if len(SPECIAL_TOKENS) + len(characters) + len(inner) > options.vocab_size:
         inner = [c for c in characters if words_of([f"a{c}a"], options) != [f"a {c} a"]]
-    made = dict.fromkeys((*SPECIAL_PIECES, *characters, *(CONTINUATION + c for c in inner)))
+    made = dict.fromkeys((*SPECIAL_TOKENS, *characters, *(CONTINUATION + c for c in inner)))
     if len(made) > options.vocab_size:
         raise too_few(options, len(made))
     for piece in longer:

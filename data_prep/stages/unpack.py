@@ -18,7 +18,7 @@ from data_prep.common.errors import Problems
 from data_prep.common.records import Piece
 from data_prep.executor.work_files import Done, Job, Writer
 from data_prep.readers import encodings, tasks, unpacked
-from megabert.common.atomic_io import write_whole
+from megabert.common.files import write_whole
 
 LEVEL = 1  # of zstd: a spool costs a third of its text on disk and 3 ns a byte
 

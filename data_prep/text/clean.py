@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from data_prep.text.sentences import CLOSERS, WIDE_CLOSERS
-from megabert.common.plain_text import plain_word
+from megabert.data.text import plain_word
 
 Form = Literal["NFC", "NFKC", "none"]
 

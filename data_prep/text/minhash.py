@@ -14,7 +14,7 @@ import os
 
 import numpy as np
 
-from megabert.common.hash_mixer import GOLDEN64, mix64
+from megabert.common.random_numbers import GOLDEN64, mix64
 
 SHINGLE = 3  # words; one changed word breaks three shingles
 PERMUTATIONS = 256  # 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")

@@ -32,7 +32,7 @@ def limit_of(encoded: Encoded, capacity: int, wanted: int) -> int:
 
 def places(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """(float32 [vocab]: how good a place is after each piece; the same before each piece)."""
-    after = [2.0 * _ends_clause(piece) for piece in tokenizer.pieces]
+    after = [2.0 * _ends_clause(piece) for piece in tokenizer.tokens]
     return np.array(after, np.float32), tokenizer.unit_start.astype(np.float32)
 
 

@@ -15,7 +15,7 @@ Before anything is loaded every file is hashed again. Nothing is ever unpickled.
 
 At ZeRO stage 0, where every rank holds everything, each writes an equal share. The slices over all ranks cover every
 parameter exactly once, so any number of ranks at any ZeRO stage reads what any other wrote, each rank its own slices.
-There is no random-number state: `megabert.common.rng` makes it from the step.
+There is no random-number state: `megabert.common.random_numbers` makes it from the step.
 """
 
 from megabert.checkpoint.manifest import DamagedCheckpoint

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megabert.common.canonical_json import sealed
-from megabert.common.retry import tried_again
+from megabert.common.errors import tried_again
+from megabert.common.files import sealed
 
 SCHEMA = 3
 MANIFEST = "manifest.json"

@@ -11,7 +11,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from megabert.common.canonical_json import canonical
+from megabert.common.files import canonical
 from megabert.config import Config
 from megabert.distributed.process_group import World
 

@@ -26,11 +26,9 @@ from megabert.checkpoint.manifest import (
     verify_files,
 )
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
-from megabert.common.atomic_io import sync, write_whole
-from megabert.common.canonical_json import canonical, compact
-from megabert.common.errors import Failed
+from megabert.common.errors import Failed, tried_again
+from megabert.common.files import canonical, compact, sync, write_whole
 from megabert.common.logs import log
-from megabert.common.retry import tried_again
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 

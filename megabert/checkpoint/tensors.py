@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megabert.checkpoint import manifest as manifests
 from megabert.checkpoint.manifest import DamagedCheckpoint, SliceIndex, file_name, group_of
-from megabert.common.tensor_file import write_tensors
+from megabert.common.files import write_tensors
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 from megabert.optim.guarded import MOMENTS
 

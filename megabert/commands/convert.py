@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import Parser, called_as
 from megabert.common.errors import OK, code_of, command
+from megabert.common.files import appearing, canonical
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -31,8 +32,6 @@ def convert(
     Arguments and errors as of `hf_read.read`; after an error nothing is written.
     """
     from megabert import checkpoint
-    from megabert.common.atomic_io import appearing
-    from megabert.common.canonical_json import canonical
     from megabert.hf import hf_read
 
     folder, run = Path(source), Path(run)

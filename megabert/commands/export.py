@@ -36,8 +36,7 @@ def export(
     ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
     """
     from megabert import hf
-    from megabert.common.atomic_io import appearing
-    from megabert.common.tensor_file import write_tensors
+    from megabert.common.files import appearing, write_tensors
     from megabert.hf import hf_names, hf_tokenizer, model_card, sentence_folder
 
     pretrained = hf.load(run, tokenizer)
@@ -68,7 +67,7 @@ def export_finetuned(
     `int8` is a labelled file: the model is also written in 8 bits, and what that loses on the file is in the card. Raises
     ValueError naming what cannot be exported; nothing is written then.
     """
-    from megabert.common.atomic_io import appearing
+    from megabert.common.files import appearing
     from megabert.finetune import card, huggingface, onnx
 
     finetuned = huggingface.load(source)

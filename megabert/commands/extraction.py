@@ -26,10 +26,9 @@ from tqdm import tqdm
 
 from megabert import hf
 from megabert.common import tables
-from megabert.common.ahead import in_order
-from megabert.common.atomic_io import appearing_file, sha256_of
+from megabert.common.files import appearing_file, sha256_of
 from megabert.common.logs import log
-from megabert.common.spool import Spool
+from megabert.common.streaming import Spool, in_order
 from megabert.data.packing import groups, pack, pack_line
 from megabert.hf import Pretrained, sentence_folder
 from megabert.hf.inference import one_thread, pack_weights, threads_apart, workers
@@ -428,7 +427,7 @@ def extract(
         "pool": extractor.pool,
     }
     pooled = extractor.pool != "none"
-    form = VectorFormat(extractor.width, extractor.dtype, pooled, pretrained.tokenizer.pieces, about)
+    form = VectorFormat(extractor.width, extractor.dtype, pooled, pretrained.tokenizer.tokens, about)
     facts = {
         "weights": hf.fingerprint(pretrained.weights),
         "input": sha256_of(path),

@@ -62,8 +62,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     from megabert.commands.extraction import extract
-    from megabert.common.malloc import keep_freed_memory
-    from megabert.common.spool import folder_of
+    from megabert.common.environment import keep_freed_memory
+    from megabert.common.streaming import folder_of
 
     options = {
         "layers": args.layers,

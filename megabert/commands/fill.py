@@ -111,7 +111,7 @@ class Filler:
     def _word(self, i: int) -> str:
         """A token as it is shown: letters that continue the word before them begin with ##."""
         tokenizer = self.tokenizer
-        shown, whole = tokenizer.pieces[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
+        shown, whole = tokenizer.tokens[i], tokenizer.word_start[i] or i in tokenizer.special_ids.values()
         shown = shown.removeprefix(" ") if whole else f"##{shown}" if shown[:1].isalnum() else shown
         return shown if shown.isprintable() and shown else ascii(shown)
 

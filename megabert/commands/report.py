@@ -20,11 +20,10 @@ from typing import Any
 
 from megabert import __version__
 from megabert.common.arguments import Parser, called_as
-from megabert.common.atomic_io import write_whole
 from megabert.common.errors import OK, code_of, command
-from megabert.common.logs import log
+from megabert.common.files import write_whole
+from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE
-from megabert.common.text import duration
 
 OUTPUT, TEMPLATE = "report.html", Path(__file__).with_name("report_template.html")
 # how a report begins: another file is not overwritten

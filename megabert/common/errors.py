@@ -1,13 +1,13 @@
-"""Exit codes by class of failure, and the one line that is said about an error.
+"""Exit codes by class of failure, the one line printed for an error, and retries of I/O that may pass.
 
     0    finished
-    2    a mistake in the command, the configuration or the data: starting it again would not help
-    3    training went wrong: non-finite or spiking again and again
-    4    I/O failed, or a process, a machine or a peer was lost: starting it again may help
+    2    a mistake in the command, the configuration or the data: a restart would not help
+    3    training went wrong: non-finite or spiking repeatedly
+    4    I/O failed, or a process, a machine or a peer was lost: a restart may help
     85   stopped with everything saved (`megabert.distributed.preemption`)
     130  interrupted at the terminal
 
-An exception that belongs to another class than its type says has the attribute `exit_code`.
+An exception that belongs to another class than its type suggests has the attribute `exit_code`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,28 @@ import errno
 import functools
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from megabert.common import logs
 from megabert.common.logs import log
 
+T = TypeVar("T")
 OK, USER_ERROR, BAD_TRAINING, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
-# what the operating system says of a path that the user named wrongly; None: a library's own OSError about a file's content
-OF_THE_USER = {
+# errno of a path that the user named wrongly; None: a library's own OSError about a file's content
+USER_ERRNO = {
     *(None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.EXDEV),
-}  # fmt: skip
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+}
+FULL_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# seconds before each retry
+WAITS = (0.1, 1.0, 5.0)
 
 
 class BadTraining(RuntimeError):
-    """Going on would waste the machine; the same on every rank."""
+    """Training cannot continue usefully; the same on every rank."""
 
     exit_code = BAD_TRAINING
 
@@ -44,13 +49,13 @@ class Failed(OSError):
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a command that ends with `error`, one of ValueError, OSError or an exception that says it itself."""
+    """The exit code of a command that ends with `error`: a ValueError, an OSError or an exception with the attribute."""
     code: int | None = getattr(error, "exit_code", None)
     if code is not None:
         return code
     if isinstance(error, ConnectionError | TimeoutError):
         return FAILED
-    return FAILED if isinstance(error, OSError) and error.errno not in OF_THE_USER else USER_ERROR
+    return FAILED if isinstance(error, OSError) and error.errno not in USER_ERRNO else USER_ERROR
 
 
 def describe(error: Exception) -> str:
@@ -58,16 +63,32 @@ def describe(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     reason = error.strerror
-    if error.errno in FULL:
-        reason = "the disk is full (or a quota or file size limit is reached); with more room the same command goes on"
+    if error.errno in FULL_ERRNO:
+        reason = "the disk is full (or a quota or file size limit is reached); with more room the same command resumes"
     return f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason
 
 
+def tried_again(action: Callable[[], T]) -> T:
+    """The result of `action`, retried after growing waits while it raises an OSError that may pass (EIO, ESTALE, a time-out).
+
+    Raises the last try's error, and at once one that the user must fix (no such file, no permission).
+    """
+    for wait in WAITS:
+        try:
+            return action()
+        except OSError as error:
+            if exit_code(error) != FAILED:
+                raise
+            log.warning(f"{describe(error)}: retrying in {wait:g} s")
+            time.sleep(wait)
+    return action()
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorator of a command's `main(argv)`: messages are set up; what ends it is one line on stderr and its exit code."""
+    """Decorator of a command's `main(argv)`: sets up messages; an error becomes one line on stderr and its exit code."""
 
     @functools.wraps(main)
-    def ended(argv: list[str] | None = None) -> int:
+    def wrapped(argv: list[str] | None = None) -> int:
         try:
             logs.setup()
             return main(argv)
@@ -78,11 +99,11 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             log.error("interrupted")
             return INTERRUPTED
 
-    return ended
+    return wrapped
 
 
 def leave_exit_code(code: int) -> int:
-    """`code`, left in $MEGABERT_EXIT_DIR as well where a launching script set it: launchers change or lose the ranks' codes."""
+    """`code`, also written to $MEGABERT_EXIT_DIR where a launch script set it: launchers change or lose the ranks' codes."""
     if folder := os.environ.get("MEGABERT_EXIT_DIR"):
         try:
             Path(folder, f"{socket.gethostname()}-{os.getpid()}").write_text(f"{code}\n")
@@ -92,7 +113,7 @@ def leave_exit_code(code: int) -> int:
 
 
 def code_of(main: Callable[[], int]) -> int:
-    """What a command's `main` returns, or exits with because its arguments are wrong, left for a launching script too."""
+    """What a command's `main` returns, or exits with because its arguments are wrong; left for a launch script too."""
     try:
         code = main()
     except SystemExit as end:

@@ -1,6 +1,6 @@
 """Messages of commands and runs: one logger, plain lines on stdout from rank 0, warnings and errors on stderr with their rank.
 
-`log.info` is for what all ranks would say alike: rank 0 says it. `log.warning` and `log.error` come from whoever calls them.
+`log.info` is for what is the same on all ranks: rank 0 prints it. Every rank prints its own `log.warning` and `log.error`.
 MEGABERT_LOG names the lowest level that is shown: debug, info (default), warning or error.
 """
 
@@ -15,7 +15,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Lines(logging.Handler):
-    """Writes to the streams of the moment, so that whoever replaces sys.stdout sees the lines."""
+    """Looks the streams up at each line, so that a replaced sys.stdout gets the lines."""
 
     prefix, is_main = "", True
 
@@ -33,7 +33,7 @@ _lines = _Lines()
 def setup(rank: int = 0, size: int = 1, level: str = "") -> None:
     """Send the project's messages to this process' streams as rank `rank` of `size`. Called by commands, again once the
     rank is known. Raises ValueError for a level that does not exist."""
-    if _lines not in log.handlers:  # first, so that a mistake below is said by it
+    if _lines not in log.handlers:  # first, so that the error below is printed by it
         log.addHandler(_lines)
     log.propagate = False
     _lines.prefix, _lines.is_main = f"rank {rank}: " if rank else "", rank == 0
@@ -41,3 +41,13 @@ def setup(rank: int = 0, size: int = 1, level: str = "") -> None:
     if name not in LEVELS:
         raise ValueError(f"MEGABERT_LOG={name}: choose {', '.join(LEVELS)}")
     log.setLevel(name.upper())
+
+
+def duration(seconds: float) -> str:
+    """`93784` → `1d02h03m`."""
+    minutes, sec = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h{minutes:02d}m"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{sec:02d}s"

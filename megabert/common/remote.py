@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from megabert.common.errors import Failed
-from megabert.common.retry import tried_again
+from megabert.common.errors import Failed, tried_again
 
 T = TypeVar("T")
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -1,12 +1,14 @@
-"""Batches: the tensors of a micro-batch, their collation from rows, and the micro-batches of one update.
+"""Batches: the tensors of a micro-batch, their collation from rows, an update of micro-batches, and the digest of rows seen.
 
-Every array has a static shape, and every token knows the sequence it belongs to.
-All of one rank's update lies in two flat buffers, so that it travels between processes as two tensors and micro-batches
-are views of it. Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences a row, K prediction slots.
+Every array has a static shape, and every token knows the sequence it belongs to. All of one rank's update lies in two flat
+buffers, so that it travels between processes as two tensors, of which micro-batches are views.
+
+Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences a row, K prediction slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,31 +16,50 @@ import numpy as np
 import torch
 
 from megabert.common import errors
-from megabert.common.labels import IGNORE
-from megabert.data.masking import Masked
+from megabert.common.random_numbers import stream_keys
+from megabert.data.masking import IGNORE, Masked
 from megabert.data.shards import Rows
+
+# row id of a seat after an update's last row, where the ranks' micro-batches have more seats than it has rows
+VACANT = -2
+COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
+# keeps the hashes of the row digest apart from order and masks
+DIGEST_STREAM = 0x646967657374
+DIGEST_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of B rows as the model takes it, and its counts (ints, of this micro-batch)."""
 
-    input_ids: torch.Tensor  # int32 [B, T], masked already
-    segment_ids: torch.Tensor  # int32 [B, T], 1 in B parts, 0 elsewhere
-    position_ids: torch.Tensor  # int32 [B, T], from 0 in each sequence, 0 in padding
-    key_start: torch.Tensor  # int32 [B, T], first position of the token's sequence; padding attends to nothing:
-    key_end: torch.Tensor  # int32 [B, T], one past its last position (causal: past the token); 0 in padding
-    lengths: torch.Tensor  # int32 [B, S], 0 past the row's last sequence; on a device `compact_lengths` [N]
-    cls_positions: torch.Tensor  # int32 [B, S], flat in B * T; the row's first position past the last sequence
-    nsp_labels: torch.Tensor  # int64 [B, S], -100 past the last sequence and where there is no pair
-    mlm_positions: torch.Tensor  # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
-    mlm_labels: torch.Tensor  # int64 [B, K], the ids to predict, -100 in unused slots
+    # int32 [B, T], masked already
+    input_ids: torch.Tensor
+    # int32 [B, T], 1 in B parts, 0 elsewhere
+    segment_ids: torch.Tensor
+    # int32 [B, T], from 0 in each sequence, 0 in padding
+    position_ids: torch.Tensor
+    # int32 [B, T] each, the first position a token attends to and one past the last (causal: past the token); 0 in padding
+    key_start: torch.Tensor
+    key_end: torch.Tensor
+    # int32 [B, S], 0 after the row's last sequence; on a device `compact_lengths` [N]
+    lengths: torch.Tensor
+    # int32 [B, S], flat in B * T; the row's first position after the last sequence
+    cls_positions: torch.Tensor
+    # int64 [B, S], -100 after the last sequence and where there is no pair
+    nsp_labels: torch.Tensor
+    # int32 [B, K], flat in B * T, ascending; the row's first position in unused slots
+    mlm_positions: torch.Tensor
+    # int64 [B, K], the ids to predict, -100 in unused slots
+    mlm_labels: torch.Tensor
     predictions: int
     nsp_pairs: int
-    tokens: int  # real ones, without padding
+    # without padding
+    tokens: int
     sequences: int
-    row_ids: np.ndarray  # int64 [B]; negative is a filler, which has no labels and counts for nothing
-    epochs: np.ndarray  # int64 [B], the epoch each row belongs to
+    # int64 [B]; negative is a filler, which has no labels and counts for nothing
+    row_ids: np.ndarray
+    # int64 [B], the epoch of each row
+    epochs: np.ndarray
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The tensors by name, as the model's `forward` takes them."""
@@ -57,35 +78,30 @@ class Batch:
         return replace(self, **moved)
 
 
-def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int32 [N] of lengths [B, S] on the CPU: what lies in B rows of `width` tokens one after another, each row's sequences,
-    then its pads, and zeros up to N, a multiple of B.
+TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
 
-    So N seldom changes from batch to batch (with 2.2 sequences and pads a row on average, 3 B), which keeps the shapes
-    that a compiler or an allocator has seen.
+
+def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """int32 [N] of lengths [B, S] on the CPU: for each of B rows of `width` tokens its sequences' lengths, then its padding's.
+
+    Zeros fill it up to N, a multiple of B. So N seldom changes between batches (with 2.2 sequences and padding a row on
+    average, 3 B), and a compiler or an allocator sees few shapes.
     """
     rows = lengths.numpy()
-    pieces = np.concatenate([rows, width - rows.sum(1, dtype=np.int32, keepdims=True)], 1).ravel()
-    pieces = pieces[pieces > 0]
-    found = np.zeros(-(-len(pieces) // len(rows)) * len(rows), np.int32)
-    found[: len(pieces)] = pieces
-    return torch.from_numpy(found)
-
-
-TENSORS = tuple(f.name for f in fields(Batch) if f.type == "torch.Tensor")
-VACANT = (
-    -2
-)  # row id of a seat behind an update's last row, where the ranks' micro-batches have more seats than it has rows
-COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
+    runs = np.concatenate([rows, width - rows.sum(1, dtype=np.int32, keepdims=True)], 1).ravel()
+    runs = runs[runs > 0]
+    compact = np.zeros(-(-len(runs) // len(rows)) * len(rows), np.int32)
+    compact[: len(runs)] = runs
+    return torch.from_numpy(compact)
 
 
 @dataclass(frozen=True)
 class Update:
     """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row.
 
-    `damage` names the rows that became fillers because they are not as written, with their row ids. `problem` is why
-    the data could not be had; every row is a filler then, and `problem_code` is the exit code of that kind of problem.
-    `objective` is "masked", or "causal" where each token predicts the next.
+    `damage` names the rows that became fillers because they are damaged, by row id. `problem` is why the data could not be
+    read; every row is a filler then, and `problem_code` is the exit code of that kind of problem. `objective` is "masked", or
+    "causal" where each token predicts the next.
     """
 
     step: int
@@ -124,7 +140,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchLayout:
     """How n rows lie in one int32 and one int64 buffer, which is how they travel between processes."""
 
     rows: int
@@ -133,7 +149,7 @@ class Shape:
     capacity: int
 
     def widths(self, wide: bool) -> dict[str, int]:
-        """Elements a row takes of each field of the int64 (`wide`) or the int32 buffer, in order."""
+        """Elements a row of each field of the int64 (`wide`) or the int32 buffer, in order."""
         t, s, k = self.seq_len, self.max_sequences, self.capacity
         if wide:
             return {"nsp_labels": s, "mlm_labels": k, "row_ids": 1, "epochs": 1, "counts": len(COUNTS)}
@@ -145,7 +161,7 @@ class Shape:
         sizes = [self.rows * sum(self.widths(wide).values()) for wide in (False, True)]
         return np.empty(sizes[0], np.int32), np.empty(sizes[1], np.int64)
 
-    def carve(self, narrow: Any, wide: Any) -> dict[str, Any]:
+    def views(self, narrow: Any, wide: Any) -> dict[str, Any]:
         """Views [n, width] of each field over two flat buffers (arrays or tensors)."""
         views = {}
         for buffer, is_wide in ((narrow, False), (wide, True)):
@@ -155,12 +171,12 @@ class Shape:
                 start += self.rows * width
         return views
 
-    def batches(self, narrow: torch.Tensor, wide: torch.Tensor, micro_batch: int) -> list[Batch]:
-        """Micro-batches over two filled buffers, without a copy."""
-        views, m = self.carve(narrow, wide), micro_batch
-        tensors = zip(*(views[name].unflatten(0, (-1, m)).unbind() for name in TENSORS), strict=True)
-        counts = views["counts"].numpy().reshape(-1, m, len(COUNTS)).sum(1).tolist()
-        row_ids, epochs = (views[name].numpy().reshape(-1, m) for name in ("row_ids", "epochs"))
+    def micro_batches(self, narrow: torch.Tensor, wide: torch.Tensor, size: int) -> list[Batch]:
+        """Micro-batches of `size` rows over two filled buffers, without a copy."""
+        views = self.views(narrow, wide)
+        tensors = zip(*(views[name].unflatten(0, (-1, size)).unbind() for name in TENSORS), strict=True)
+        counts = views["counts"].numpy().reshape(-1, size, len(COUNTS)).sum(1).tolist()
+        row_ids, epochs = (views[name].numpy().reshape(-1, size) for name in ("row_ids", "epochs"))
         parts = zip(tensors, counts, row_ids, epochs, strict=True)
         return [Batch(*part) for part in ((*t, *c, ids, e) for t, c, ids, e in parts)]
 
@@ -173,26 +189,27 @@ def collate(
     out: dict[str, np.ndarray],
     causal: bool = False,
 ) -> None:
-    """Fill `out` (views of n rows, see `Shape`) from rows and their masks. Rows with a negative id become fillers.
+    """Fill `out` (`BatchLayout.views` of n rows) from rows and their masks. Rows with a negative id become fillers.
 
-    row_start int64 [n] is the flat index of each row's first position in its micro-batch. `causal`: a token attends
-    to what is before it in its sequence, and to itself.
+    row_start int64 [n] is the flat index of each row's first position in its micro-batch. `causal`: a token attends only to
+    the tokens before it in its sequence, and to itself.
     """
     n, seq_len = rows.ids.shape
     max_sequences = rows.bounds.shape[1]
     lengths = rows.bounds[:, :, 0].astype(np.int32)
     used = lengths > 0
     ends = np.cumsum(lengths, axis=1, dtype=np.int32)
-    pieces = np.empty((n, max_sequences + 1), np.int64)  # the last one is the padding
-    pieces[:, :max_sequences] = lengths
-    np.subtract(seq_len, ends[:, -1], out=pieces[:, max_sequences])
+    # (n, S + 1): the sequences of a row, and last its padding
+    runs = np.empty((n, max_sequences + 1), np.int64)
+    runs[:, :max_sequences] = lengths
+    np.subtract(seq_len, ends[:, -1], out=runs[:, max_sequences])
+    # start, end and length of the A part of each of them; padding has no B part
     values = np.zeros((3, n, max_sequences + 1), np.int32)
     values[0, :, :max_sequences] = ends - lengths
     values[1, :, :max_sequences] = ends
     values[2, :, :max_sequences] = rows.bounds[:, :, 1]
-    values[2, :, max_sequences] = seq_len  # padding has no B part
-    pieces = pieces.ravel()
-    key_start, key_end, a_length = (np.repeat(v.ravel(), pieces).reshape(n, seq_len) for v in values)
+    values[2, :, max_sequences] = seq_len
+    key_start, key_end, a_length = (np.repeat(v.ravel(), runs.ravel()).reshape(n, seq_len) for v in values)
     out["input_ids"][:] = masked.ids
     out["key_start"][:] = key_start
     out["key_end"][:] = np.minimum(key_end, np.arange(1, seq_len + 1)) if causal else key_end
@@ -216,3 +233,46 @@ def collate(
             out[name][filler] = IGNORE
         out["counts"][filler] = 0
         out["mlm_positions"][filler] = row_start[filler, None]
+
+
+def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
+    """Sum modulo 2^64 of the hashes of (row id, epoch), both int64 [n]; rows with a negative id are fillers."""
+    real = row_ids >= 0
+    return int(stream_keys(DIGEST_STREAM, epochs[real], row_ids[real]).sum(dtype=np.uint64))
+
+
+class RowDigest:
+    """Digest of the rows a run saw since its first update, on all ranks together, and the number of damaged rows left out.
+
+    The digest is a sum of hashes: the same whatever the order of rows, the ranks and the restarts. A row that is repeated or
+    left out, or of another epoch, changes it, so two runs have the same digest only if they saw the same rows as often (but
+    for 2^-64 by chance).
+    """
+
+    def __init__(self, digest: int = 0, damaged: int = 0) -> None:
+        """`digest` and `damaged` are those of the updates before this process."""
+        self._digest, self._damaged = digest, damaged
+        # of this rank's rows since
+        self._own_digest = self._own_damaged = 0
+        self._reported: set[int] = set()
+
+    def add(self, update: Update) -> list[str]:
+        """Add one more update of this rank; returns messages about damaged rows that were not reported before."""
+        row_ids = update.row_ids
+        self._own_digest += row_digest(row_ids, update.epochs)
+        self._own_damaged += int(((row_ids < 0) & (row_ids != VACANT)).sum())
+        new = {row: text for row, text in update.damage.items() if row not in self._reported}
+        self._reported |= new.keys()
+        return list(new.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """This rank's rows; the digest in halves, whose sums over any number of ranks fit 64 bits."""
+        digest = self._own_digest % DIGEST_MODULUS
+        return {"digest high": digest >> 32, "digest low": digest & 0xFFFFFFFF, "damaged": self._own_damaged}
+
+    def totals(self, sums: Mapping[str, int]) -> dict[str, int]:
+        """{"row_digest", "damaged_rows"} of all ranks, from the `sums` of their counts ({}: none since)."""
+        since = (sums.get("digest high", 0) << 32) + sums.get("digest low", 0)
+        digest = (self._digest + since) % DIGEST_MODULUS
+        return {"row_digest": digest, "damaged_rows": self._damaged + sums.get("damaged", 0)}

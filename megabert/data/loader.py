@@ -1,11 +1,13 @@
-"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows, whoever asks for them.
+"""Loader of updates, whose cursor is one integer: updates are cut from one fixed order of rows.
 
-Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and what the update is to predict. Ranks, workers,
-accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows under the
-same masks whatever they are. Every array has a static shape, which may change where a run goes from left to right to masked
-LM. Where m W does not divide G, the last micro-steps of some ranks have seats without a row.
-Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update, T row
-length, S sequences a row, K prediction slots a row.
+Update `step` takes global positions [step * G, (step + 1) * G). Position P is the row that the dataset's order (`order`) has at
+P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id) and the update's objective. Ranks,
+workers, accumulation and micro-batch size only cut that range in different places, so every global batch holds the same rows
+under the same masks whatever they are. Every array has a static shape, which changes only where a run's objective does. Where
+m W does not divide G, the last micro-steps of some ranks have seats without a row.
+
+Legend: G global batch, W ranks, m micro-batch, A accumulation = G / (m W) rounded up, n = A m seats of one rank's update,
+T row length, S sequences a row, K prediction slots a row.
 """
 
 from __future__ import annotations
@@ -20,43 +22,61 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megabert.common import errors
-from megabert.common.malloc import keep_freed_memory
-from megabert.config import Config, accumulation
-from megabert.data.batch import VACANT, Batch, Shape, Update, collate
-from megabert.data.masking import Masking, MaskingOptions, Vocabulary, mask
+from megabert.common.environment import keep_freed_memory
+from megabert.config import Config, MaskingConfig, accumulation
+from megabert.data.batch import VACANT, Batch, BatchLayout, Update, collate
+from megabert.data.masking import Masking, Vocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
-from megabert.data.objective import masking_at
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Loader", "Update", "eval_batches"]
 
-# How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, asks nothing of the
-# program's main module, and is born with the signals below blocked. The threads that a run has by then (gloo, watchdog,
+# How workers start, whatever Python's own default (forkserver from 3.14). A fork takes milliseconds, needs nothing of the
+# program's main module, and starts with the signals below blocked. The threads that a run has by then (gloo, watchdog,
 # OpenMP) do it no harm: it computes with numpy and one torch thread, and Python and glibc renew their own locks.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-CHUNK_TOKENS = 1 << 18  # tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
+# tokens masked at once: more falls out of the cache, fewer leaves numpy's call cost visible
+CHUNK_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What makes rows of (row id, epoch) pairs; shared by training and evaluation."""
+    """Makes batches of (row id, epoch) pairs; shared by training and evaluation."""
 
     dataset: AnyDataset
     vocabulary: Vocabulary
     seed: int
     micro_batch: int
 
-    def shape(self, rows: int, masking: Masking) -> Shape:
+    @staticmethod
+    def of(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
+        manifest = dataset.manifest
+        if isinstance(tokenizer, Vocabulary):
+            vocabulary = tokenizer
+        elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
+            special = tokenizer.special_ids.values()
+            vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, special, tokenizer.unit_start)
+        else:
+            raise ValueError(
+                f"{tokenizer.path}: not the tokenizer that {dataset.place} was built with (SHA-256 differs)"
+            )
+        if (size := len(vocabulary.special)) != manifest.vocab_size:
+            raise ValueError(f"{dataset.place}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
+        if micro_batch < 1:
+            raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
+        return _Source(dataset, vocabulary, seed, micro_batch)
+
+    def layout(self, rows: int, masking: Masking) -> BatchLayout:
         m = self.dataset.manifest
-        return Shape(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
+        return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
 
     def make(
         self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking
@@ -66,11 +86,11 @@ class _Source:
         Damaged rows of a tolerant dataset become fillers and are named by row id; otherwise the first one raises
         DamagedRow.
         """
-        shape = self.shape(len(row_ids), masking)
-        buffers = shape.empty()
-        out = shape.carve(*buffers)
-        chunk = max(1, CHUNK_TOKENS // shape.seq_len)
-        row_start = np.arange(len(row_ids)) % self.micro_batch * shape.seq_len
+        layout = self.layout(len(row_ids), masking)
+        buffers = layout.empty()
+        out = layout.views(*buffers)
+        chunk = max(1, CHUNK_TOKENS // layout.seq_len)
+        row_start = np.arange(len(row_ids)) % self.micro_batch * layout.seq_len
         damaged: dict[int, str] = {}
         for first in range(0, len(row_ids), chunk):
             part = slice(first, first + chunk)
@@ -88,7 +108,7 @@ class _Source:
                 masking=masking,
             )
             out["epochs"][part, 0] = epochs[part]
-            views = {k: v[part] for k, v in out.items()}
+            views = {name: view[part] for name, view in out.items()}
             collate(rows, masked, ids, row_start[part], views, masking.causal)
         return *buffers, damaged
 
@@ -96,7 +116,7 @@ class _Source:
         """Rows `row_ids` and what is wrong with some of them, by index. A filler (-1, or a damaged row) is one sequence
         that fills the row: what is computed from it is finite, and it counts for nothing."""
         filler, damage = row_ids < 0, dict[int, str]()
-        if filler.all():  # nothing may be read: these stand for rows that could not be
+        if filler.all():  # stands for rows that could not be read, so nothing is read
             rows = self.dataset.empty(len(row_ids))
         elif self.dataset.tolerant:
             rows, damage = self.dataset.examine(np.where(filler, row_ids.max(), row_ids))
@@ -112,32 +132,21 @@ class _Source:
         return rows, damage
 
 
-def _source(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
-    manifest = dataset.manifest
-    if isinstance(tokenizer, Tokenizer):
-        if tokenizer.sha256 != manifest.tokenizer["sha256"]:
-            raise ValueError(
-                f"{tokenizer.path}: not the tokenizer that {dataset.place} was built with (SHA-256 differs)"
-            )
-        vocabulary = Vocabulary(
-            tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
-        )
-    else:
-        vocabulary = tokenizer
-    if len(vocabulary.special) != manifest.vocab_size:
-        raise ValueError(
-            f"{dataset.place}: manifest says {manifest.vocab_size} pieces, the tokenizer has {len(vocabulary.special)}"
-        )
-    if micro_batch < 1:
-        raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
-    return _Source(dataset, vocabulary, seed, micro_batch)
+class _Made(NamedTuple):
+    """An update as it travels from a worker: its masking, its buffers, its damaged rows, and why it has no rows ("": it has)."""
+
+    masking: Masking
+    narrow: torch.Tensor
+    wide: torch.Tensor
+    damage: dict[int, str]
+    problem: str
+    code: int
 
 
 class _Updates(torch.utils.data.Dataset):
-    """(Step, masking) -> the masking, the buffers of one rank's update, its damaged rows, and why there are no rows at all
-    ("": there are).
+    """(Step, masking) -> `_Made` of one rank.
 
-    A rank whose rows cannot be had gets fillers, the reason and its exit code: it still takes part in what all ranks do together.
+    A rank whose rows cannot be read gets fillers, the reason and its exit code: it still takes part in collectives.
     """
 
     def __init__(self, source: _Source, global_batch: int, rank: int, world: int) -> None:
@@ -161,11 +170,9 @@ class _Updates(torch.utils.data.Dataset):
         row_ids[vacant] = VACANT
         return row_ids, epochs
 
-    def __getitem__(
-        self, asked: tuple[int, Masking]
-    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
+    def __getitem__(self, request: tuple[int, Masking]) -> _Made:
         """An update of a process that makes each of its updates in turn: the next one is read while this one is made."""
-        step, masking = asked
+        step, masking = request
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = step, *self.rows(step)
         _, row_ids, epochs = self.ahead
@@ -174,10 +181,8 @@ class _Updates(torch.utils.data.Dataset):
         self.ahead = following, *self.rows(following)
         return self.make(row_ids, epochs, masking, self.ahead[1])
 
-    def make(
-        self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking, ahead: np.ndarray
-    ) -> tuple[Masking, torch.Tensor, torch.Tensor, dict[int, str], str, int]:
-        """The update of these rows; those of `ahead` are begun to be read."""
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking, ahead: np.ndarray) -> _Made:
+        """The update of these rows; reading of those of `ahead` is started."""
         problem, code = "", errors.OK
         try:
             self.source.dataset.read_ahead(ahead[ahead != VACANT])
@@ -185,11 +190,11 @@ class _Updates(torch.utils.data.Dataset):
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
             narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs, masking)
-        return masking, torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code
+        return _Made(masking, torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code)
 
 
-class _Asked(torch.utils.data.Sampler):
-    """Steps from `start` on, each with the masking it will have as far as is known when it is asked for."""
+class _Requests(torch.utils.data.Sampler):
+    """Steps from `start` on, each with its masking as far as that is known at the time of the request."""
 
     def __init__(self, start: int, masking_of: Callable[[int], Masking]) -> None:
         self.start, self.masking_of = start, masking_of
@@ -201,9 +206,8 @@ class _Asked(torch.utils.data.Sampler):
 def _start_worker(_: int) -> None:
     """A worker ends with the process it works for, however that ends and however the worker was started.
 
-    Parent ids tell nothing under forkserver, where the server is every worker's parent; the pipe behind `parent_process`
-    closes with the process that asked for the worker. A fork server that somebody else started earlier has its own signal
-    mask, hence it is set here too.
+    Under forkserver every worker's parent id is the server's; the pipe behind `parent_process` closes with the process that
+    the worker works for. A fork server that was started before has its own signal mask, hence it is set here too.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
@@ -223,19 +227,19 @@ def _kill(workers: list[Any]) -> None:
         worker.kill()
 
 
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
-    `workers` processes each keep `prefetch` updates ready (0: made when asked for, in this process). Signals that ask a
-    run to stop pass them by: the run needs them until it has saved. Raises ValueError for a tokenizer that is not the
-    dataset's. `close` ends the workers.
+    `workers` processes each keep `prefetch` updates ready (0: made on request, in this process). They ignore the signals that
+    ask a run to stop: the run needs them until it has saved. Raises ValueError for a tokenizer that is not the dataset's.
+    `close` ends the workers.
 
-    `masking_of(step)` says how an update is masked (without it `masking` holds for all). What it says when the update is
-    taken counts: one that a worker made for another answer is made again, in this process.
+    `masking_of(step)` gives an update's masking (without it `masking` holds for all). Its answer when the update is taken
+    counts: an update that a worker made for another answer is made again, in this process.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class Loader:
         global_batch: int,
         micro_batch: int,
         seed: int,
-        masking: MaskingOptions | None = None,
+        masking: Masking | MaskingConfig | None = None,
         masking_of: Callable[[int], Masking] | None = None,
         rank: int = 0,
         world: int = 1,
@@ -256,41 +260,45 @@ class Loader:
         pin_memory: bool = False,
         start_method: str = START_METHOD,
     ) -> None:
-        self.source = _source(dataset, tokenizer, seed, micro_batch)
+        self.source = _Source.of(dataset, tokenizer, seed, micro_batch)
         fixed = Masking.of(masking or Masking())
         self._masking_of = masking_of or (lambda step: fixed)
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
         self._updates = _Updates(self.source, global_batch, rank, world)
-        self.rows = self._updates.micro_steps * micro_batch  # seats of this rank's update
+        # seats of this rank's update
+        self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
-        asked = _Asked(start_step, self._masking_of)
-        self._items: Any = map(self._updates.__getitem__, asked)
+        requests = _Requests(start_step, self._masking_of)
+        self._items: Any = map(self._updates.__getitem__, requests)
         self._workers: list[Any] = []
         if workers:
-            loader = torch.utils.data.DataLoader(
-                self._updates,
-                batch_size=None,
-                sampler=asked,
-                num_workers=workers,
-                prefetch_factor=prefetch,
-                collate_fn=_as_it_is,
-                multiprocessing_context=start_method,
-                worker_init_fn=_start_worker,
-                pin_memory=pin_memory,
-                generator=torch.Generator(),  # not the global one, whose state belongs to the model
-            )
-            others = multiprocessing.active_children()
-            # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            if start_method != "fork":
-                resource_tracker.ensure_running()  # its first start unblocks INT and TERM
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            self._items = iter(loader)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self._workers = [p for p in multiprocessing.active_children() if p not in others]
-        # Also when nobody closes it: Python waits for its children before it exits, and these do not listen to TERM.
+            self._start_workers(requests, workers, prefetch, start_method)
+        # Also when `close` is not called: Python waits for its children before it exits, and these ignore TERM.
         self._end_workers = weakref.finalize(self, _kill, self._workers)
+
+    def _start_workers(self, requests: _Requests, workers: int, prefetch: int, start_method: str) -> None:
+        loader = torch.utils.data.DataLoader(
+            self._updates,
+            batch_size=None,
+            sampler=requests,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            collate_fn=_unchanged,
+            multiprocessing_context=start_method,
+            worker_init_fn=_start_worker,
+            pin_memory=self._pin,
+            generator=torch.Generator(),  # not the global one, whose state belongs to the model
+        )
+        others = multiprocessing.active_children()
+        # Blocked while they are started, these signals stay blocked in the workers: no moment is left to die in.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if start_method != "fork":
+            resource_tracker.ensure_running()  # its first start unblocks INT and TERM
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._items = iter(loader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._workers = [p for p in multiprocessing.active_children() if p not in others]
 
     @staticmethod
     def from_config(
@@ -303,13 +311,12 @@ class Loader:
         world: int = 1,
         start_step: int = 0,
     ) -> Loader:
-        """The loader that a configuration asks for; memory is pinned where there is a CUDA device.
+        """The loader of a configuration; memory is pinned where there is a CUDA device.
 
-        `share_used(step)`: how much of the run's budget is used before update `step` of the data, from 0 to 1; without it
-        all updates are as the run's first one.
+        `share_used(step)`: the share of the run's budget that is used before update `step` of the data, from 0 to 1; without it
+        all updates have the objective of the first.
         """
         seq_len = dataset.manifest.seq_len
-        micro_steps = accumulation(config, world)
         return Loader(
             dataset,
             tokenizer,
@@ -320,7 +327,7 @@ class Loader:
             rank=rank,
             world=world,
             workers=config.data.workers,
-            prefetch=-(-config.data.prefetch // micro_steps),
+            prefetch=-(-config.data.prefetch // accumulation(config, world)),
             start_step=start_step,
             pin_memory=torch.cuda.is_available(),
         )
@@ -331,16 +338,17 @@ class Loader:
     def __next__(self) -> Update:
         if self._items is None:
             raise StopIteration
-        made_for, narrow, wide, damage, problem, code = next(self._items)
+        made: _Made = next(self._items)
         masking = self._masking_of(self.step)
-        if made_for != masking:
-            rows = self._updates.rows(self.step)
-            masking, narrow, wide, damage, problem, code = self._updates.make(*rows, masking, rows[0])
-        begins = self.source.dataset.epoch(self.step * self.global_batch)
+        if made.masking != masking:
+            row_ids, epochs = self._updates.rows(self.step)
+            made = self._updates.make(row_ids, epochs, masking, ahead=row_ids)
+        narrow, wide = made.narrow, made.wide
         if self._pin and not narrow.is_pinned():
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
-        batches = self.source.shape(self.rows, masking).batches(narrow, wide, self.source.micro_batch)
-        update = Update(self.step, begins, batches, damage, problem, code, masking.objective)
+        batches = self.source.layout(self.rows, masking).micro_batches(narrow, wide, self.source.micro_batch)
+        epoch = self.source.dataset.epoch(self.step * self.global_batch)
+        update = Update(self.step, epoch, batches, made.damage, made.problem, made.code, masking.objective)
         self.step += 1
         return update
 
@@ -356,21 +364,21 @@ def eval_batches(
     *,
     micro_batch: int,
     seed: int,
-    masking: MaskingOptions | None = None,
+    masking: Masking | MaskingConfig | None = None,
     rank: int = 0,
     world: int = 1,
     max_rows: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
 
-    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; what is left over is filled
-    with fillers (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
+    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
+    (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
     """
-    source, masked = _source(dataset, tokenizer, seed, micro_batch), Masking.of(masking or Masking())
+    source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), Masking.of(masking or Masking())
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
         narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids), masked)
-        shape = source.shape(micro_batch, masked)
-        yield from shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)
+        layout = source.layout(micro_batch, masked)
+        yield from layout.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

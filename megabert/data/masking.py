@@ -1,54 +1,49 @@
-"""Masking of rows: a function of (seed, epoch, row id) and the row, never of its batch, rank, worker or moment.
+"""Masking of rows: a function of (seed, epoch, row id) and the row, whatever its batch, rank, worker or time.
 
-Random numbers are hashes of (seed, epoch, row id, position), so no state exists that could be lost or shared. [CLS],
-[SEP], padding and every other special id are neither predicted nor drawn as a replacement. What the strategies do:
+Random numbers are hashes of (seed, epoch, row id, position), so there is no state to save or share. [CLS], [SEP], padding and
+every other special id are neither predicted nor drawn as a replacement. The strategies:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
-    word   whole words in random order; one that does not fit the budget is passed over    (BERT's whole-word masking);
-           where a script puts no spaces between words, a piece is a word
+    word   whole words in random order; one that exceeds the budget is skipped             (BERT's whole-word masking);
+           in a script without spaces between words, a token is a word
     span   runs of 1 to 10 whole words from random anchors, P(k) ~ 0.2 * 0.8^(k-1)         (Joshi et al. 2020, 3.1)
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
 bias, and at least 1. A word or span never ends inside a word, with one exception: when no drawn word of a sequence fits
-its budget, the first one drawn gives its first tokens. Legend: n rows, T row length, S sequences a row, K predictions
-a row at most, P predictions in all rows, W words in all rows.
+its budget, the first one drawn is masked up to the budget. A run may change strategy and rate: `masking_at`.
+
+Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions in all rows, W words in all rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megabert.common.hash_mixer import GOLDEN64, mix64
-from megabert.common.labels import IGNORE
+from megabert.common.random_numbers import stream_keys
 
-GOLDEN32 = 0x9E3779B9  # 2^32 over the golden ratio
-LAST = np.uint32(0xFFFFFFFF)
-CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
-SPAN_MAX, SPAN_P = 10, 0.2
+if TYPE_CHECKING:
+    from megabert.config import Config, MaskingConfig
+
 STRATEGIES = ("token", "word", "span", "causal")
+# label of a position without prediction: torch's `ignore_index`, and `kIgnore` of csrc
+IGNORE = -100
+# 2^32 / golden ratio
+GOLDEN32 = 0x9E3779B9
+LAST = np.uint32(0xFFFFFFFF)
+# first counter of each use of a row's random stream
+CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
+# lengths of spans in words, P(k) truncated at SPAN_MAX and renormalised: mean 3.8
+SPAN_MAX, SPAN_P = 10, 0.2
 SPAN_CDF = np.cumsum([SPAN_P * (1 - SPAN_P) ** k for k in range(SPAN_MAX)])
-SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(np.uint32)  # truncated and renormalised: mean 3.8 words
-
-
-class MaskingOptions(Protocol):
-    """The fields of `config.MaskingConfig`, or of `Masking`."""
-
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def mask(self) -> float: ...
-    @property
-    def random(self) -> float: ...
-    @property
-    def max_predictions(self) -> int: ...
+SPAN_BELOW = (SPAN_CDF / SPAN_CDF[-1] * 2.0**32)[:-1].astype(np.uint32)
+# step of a masking rate that changes: so large that loader workers, which work ahead, seldom have to repeat an update
+RATE_STEP = 0.01
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class Masking:
     rate: float = 0.15
     mask: float = 0.8
     random: float = 0.1
-    max_predictions: int = 0  # slots a row; 0 means ceil(rate x T) + 1
+    # slots a row; 0 means ceil(rate x T) + 1
+    max_predictions: int = 0
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -70,18 +66,18 @@ class Masking:
             raise ValueError(f"masking.mask + masking.random must be at most 1, are {self.mask}, {self.random}")
 
     @staticmethod
-    def of(options: MaskingOptions) -> Masking:
+    def of(options: Masking | MaskingConfig) -> Masking:
         """The same options, checked."""
         return Masking(options.strategy, options.rate, options.mask, options.random, options.max_predictions)
 
     @property
     def causal(self) -> bool:
-        """Whether a token may see only what is before it."""
+        """Whether a token attends only to the tokens before it and itself."""
         return self.strategy == "causal"
 
     @property
     def objective(self) -> str:
-        """What an update masked so trains: "causal" or "masked"."""
+        """What an update with this masking trains: "causal" or "masked"."""
         return "causal" if self.causal else "masked"
 
     def capacity(self, seq_len: int) -> int:
@@ -91,8 +87,45 @@ class Masking:
         return min(seq_len, self.max_predictions or math.ceil(self.rate * seq_len) + 1)
 
 
+def masking_at(config: Config, share: float, seq_len: int) -> Masking:
+    """The masking of an update before which `share` of the run's budget was used (0 to 1), in rows of `seq_len` positions.
+
+    A run may begin causal (`objective.causal_share`) and then change its rate from `rate` to `final_rate`
+    (`data.masking.final_rate`) in equal steps of about RATE_STEP, both of which last as long as any other. All updates of
+    one objective have as many prediction slots: those of the largest rate.
+    """
+    options, causal_share = config.data.masking, config.objective.causal_share
+    masking = Masking.of(options)
+    if share < causal_share:
+        return replace(masking, strategy="causal")
+    if not options.final_rate or masking.causal:
+        return masking
+    change = options.final_rate - options.rate
+    steps = max(1, round(abs(change) / RATE_STEP))
+    progress = (share - causal_share) / (1 - causal_share)
+    rate = options.rate + change * min(steps, int(progress * (steps + 1))) / steps
+    return replace(masking, rate=rate, max_predictions=masked_capacity(config, seq_len))
+
+
+def masked_capacity(config: Config, seq_len: int) -> int:
+    """Prediction slots a row of the updates that are not causal (of all, where all are)."""
+    options = config.data.masking
+    return replace(Masking.of(options), rate=max(options.rate, options.final_rate)).capacity(seq_len)
+
+
+def largest_capacity(config: Config, seq_len: int) -> int:
+    """The most prediction slots a row of any update."""
+    return seq_len if config.causal_updates else masked_capacity(config, seq_len)
+
+
+def held_out_masking(config: Config) -> Masking:
+    """The masking of held-out rows: never causal, unless the whole run is."""
+    options = config.data.masking
+    return replace(Masking.of(options), rate=config.eval.rate or options.final_rate or options.rate)
+
+
 class Vocabulary:
-    """What masking knows of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab];
+    """What masking needs of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab];
     `Tokenizer.unit_start`)."""
 
     def __init__(
@@ -110,59 +143,16 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Masked:
-    """ids int32 [n, T] as the model sees them; positions int32 [n, K], ascending in a row, 0 in unused slots; labels
-    int64 [n, K], the ids to predict, -100 in unused slots; counts int64 [n], the slots used (the first ones)."""
+    """Masked rows. `counts` slots of a row are used, the first ones."""
 
+    # int32 [n, T], as the model sees them
     ids: np.ndarray
+    # int32 [n, K], ascending in a row, 0 in unused slots
     positions: np.ndarray
+    # int64 [n, K], the ids to predict, -100 in unused slots
     labels: np.ndarray
+    # int64 [n]
     counts: np.ndarray
-
-
-def stream_keys(*parts: int | np.ndarray) -> np.ndarray:
-    """uint64 key of each tuple of non-negative ints below 2^63; array parts broadcast. A key names a random stream."""
-    key = np.zeros(1, np.uint64)
-    for part in parts:
-        key = mix64((key ^ np.asarray(part).astype(np.uint64)) + GOLDEN64)
-    return key
-
-
-def _hash32(low: np.ndarray, high: np.ndarray, counter: np.ndarray) -> np.ndarray:
-    """uint32 random numbers of streams (low, high: the halves of their keys) at `counter`; all three broadcast."""
-    x = low + counter * np.uint32(GOLDEN32)
-    shifted = x >> np.uint32(16)
-    x ^= shifted
-    x *= np.uint32(0x7FEB352D)
-    x ^= high
-    np.right_shift(x, np.uint32(15), out=shifted)
-    x ^= shifted
-    x *= np.uint32(0x846CA68B)
-    np.right_shift(x, np.uint32(16), out=shifted)
-    x ^= shifted
-    return x
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """What all strategies choose from: every position's random key, and how many each sequence may give."""
-
-    keys: np.ndarray  # uint32 [n, T], (sequence, random bits, position) from high to low bits; unsorted
-    position_mask: np.uint32  # of the position's bits in a key
-    sequence: np.ndarray  # uint32 [n * T], the high bits of each key: its sequence's number, S in the padding
-    sequence_shift: np.uint32
-    special: np.ndarray  # int64, flat positions that are never masked, ascending
-    maskable: np.ndarray  # int64 [n, S]
-    budget: np.ndarray  # int64 [n, S], its sum over a row at most K
-    low: np.ndarray  # uint32 [n], with `high` the halves of the row's key
-    high: np.ndarray  # uint32 [n]
-
-    def flat(self, keys: np.ndarray, available: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Flat positions of the first `wanted` of the `available` [n, S] keys of each sequence, keys [n, T] sorted."""
-        n, seq_len = keys.shape
-        row_start = np.arange(0, n * seq_len, seq_len)
-        first = np.cumsum(available, axis=1) - available + row_start[:, None]
-        drawn = keys.ravel()[_runs(first.ravel(), wanted.ravel())] & self.position_mask
-        return np.repeat(row_start, wanted.sum(1)) + drawn
 
 
 def mask(
@@ -181,20 +171,20 @@ def mask(
     """
     n, seq_len = ids.shape
     if masking.causal:
-        return _next_ids(ids, bounds)
+        return _next_tokens(ids, bounds)
     capacity = masking.capacity(seq_len)
     keys = np.broadcast_to(stream_keys(seed, epoch, row_ids), (n,))
-    draw = _prepare(ids, bounds, keys, masking.rate, capacity, vocabulary)
+    draw = _draw(ids, bounds, keys, masking.rate, capacity, vocabulary)
     if masking.strategy == "token":
         chosen = _choose_tokens(draw)
     else:
         assert vocabulary.word_start is not None, "word and span masking need the table of word starts"
-        chosen = _choose_words(draw, vocabulary.word_start[ids], masking.strategy == "span")
+        chosen = _choose_words(draw, vocabulary.word_start[ids], spans=masking.strategy == "span")
     return _replace(ids, chosen, draw, capacity, vocabulary, masking)
 
 
-def _next_ids(ids: np.ndarray, bounds: np.ndarray) -> Masked:
-    """Every position but the last of its sequence, with the id that follows it."""
+def _next_tokens(ids: np.ndarray, bounds: np.ndarray) -> Masked:
+    """Causal: every position but the last of its sequence, with the id that follows it."""
     n, seq_len = ids.shape
     lengths = bounds[:, :, 0].astype(np.int64)
     ends = np.cumsum(lengths, axis=1)
@@ -210,7 +200,36 @@ def _next_ids(ids: np.ndarray, bounds: np.ndarray) -> Masked:
     return Masked(ids.astype(np.int32), positions, labels, counts)
 
 
-def _prepare(
+@dataclass(frozen=True)
+class _Draw:
+    """What all strategies choose from: every position's random key, and the budget of each sequence."""
+
+    # uint32 [n, T], (sequence, random bits, position) from high to low bits; unsorted
+    keys: np.ndarray
+    # of the position's bits in a key
+    position_mask: np.uint32
+    # uint32 [n * T], the high bits of each key: its sequence's number, S in the padding
+    sequence: np.ndarray
+    sequence_shift: np.uint32
+    # int64, flat positions that are never masked, ascending
+    special: np.ndarray
+    # int64 [n, S] each; a row's budgets sum to at most K
+    maskable: np.ndarray
+    budget: np.ndarray
+    # uint32 [n] each, the halves of the row's key
+    low: np.ndarray
+    high: np.ndarray
+
+    def first_keys(self, keys: np.ndarray, available: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Flat positions of the first `wanted` of the `available` [n, S] keys of each sequence; keys [n, T] are sorted."""
+        n, seq_len = keys.shape
+        row_start = np.arange(0, n * seq_len, seq_len)
+        first = np.cumsum(available, axis=1) - available + row_start[:, None]
+        drawn = keys.ravel()[_runs(first.ravel(), wanted.ravel())] & self.position_mask
+        return np.repeat(row_start, wanted.sum(1)) + drawn
+
+
+def _draw(
     ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: Vocabulary
 ) -> _Draw:
     n, seq_len = ids.shape
@@ -218,24 +237,25 @@ def _prepare(
     sequence_shift, position_bits = 32 - max_sequences.bit_length(), (seq_len - 1).bit_length()
     if sequence_shift - position_bits < 10:
         raise ValueError(f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits")
-    pieces = np.empty((n, max_sequences + 1), np.int64)  # every position belongs to a sequence or to the padding
-    pieces[:, :max_sequences] = bounds[:, :, 0]
-    np.subtract(seq_len, pieces[:, :max_sequences].sum(1), out=pieces[:, max_sequences])
+    # every position belongs to a sequence or, last, to the padding
+    lengths = np.empty((n, max_sequences + 1), np.int64)
+    lengths[:, :max_sequences] = bounds[:, :, 0]
+    np.subtract(seq_len, lengths[:, :max_sequences].sum(1), out=lengths[:, max_sequences])
     sequence_bits = np.tile(np.arange(max_sequences + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
-    sequence = np.repeat(sequence_bits, pieces.ravel())
+    sequence = np.repeat(sequence_bits, lengths.ravel())
 
     special = np.flatnonzero(ids.ravel() <= vocabulary.last_special)
     special = special[vocabulary.special[ids.ravel()[special]]]
     owner = special // seq_len * (max_sequences + 1) + (sequence[special] >> np.uint32(sequence_shift))
-    maskable = (pieces - np.bincount(owner, minlength=pieces.size).reshape(pieces.shape))[:, :max_sequences]
+    maskable = (lengths - np.bincount(owner, minlength=lengths.size).reshape(lengths.shape))[:, :max_sequences]
 
     # One offset a row and differences of floors: each budget is rate x maskable rounded up or down, their sum too.
     total = np.cumsum(maskable, axis=1)
     share = np.minimum(rate, capacity / np.maximum(total[:, -1:], 1))
     offset = (keys >> np.uint64(40)).astype(np.float64)[:, None] / 2.0**24
-    budget = _steps((total * share + offset).astype(np.int64))  # truncation is the floor: nothing is negative
+    budget = _differences((total * share + offset).astype(np.int64))  # truncation is the floor: nothing is negative
     np.maximum(budget, maskable > 0, out=budget)
-    budget = _steps(np.minimum(np.cumsum(budget, axis=1), capacity))
+    budget = _differences(np.minimum(np.cumsum(budget, axis=1), capacity))
 
     low, high = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
     position, position_mask = np.arange(seq_len, dtype=np.uint32), np.uint32((1 << position_bits) - 1)
@@ -247,7 +267,22 @@ def _prepare(
     return _Draw(drawn, position_mask, sequence, np.uint32(sequence_shift), special, maskable, budget, low, high)
 
 
-def _steps(total: np.ndarray) -> np.ndarray:
+def _hash32(low: np.ndarray, high: np.ndarray, counter: np.ndarray) -> np.ndarray:
+    """uint32 random numbers of streams (low, high: the halves of their keys) at `counter`; all three broadcast."""
+    x = low + counter * np.uint32(GOLDEN32)
+    shifted = x >> np.uint32(16)
+    x ^= shifted
+    x *= np.uint32(0x7FEB352D)
+    x ^= high
+    np.right_shift(x, np.uint32(15), out=shifted)
+    x ^= shifted
+    x *= np.uint32(0x846CA68B)
+    np.right_shift(x, np.uint32(16), out=shifted)
+    x ^= shifted
+    return x
+
+
+def _differences(total: np.ndarray) -> np.ndarray:
     """Differences along rows [n, S] of running totals, the first from 0."""
     steps = total.copy()
     steps[:, 1:] -= total[:, :-1]
@@ -265,7 +300,7 @@ def _choose_tokens(draw: _Draw) -> np.ndarray:
     draw.keys.ravel()[draw.special] = LAST
     draw.keys.sort(axis=1)
     chosen = np.zeros(draw.keys.size, dtype=bool)
-    chosen[draw.flat(draw.keys, draw.maskable, draw.budget)] = True
+    chosen[draw.first_keys(draw.keys, draw.maskable, draw.budget)] = True
     return np.flatnonzero(chosen)
 
 
@@ -295,21 +330,21 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
     number = np.empty(edge.size, np.int64)
     number[first] = np.arange(len(first))
     words = available.reshape(n, max_sequences)
-    order = number[draw.flat(keys, words, words)]  # [W], words of each sequence in the order they are drawn
+    order = number[draw.first_keys(keys, words, words)]  # [W], words of each sequence in the order they are drawn
 
     taken = np.zeros(len(first), dtype=bool)
-    following = np.zeros(n * max_sequences, np.int64)  # draws done, a sequence
+    drawn = np.zeros(n * max_sequences, np.int64)  # words drawn so far, a sequence
     if not spans:  # everything before the first word that does not fit, at once
         used = np.cumsum(length[order])
         used -= np.repeat(np.concatenate(([0], used))[begin], available)
         fits = used <= np.repeat(budget, available)
         taken[order[fits]] = True
-        following = np.bincount(group[order[fits]], minlength=n * max_sequences)
+        drawn = np.bincount(group[order[fits]], minlength=n * max_sequences)
         left -= np.bincount(group[order[fits]], length[order[fits]], n * max_sequences).astype(np.int64)
     span_end = _span_ends(draw, first, length, group) if spans else np.arange(1, len(first) + 1)
-    active = np.flatnonzero((left > 0) & (available > following))
+    active = np.flatnonzero((left > 0) & (available > drawn))
     while len(active):  # one draw a round in every sequence that has budget and words left
-        anchor = order[begin[active] + following[active]]
+        anchor = order[begin[active] + drawn[active]]
         count = np.where(taken[anchor], 0, span_end[anchor] - anchor)
         candidate, owner = _runs(anchor, count), np.repeat(np.arange(len(active)), count)
         size = np.where(taken[candidate], 0, length[candidate])
@@ -318,12 +353,13 @@ def _choose_words(draw: _Draw, edge: np.ndarray, spans: bool) -> np.ndarray:
         fits = used <= left[active][owner]
         taken[candidate[fits]] = True
         left[active] -= np.bincount(owner[fits], size[fits], len(active)).astype(np.int64)
-        following[active] += 1
-        active = active[(left[active] > 0) & (available[active] > following[active])]
+        drawn[active] += 1
+        active = active[(left[active] > 0) & (available[active] > drawn[active])]
 
+    # the documented exception: where no word fits, the first one is masked up to the budget
     empty = np.flatnonzero((left == budget) & (budget > 0) & (available > 0))
     taken[order[begin[empty]]] = True
-    length[order[begin[empty]]] = budget[empty]  # the documented exception: too long a word gives its first tokens
+    length[order[begin[empty]]] = budget[empty]
     return _runs(first[taken], length[taken])
 
 
@@ -342,10 +378,10 @@ def _span_ends(draw: _Draw, first: np.ndarray, length: np.ndarray, group: np.nda
 def _replace(
     ids: np.ndarray, chosen: np.ndarray, draw: _Draw, capacity: int, vocabulary: Vocabulary, masking: Masking
 ) -> Masked:
-    """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or as it is.
+    """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or unchanged.
 
-    Which is which: a row's predictions in random order walk round the unit circle in golden-ratio steps from a random
-    start. Each single prediction falls in a share with that share's probability, and every row is within about one
+    A row's predictions in random order take golden-ratio steps round the unit circle from a random start, and the angle
+    decides. Each single prediction falls in a share with that share's probability, and every row is within about one
     prediction of 80/10/10, where independent draws would spread ten times wider over a corpus.
     """
     n, seq_len = ids.shape

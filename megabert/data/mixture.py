@@ -1,8 +1,9 @@
-"""Several datasets as one: the versions of one that text was added to, and a mixture of datasets with weights.
+"""Several datasets as one: the versions of a dataset that text was added to, and a mixture of datasets with shares.
 
-Which row a position holds stays a function of the seed, the manifests and the weights, or the positions where versions began.
-Row ids count through the parts in their order, so that no two rows share one, nor a mask. Legend: n positions or rows, T row
-length, S sequences a row.
+The row at a position stays a function of the seed, the manifests and the shares, or the positions where versions start. Row ids
+count through the parts in their order, so that no two rows share one, nor a mask.
+
+Legend: n positions or rows, T row length, S sequences a row, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -17,36 +18,33 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.canonical_json import compact
+from megabert.common.files import compact
 from megabert.common.logs import log
 from megabert.common.remote import exists, is_url, join, parent
 from megabert.data.order import MIX_STREAM, RowOrder, permutation
 from megabert.data.shards import ADDED, MANIFEST, DamagedRow, Dataset, Manifest, Rows, order_of
 
-OPEN_SHARDS = 512  # kept open at once by a mixture: 64 of each dataset are read from in turn
-WINDOW = 1 << 12  # positions that hold each dataset of a mixture in exactly its share
-COUNTED = ("tokens", "sequences")  # the statistics that a run reads
-
-
-@dataclass(frozen=True)
-class Segment:
-    """From position `start` on epochs are of the first `parts` parts; the first of them is epoch `epoch`."""
-
-    parts: int
-    start: int
-    epoch: int
+# shards that a mixture keeps open: 64 of each dataset are read from in turn
+OPEN_SHARDS = 512
+# positions that hold each dataset of a mixture in exactly its share
+WINDOW = 1 << 12
+# statistics that a run reads
+STATISTICS = ("tokens", "sequences")
+# `token_counts`: tokens counted at most (the error of a frequency of 1e-5 is then a sixth of it), places where neighbouring rows
+# are taken (so that few shards are opened or fetched), rows read at once
+COUNTED_TOKENS, COUNTED_PLACES, COUNTED_ROWS = 1 << 22, 64, 1 << 12
 
 
 def fingerprint_of(parts: Sequence[str]) -> str:
-    """SHA-256 of a list of fingerprints and figures."""
+    """SHA-256 of a list of fingerprints and numbers."""
     return hashlib.sha256(compact(list(parts))).hexdigest()
 
 
 class Joined(ABC):
-    """Rows of several datasets of one row length and tokenizer under one count of ids, as `Dataset` gives them.
+    """Several datasets of one row length and tokenizer, with the methods of `Dataset` and one count of row ids.
 
-    `manifest` is the first part's, with the rows and sequence slots of all, a fingerprint of theirs, and as statistics the
-    tokens and sequences of so many rows as they are trained on. Raises ValueError naming the part that does not fit the first.
+    `manifest` is the first part's, with the rows and sequence slots of all, a common fingerprint, and as statistics the tokens
+    and sequences of as many rows in the shares they are trained in. Raises ValueError naming the part that does not fit the first.
     """
 
     def __init__(self, parts: Sequence[AnyDataset]) -> None:
@@ -71,20 +69,9 @@ class Joined(ABC):
             }
         )
 
-    def keep_open(self, shards: int) -> None:
-        """Of all parts together at most so many shards, and one of each: every one takes a file descriptor."""
-        for part in self.parts:
-            part.keep_open(max(1, shards // len(self.parts)))
-
-    def _statistics(self) -> dict[str, float]:
-        weights, each = np.array(self.weights()), [part.manifest for part in self.parts]
-        counted = [name for name in COUNTED if all(name in m.statistics for m in each)]
-        a_row = {name: np.array([m.statistics[name] / m.rows for m in each]) for name in counted}
-        return {name: float(self.rows * (weights @ a_row[name]) / weights.sum()) for name in counted}
-
     @abstractmethod
     def weights(self) -> list[int]:
-        """How many rows of each part are trained on beside how many of the others."""
+        """The relative numbers of rows of the parts that are trained on."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -97,6 +84,17 @@ class Joined(ABC):
     @abstractmethod
     def epoch(self, position: int) -> int:
         """As `Dataset.epoch`."""
+
+    def keep_open(self, shards: int) -> None:
+        """Keep at most so many shards of all parts open, but one of each: every one takes a file descriptor."""
+        for part in self.parts:
+            part.keep_open(max(1, shards // len(self.parts)))
+
+    def _statistics(self) -> dict[str, float]:
+        weights, manifests = np.array(self.weights()), [part.manifest for part in self.parts]
+        known = [name for name in STATISTICS if all(name in m.statistics for m in manifests)]
+        a_row = {name: np.array([m.statistics[name] / m.rows for m in manifests]) for name in known}
+        return {name: float(self.rows * (weights @ a_row[name]) / weights.sum()) for name in known}
 
     @property
     def tokenizer_path(self) -> Path:
@@ -123,17 +121,6 @@ class Joined(ABC):
             raise DamagedRow(text)
         return rows
 
-    def read_ahead(self, row_ids: np.ndarray) -> None:
-        """As `Dataset.read_ahead`."""
-        for number, here in self._by_part(row_ids):
-            self.parts[number].read_ahead(row_ids[here] - self.offsets[number])
-
-    def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """The parts that rows lie in, each with the indices of its rows."""
-        part = np.searchsorted(self.offsets, row_ids, side="right") - 1
-        for number in np.unique(part).tolist():
-            yield number, np.flatnonzero(part == number)
-
     def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
         """As `Dataset.examine`."""
         rows, damage = self.empty(len(row_ids)), dict[int, str]()
@@ -146,19 +133,40 @@ class Joined(ABC):
             damage |= {int(here[i]): text for i, text in damaged.items()}
         return rows, dict(sorted(damage.items()))
 
+    def read_ahead(self, row_ids: np.ndarray) -> None:
+        """As `Dataset.read_ahead`."""
+        for number, here in self._by_part(row_ids):
+            self.parts[number].read_ahead(row_ids[here] - self.offsets[number])
+
+    def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The parts of the rows, each with the indices of its rows."""
+        part = np.searchsorted(self.offsets, row_ids, side="right") - 1
+        for number in np.unique(part).tolist():
+            yield number, np.flatnonzero(part == number)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From position `start` on epochs are of the first `parts` parts; the first of them is epoch `epoch`."""
+
+    parts: int
+    start: int
+    epoch: int
+
 
 class Versions(Joined):
-    """A dataset and what was added to it later. A run goes on with a new version where an epoch of the old one ends."""
+    """A dataset and the parts added to it later. A run takes up a new version where an epoch of the old one ends."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         super().__init__(parts)
         self.segments = [Segment(len(self.parts), 0, 0)]
-        self._orders: dict[int, RowOrder] = {}  # of the first so many parts
+        # by number of parts
+        self._orders: dict[int, RowOrder] = {}
 
     def fingerprints(self) -> list[str]:
-        """Of the dataset as it was with its first part, its first two, and so on."""
-        own = [part.manifest.fingerprint for part in self.parts]
-        return [own[0], *(fingerprint_of(own[:count]) for count in range(2, len(own) + 1))]
+        """Of the dataset with its first part, its first two, and so on."""
+        each = [part.manifest.fingerprint for part in self.parts]
+        return [each[0], *(fingerprint_of(each[:count]) for count in range(2, len(each) + 1))]
 
     def fingerprint(self) -> str:
         return self.fingerprints()[-1]
@@ -167,7 +175,7 @@ class Versions(Joined):
         return [part.rows for part in self.parts]
 
     def resume(self, fingerprint: str, segments: Sequence[Mapping[str, int]], position: int) -> None:
-        """Go on, at global `position`, with the order of a run that saw the version `fingerprint` in `segments`.
+        """Continue, at global `position`, the order of a run that saw the version `fingerprint` in `segments`.
 
         Parts added since join at the next end of an epoch.
         """
@@ -176,7 +184,7 @@ class Versions(Joined):
         if seen == len(self.parts):
             return
         last = self.segments[-1]
-        if last.start > position:  # a version that has not begun gives way to the newest
+        if last.start > position:  # the newest version replaces one that has not started
             self.segments[-1] = Segment(len(self.parts), last.start, last.epoch)
             return
         rows = self.offsets[last.parts]
@@ -190,12 +198,11 @@ class Versions(Joined):
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
-        starts = [segment.start for segment in self.segments]
-        number = np.searchsorted(starts, positions, side="right") - 1
+        number = np.searchsorted([segment.start for segment in self.segments], positions, side="right") - 1
         for i in np.unique(number).tolist():
             here, segment = number == i, self.segments[i]
-            found = self._order_of(segment.parts).by_epoch(seed, positions[here] - segment.start, segment.epoch)
-            row_ids[here], epochs[here] = found
+            order = self._order_of(segment.parts)
+            row_ids[here], epochs[here] = order.by_epoch(seed, positions[here] - segment.start, segment.epoch)
         return row_ids, epochs
 
     def _order_of(self, parts: int) -> RowOrder:
@@ -205,9 +212,9 @@ class Versions(Joined):
 
 
 class Mixture(Joined):
-    """Datasets of which every WINDOW positions hold a fixed share each, in an order that the seed decides.
+    """Datasets of which every WINDOW positions hold a fixed share each, in an order that depends on the seed.
 
-    `shares` sum to 1. A dataset's own rows come in the order in which it alone would give them, epoch after epoch.
+    `shares` sum to 1. A dataset's rows come in the order that it has alone, epoch after epoch.
     """
 
     def __init__(self, parts: Sequence[AnyDataset], shares: Sequence[float]) -> None:
@@ -239,8 +246,9 @@ class Mixture(Joined):
         part = np.searchsorted(edges, place, side="right") - 1
         for number in np.unique(part).tolist():
             here = part == number
-            own = window[here] * self.counts[number] + place[here] - edges[number]
-            found, epochs[here] = self.parts[number].order(seed, own)
+            # positions in the dataset's order alone
+            alone = window[here] * self.counts[number] + place[here] - edges[number]
+            found, epochs[here] = self.parts[number].order(seed, alone)
             row_ids[here] = found + self.offsets[number]
         return row_ids, epochs
 
@@ -267,40 +275,13 @@ def _counts(shares: Sequence[float]) -> list[int]:
 
 def _check_alike(first: AnyDataset, part: AnyDataset) -> None:
     a, b = first.manifest, part.manifest
-    for what, mine, its in (
+    for what, want, found in (
         ("row length", a.seq_len, b.seq_len),
         ("tokenizer (SHA-256)", a.tokenizer["sha256"], b.tokenizer["sha256"]),
         ("sentence pairs", a.options.get("nsp", True), b.options.get("nsp", True)),
     ):
-        if mine != its:
-            raise ValueError(f"{part.place}: its {what} is {its}, that of {first.place} {mine}; build it to fit")
-
-
-def added_folder(folder: str | Path, number: int) -> str | Path | None:
-    """Where what was added to a dataset for the `number`th time lies; None where it was not, or is not whole yet.
-
-    Beside its shards; of one of several row lengths in their common folder. `folder` may be a URL.
-    """
-    name = ADDED.format(number)
-    if isinstance(folder, str) and is_url(folder):
-        own = folder.rstrip("/").rsplit("/", 1)[-1]
-        urls = (join(folder, name), join(parent(folder), name, own))
-        return next((url for url in urls if _is_published(join(url, MANIFEST))), None)
-    folder = Path(folder)
-    for place in (folder / name, folder.parent / name / folder.name):
-        if (place / MANIFEST).is_file():
-            return place
-    return None
-
-
-def _is_published(url: str) -> bool:
-    """Whether there is a file. Where a bucket may not be listed, S3 refuses a name that is not there: with the dataset itself
-    readable, that is taken for no."""
-    try:
-        return exists(url)
-    except PermissionError:
-        log.debug(f"{url}: may not be asked for, taken as not there")
-        return False
+        if want != found:
+            raise ValueError(f"{part.place}: its {what} is {found}, that of {first.place} {want}; build it to fit")
 
 
 def open_versions(folder: str, tolerant: bool = False, shards: bool = True) -> Dataset | Versions:
@@ -316,8 +297,8 @@ def open_versions(folder: str, tolerant: bool = False, shards: bool = True) -> D
 def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False, shards: bool = True) -> AnyDataset:
     """The dataset in `folder`, or its mixture with those of `mix`, a share of all rows by folder.
 
-    `shards`: false where they may be elsewhere: the manifests are read and no shard is looked for. Raises ValueError where
-    shares leave nothing for `folder`.
+    `shards`: false where they may be elsewhere: only the manifests are read. Raises ValueError where the shares leave nothing
+    for `folder`.
     """
     main = open_versions(folder, tolerant, shards)
     if not mix:
@@ -325,7 +306,7 @@ def open_mixture(folder: str, mix: Mapping[str, float], tolerant: bool = False, 
     if sum(mix.values()) >= 1 or min(mix.values()) <= 0:
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
     if folder in mix:
-        raise ValueError(f"data.mix names {folder}, which is data.path; what it leaves is that one's share")
+        raise ValueError(f"data.mix names {folder}, which is data.path; its share is what the others leave")
     return _mixture([main, *(open_versions(path, tolerant, shards) for path in mix)], mix)
 
 
@@ -337,22 +318,55 @@ def _mixture(members: Sequence[AnyDataset], mix: Mapping[str, float]) -> AnyData
     return Mixture(members, [1 - sum(mix.values()), *mix.values()]) if mix else members[0]
 
 
-def told(dataset: AnyDataset) -> list[list[list[Any]]]:
-    """Folder and manifest of each part of each dataset of a mixture, as JSON values from which `open_told` opens it."""
+def _members(dataset: AnyDataset) -> tuple[AnyDataset, ...]:
+    """The datasets of a mixture; else the one there is."""
+    return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
+
+
+def added_folder(folder: str | Path, number: int) -> str | Path | None:
+    """Where the `number`th addition to a dataset lies; None where there is none, or not a whole one yet.
+
+    Beside its shards; of one of several row lengths in their common folder. `folder` may be a URL.
+    """
+    name = ADDED.format(number)
+    if isinstance(folder, str) and is_url(folder):
+        base = folder.rstrip("/").rsplit("/", 1)[-1]
+        urls = (join(folder, name), join(parent(folder), name, base))
+        return next((url for url in urls if _is_published(join(url, MANIFEST))), None)
+    folder = Path(folder)
+    for place in (folder / name, folder.parent / name / folder.name):
+        if (place / MANIFEST).is_file():
+            return place
+    return None
+
+
+def _is_published(url: str) -> bool:
+    """Whether there is a file. In a bucket that may not be listed, S3 answers "forbidden" for a missing name: with the dataset
+    itself readable, that means no."""
+    try:
+        return exists(url)
+    except PermissionError:
+        log.debug(f"{url}: forbidden, taken as missing")
+        return False
+
+
+def to_json(dataset: AnyDataset) -> list[list[list[Any]]]:
+    """Folder and manifest of each part of each dataset of a mixture, as JSON values from which `from_json` opens it."""
     parts = (member.parts if isinstance(member, Versions) else (member,) for member in _members(dataset))
-    return [[[part.place, part.manifest.told()] for part in of_one] for of_one in parts]
+    return [[[part.place, part.manifest.to_json()] for part in of_one] for of_one in parts]
 
 
-def open_told(found: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
-    """The dataset or mixture that another process of this machine has opened, by what it `told`; nothing is read."""
-    members = (
-        _versions([Dataset(folder, tolerant, Manifest.of_told(its)) for folder, its in parts]) for parts in found
-    )
-    return _mixture(list(members), mix)
+def from_json(tree: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float], tolerant: bool = False) -> AnyDataset:
+    """The dataset or mixture that another process of this machine has opened and checked; nothing is read."""
+    members = [
+        _versions([Dataset(folder, tolerant, Manifest.from_json(manifest)) for folder, manifest in parts])
+        for parts in tree
+    ]
+    return _mixture(members, mix)
 
 
-def described(dataset: AnyDataset) -> dict[str, Any]:
-    """What a checkpoint says of its data: the fingerprint of all of it, and of several datasets what each one is."""
+def identity(dataset: AnyDataset) -> dict[str, Any]:
+    """The data's entries in a checkpoint: the fingerprint of all of it, and of several datasets each one's."""
     found: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
     if isinstance(dataset, Joined):
         found["datasets"] = [
@@ -364,33 +378,50 @@ def described(dataset: AnyDataset) -> dict[str, Any]:
 
 
 def resume(dataset: AnyDataset, saved: Mapping[str, Any], position: int) -> bool:
-    """Take up the order of a checkpoint's data at global `position`; whether `saved` is of this data, or of less of it.
+    """Continue the order of a checkpoint's data at global `position`; whether `saved` (`identity`) is this data, or less of it.
 
-    `saved` is what `described` gave. What was added since joins where an epoch ends.
+    Parts added since join where an epoch ends.
     """
     if "datasets" not in saved and not isinstance(dataset, Mixture):
-        old: list[Mapping[str, Any]] = [{"fingerprint": saved["dataset"]}]
+        entries: list[Mapping[str, Any]] = [{"fingerprint": saved["dataset"]}]
     else:
-        old = saved.get("datasets", [])
+        entries = saved.get("datasets", [])
     members = _members(dataset)
-    if len(old) != len(members):
+    if len(entries) != len(members):
         return False
-    for part, its in zip(members, old, strict=True):
+    for part, entry in zip(members, entries, strict=True):
         known = part.fingerprints() if isinstance(part, Versions) else [part.manifest.fingerprint]
-        if its["fingerprint"] not in known:
+        if entry["fingerprint"] not in known:
             return False
     if isinstance(dataset, Mixture):
-        if dataset.fingerprint_with([its["fingerprint"] for its in old]) != saved["dataset"]:
+        if dataset.fingerprint_with([entry["fingerprint"] for entry in entries]) != saved["dataset"]:
             return False
-        places = [-(-position // WINDOW) * count for count in dataset.counts]
+        positions = [-(-position // WINDOW) * count for count in dataset.counts]
     else:
-        places = [position]
-    for part, its, place in zip(members, old, places, strict=True):
+        positions = [position]
+    for part, entry, own_position in zip(members, entries, positions, strict=True):
         if isinstance(part, Versions):
-            part.resume(its["fingerprint"], its.get("segments", []), place)
+            part.resume(entry["fingerprint"], entry.get("segments", []), own_position)
     return True
 
 
-def _members(dataset: AnyDataset) -> tuple[AnyDataset, ...]:
-    """The datasets of a mixture; else the one there is."""
-    return dataset.parts if isinstance(dataset, Mixture) else (dataset,)
+def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
+    """int64 [V]: how often each id that is `predicted` (bool [V]; not padding) occurs in about COUNTED_TOKENS tokens, else 0.
+
+    From rows at places spread evenly, the same for the same dataset. Damaged rows of a tolerant one are left out; otherwise the
+    first one raises DamagedRow.
+    """
+    manifest = dataset.manifest
+    places = np.arange(COUNTED_PLACES) * manifest.rows // COUNTED_PLACES
+    together = -(-COUNTED_TOKENS // manifest.seq_len // COUNTED_PLACES)
+    chosen = (places[:, None] + np.arange(together)).ravel()
+    if len(chosen) >= manifest.rows:
+        chosen = np.arange(manifest.rows)
+    counts = np.zeros(len(predicted), np.int64)
+    for first in range(0, len(chosen), COUNTED_ROWS):
+        row_ids = chosen[first : first + COUNTED_ROWS]
+        dataset.read_ahead(row_ids)
+        # a damaged row is padding
+        rows = dataset.examine(row_ids)[0] if dataset.tolerant else dataset.read(row_ids)
+        counts += np.bincount(rows.ids.ravel(), minlength=len(predicted))
+    return counts * predicted

@@ -13,7 +13,7 @@ import socket
 import time
 from pathlib import Path
 
-from megabert.common.file_lock import lock
+from megabert.common.files import lock
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together
 

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from megabert import ops
 from megabert.common import errors
-from megabert.common.atomic_io import write_whole
-from megabert.common.canonical_json import canonical, compact
+from megabert.common.files import canonical, compact, write_whole
 from megabert.common.logs import log
 from megabert.config import Config, ModelConfig, OpsConfig
-from megabert.data.objective import largest_capacity
+from megabert.data.masking import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.distributed.process_group import World
 from megabert.distributed.together import refuse, together

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert.common import rng
+from megabert.common import random_numbers
 from megabert.config import Config, accumulation, shares
 from megabert.distributed.process_group import World
 from megabert.engine import steps
@@ -96,7 +96,7 @@ class Engine:
         for the last forward pass, and fp16 halves its loss scale.
         """
         assert len(update.batches) == self.accumulation, (len(update.batches), self.accumulation)
-        rng.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
+        random_numbers.seed_update(self.config.seed, update.step, self.world.rank, self.world.device)
         self._deepspeed.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -141,7 +141,7 @@ class Engine:
         the micro-batch's first row, so that a row's masks follow the row. None for a module that takes no seed."""
         if not self._takes_seed:
             return None
-        key, micro = rng.update_seed(self.config.seed, step), self.config.batch.micro_size
+        key, micro = random_numbers.update_seed(self.config.seed, step), self.config.batch.micro_size
         firsts = [(a * self.world.size + self.world.rank) * micro for a in range(self.accumulation)]
         values = [value for first in firsts for value in (key, first)]
         return to_device(values, self.world.device, torch.int64).view(-1, 2)

@@ -28,9 +28,9 @@ from typing import Any
 
 from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
+from megabert.common.environment import keep_freed_memory
 from megabert.common.errors import OK
 from megabert.common.logs import log
-from megabert.common.malloc import keep_freed_memory
 from megabert.distributed import session
 from megabert.distributed.preemption import REQUEUE
 from megabert.distributed.session import Session

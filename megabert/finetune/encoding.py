@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megabert.common.scripts import stand_together
+from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import choice_labels
 from megabert.finetune.examples import Choices, Example, Question, Text, Words
@@ -262,7 +262,7 @@ def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
 
 def _space_before(word: str, ids: np.ndarray, tokenizer: Tokenizer) -> int:
     """1 where the first of a word's ids is but the space before it, else 0. (ASCII words are tagged as they always were.)"""
-    return int(len(ids) > 1 and not word[0].isascii() and tokenizer.pieces[ids[0]].isspace())
+    return int(len(ids) > 1 and not word[0].isascii() and tokenizer.tokens[ids[0]].isspace())
 
 
 def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int, int, int, int]]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megabert.common.tensor_file import write_tensors
+from megabert.common.files import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
 from megabert.hf import hf_modern, hf_names, hf_tokenizer

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.atomic_io import write_whole
+from megabert.common.files import write_whole
 from megabert.finetune import label_metrics
 from megabert.finetune.encoding import Item
 from megabert.finetune.examples import Example, Question

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabert.data.tokenizer import SPECIAL_PIECES
+from megabert.data.tokenizer import SPECIAL_TOKENS
 from megabert.finetune import datasets, huggingface, metrics
 from megabert.finetune.batches import collate
 from megabert.finetune.encoding import NO_SPANS, Item
@@ -94,7 +94,7 @@ def check(found: Finetuned, path: Path) -> float:
 def probes(found: Finetuned) -> list[Item]:
     """Sequences of random pieces, the first as long as the model reads them."""
     described, draw = found.described, np.random.default_rng(1)
-    ordinary = [i for i, piece in enumerate(found.tokenizer.pieces) if piece not in SPECIAL_PIECES]
+    ordinary = [i for i, piece in enumerate(found.tokenizer.tokens) if piece not in SPECIAL_TOKENS]
     kind, longest = described.task.kind, described.max_length
     items = []
     for length in sorted({longest, longest - 1, max(longest // 2, 6), 7, 6}, reverse=True):

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megabert.common.ahead import in_order
-from megabert.common.atomic_io import appearing_file
+from megabert.common.files import appearing_file
 from megabert.common.logs import log
-from megabert.common.spool import Spool
+from megabert.common.streaming import Spool, in_order
 from megabert.data.packing import groups as groups_of
 from megabert.distributed.process_group import World
 from megabert.distributed.together import together

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
-from megabert.common.atomic_io import write_whole
-from megabert.common.logs import log
-from megabert.common.text import duration
+from megabert.common.files import write_whole
+from megabert.common.logs import duration, log
 from megabert.config import Config
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World

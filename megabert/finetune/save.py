@@ -21,9 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import config as configuration
-from megabert.common.atomic_io import appearing, sha256_of
-from megabert.common.canonical_json import canonical
-from megabert.common.tensor_file import write_tensors
+from megabert.common.files import appearing, canonical, sha256_of, write_tensors
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on

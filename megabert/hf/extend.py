@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabert.common.scripts import writes_without_spaces
-from megabert.data.tokenizer import SPECIAL_PIECES, WORD_START, Tokenizer
+from megabert.data.text import writes_without_spaces
+from megabert.data.tokenizer import SPECIAL_TOKENS, WORD_START, Tokenizer
 
 STEPS = 256  # of a unigram score in 1, as data_prep trains them: their sums are exact
 NORMAL, USER_DEFINED, UNUSED = 1, 4, 5  # SentencePiece's numbers of kinds of pieces
@@ -74,7 +74,7 @@ def _wordpiece(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenizer, l
     for word, ids in zip(words, tokenizer.encode_batch(words), strict=True):
         piece = normalizer.normalize_str(word).strip()
         seen = [part for part, _ in parts.pre_tokenize_str(piece)]
-        if seen != [piece] or piece in SPECIAL_PIECES:
+        if seen != [piece] or piece in SPECIAL_TOKENS:
             raise ValueError(
                 f"{tokenizer.path}: {word!r:.40} is {len(seen)} words to BERT's tokenizer ({seen!r:.80}), so no piece"
             )

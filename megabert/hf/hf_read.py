@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig
-from megabert.data.casing import refuse_other
-from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, refuse_other_tokenizer
 from megabert.hf import extend, hf_modern, hf_names
 from megabert.model import outline
 
@@ -75,7 +74,7 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
     weights, initialised, ignored = complete(tensors, model, str(file))
     found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
     if found.kind == "wordpiece" and not tokenizer:
-        refuse_other(tree, config_file)
+        refuse_other_tokenizer(tree, config_file)
     if doubt := found.doubt():
         raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
     if found.vocab_size != model.vocab_size:

@@ -19,8 +19,7 @@ import json
 import os
 from typing import Any
 
-from megabert.data.casing import Casing
-from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_PIECES, WORD_START, Tokenizer
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_TOKENS, WORD_START, Casing, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's kinds of pieces
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds of models
@@ -28,7 +27,7 @@ RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")  # normalization rules that are 
 SEPARATOR = "\x01"  # every rule but identity deletes it
 DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"  # what those rules delete
 EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"  # characters that join the cluster before them
-NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_PIECES}
+NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_TOKENS}
 
 
 def build(tokenizer: Tokenizer) -> Any:
@@ -42,8 +41,8 @@ def build(tokenizer: Tokenizer) -> Any:
 
     sentencepiece = tokenizer.kind == "sentencepiece"
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
-    controls = [piece for piece in _controls(tokenizer) if piece not in SPECIAL_PIECES] if sentencepiece else []
-    for piece in [*SPECIAL_PIECES, *controls]:
+    controls = [piece for piece in _controls(tokenizer) if piece not in SPECIAL_TOKENS] if sentencepiece else []
+    for piece in [*SPECIAL_TOKENS, *controls]:
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
         strip = sentencepiece and piece == "[MASK]"
         built.add_special_tokens([tokenizers.AddedToken(piece, lstrip=strip, normalized=False, special=True)])

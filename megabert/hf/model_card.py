@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabert.common.text import duration
+from megabert.common.logs import duration
 from megabert.hf import Pretrained, manifest_of
 
 UNKNOWN = "not measured"

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megabert import __version__
-from megabert.common.atomic_io import appearing
+from megabert.common.files import appearing
 from megabert.hf import hf_names, hf_tokenizer
 from megabert.hf.hf_read import CONFIG, WEIGHTS, read_json
 from megabert.hf.loading import Pretrained

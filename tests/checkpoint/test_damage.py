@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megabert.checkpoint import Checkpoints
-from megabert.common.canonical_json import canonical
+from megabert.common.files import canonical
 from tests.checkpoint.test_store import ALONE, MOMENTS_FILE, WEIGHTS_FILE, FakeEngine, saved_run, settings
 
 

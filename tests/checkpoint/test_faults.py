@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megabert.checkpoint import Checkpoints, store, tensors
-from megabert.common import retry, tensor_file
+from megabert.common import errors, files
 from megabert.common.errors import Failed
 from megabert.distributed.process_group import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
@@ -28,8 +28,8 @@ CALLS = [
     *((os, name) for name in ("fsync", "rename", "replace", "unlink")),
     (shutil, "rmtree"),
     (tensors, "write_tensors"),
-    (tensor_file.Path, "open"),
-    (tensor_file.Path, "write_bytes"),
+    (files.Path, "open"),
+    (files.Path, "write_bytes"),
 ]
 
 
@@ -268,7 +268,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_none(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_run(tmp_path)
-    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0, 0.0))
     opened, listed = store.Path.read_bytes, os.listdir
     left = [4]
 

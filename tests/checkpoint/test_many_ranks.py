@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, file_name, index_slices, read_manifest, seal
 from megabert.checkpoint.tensors import StoredTensors
-from megabert.common.canonical_json import canonical, digest, sealed
-from megabert.common.tensor_file import write_tensors
+from megabert.common.files import canonical, digest, sealed, write_tensors
 from megabert.config import load
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import ParameterSlice

@@ -13,7 +13,7 @@ import torch
 
 from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.checkpoint.manifest import MOMENTS, group_of
-from megabert.common import retry
+from megabert.common import errors
 from megabert.config import CheckpointConfig
 from megabert.distributed.process_group import World
 from megabert.engine import Snapshot
@@ -96,7 +96,7 @@ def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_on
             raise failures.pop()
         return whole(path, **options)
 
-    monkeypatch.setattr(retry, "WAITS", (0.0,))
+    monkeypatch.setattr(errors, "WAITS", (0.0,))
     monkeypatch.setattr(Path, "stat", stat)
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000020"
 

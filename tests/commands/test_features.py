@@ -134,7 +134,7 @@ def test_a_part_of_one_text_holds_its_tokens(run: Path, peer: Any, lines: Path) 
     table, tokenizer = pq.read_table(output), hf.load(run).tokenizer
     assert table["truncated"].to_pylist() == [n > 30 for n in lengths] == [True, False, True, True, False]
     ids = [tokenizer.cls_id, *tokenizer.encode_batch([TEXTS[1]])[0], tokenizer.sep_id]
-    assert table["ids"][1].as_py() == ids and table["tokens"][1].as_py() == [tokenizer.pieces[i] for i in ids]
+    assert table["ids"][1].as_py() == ids and table["tokens"][1].as_py() == [tokenizer.tokens[i] for i in ids]
     about = json.loads(table.schema.metadata[b"about"])
     assert about["layers"] == "last" and about["pool"] == "none" and about["tokenizer_sha256"] == tokenizer.sha256
     assert pq.ParquetFile(output).metadata.num_row_groups > 1

@@ -58,7 +58,7 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
         assert filled.follows is None and len(filled.words) == text.count("[MASK]") == len(answers)
         for words, want in zip(filled.words, answers, strict=True):
             assert [p for _, p in words] == pytest.approx([a["score"] for a in want], abs=1e-6)
-            tokens = [pretrained.tokenizer.pieces[a["token"]].strip() for a in want]
+            tokens = [pretrained.tokenizer.tokens[a["token"]].strip() for a in want]
             assert [word.removeprefix("##") for word, _ in words] == tokens
 
 

@@ -38,9 +38,8 @@ from megabert.commands.plan.step_time import (
     world,
 )
 from megabert.config import Config, ModelConfig
-from megabert.data.batch import Batch, Shape, collate
-from megabert.data.masking import Vocabulary, mask
-from megabert.data.objective import masking_at
+from megabert.data.batch import Batch, BatchLayout, collate
+from megabert.data.masking import Vocabulary, mask, masking_at
 from megabert.data.shards import Rows
 from megabert.distributed.process_group import World
 from megabert.engine.gradients import LEAST
@@ -99,7 +98,7 @@ def full_rows(config: Config, seq_len: int) -> Batch:
     data, row_ids = Rows(ids, bounds, np.zeros((rows, 1), np.int8)), np.arange(rows)
     vocabulary = Vocabulary(vocab, 4, range(5), np.ones(vocab, bool))
     masked = mask(ids, bounds, row_ids, seed=0, epoch=0, vocabulary=vocabulary, masking=masking)
-    shape = Shape(rows, seq_len, 1, masking.capacity(seq_len))
+    shape = BatchLayout(rows, seq_len, 1, masking.capacity(seq_len))
     narrow, wide = shape.empty()
     views = shape.carve(narrow, wide)
     views["epochs"][:] = 0

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megabert.common import remote, retry
+from megabert.common import errors, remote
 from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from tests.helpers.web import serving
 
 
 @pytest.fixture
 def web(monkeypatch):
-    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0, 0.0))
     with serving() as found:
         yield found
 

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megabert.data import frequencies
-from megabert.data.frequencies import token_counts
+from megabert.data import mixture
+from megabert.data.mixture import token_counts
 from megabert.data.shards import DamagedRow, Dataset
 from tests.data.test_loader_damage import flip
 from tests.helpers.rows import VOCAB, make_dataset, make_rows
@@ -26,9 +26,9 @@ def test_every_id_is_counted_and_no_special_one(tmp_path):
 def test_of_a_large_dataset_rows_are_taken_evenly(tmp_path, monkeypatch):
     arrays = make_rows(100, 32, 3)
     dataset = Dataset(make_dataset(tmp_path, 100, arrays=arrays))
-    monkeypatch.setattr(frequencies, "TOKENS", 40 * 32)
-    monkeypatch.setattr(frequencies, "PLACES", 8)
-    monkeypatch.setattr(frequencies, "CHUNK", 16)
+    monkeypatch.setattr(mixture, "COUNTED_TOKENS", 40 * 32)
+    monkeypatch.setattr(mixture, "COUNTED_PLACES", 8)
+    monkeypatch.setattr(mixture, "COUNTED_ROWS", 16)
     taken = [i * 100 // 8 + row for i in range(8) for row in range(5)]
     plain = Counter(arrays[0][taken].ravel().tolist())
     assert token_counts(dataset, PREDICTED).tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]

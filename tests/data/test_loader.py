@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from megabert.config import from_dict
-from megabert.data.batch import VACANT, compact_lengths
+from megabert.data.batch import VACANT, RowDigest, compact_lengths
 from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
-from megabert.data.row_digest import RowDigest
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.distributed.process_group import World
@@ -283,7 +282,7 @@ def test_evaluation_takes_each_row_once_under_one_mask(dataset, world, micro, li
 
 
 def test_wrong_arguments_are_named(dataset, tmp_path):
-    with pytest.raises(ValueError, match=r"manifest says 2000 pieces, the tokenizer has 100"):
+    with pytest.raises(ValueError, match=r"manifest says 2000 tokens, the tokenizer has 100"):
         Loader(dataset, vocabulary(size=100), global_batch=48, micro_batch=8, seed=1)
 
 

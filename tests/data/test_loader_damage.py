@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabert.common import errors, retry
+from megabert.common import errors
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from tests.helpers.rows import make_dataset, vocabulary
@@ -49,7 +49,7 @@ def test_a_read_that_failed_is_tried_again_and_then_a_fault_of_the_machine(tmp_p
             raise failures.pop()
         return os.stat(path, **options)
 
-    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0))
     dataset = Dataset(make_dataset(tmp_path, 64))
     monkeypatch.setattr(Path, "stat", stat)
     for times, code in ((2, errors.OK), (3, errors.FAILED)):

@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
         assert np.sort(ids[epochs == epoch]).tolist() == list(range(80))
     assert [dataset.epoch(p) for p in (0, 60, 119, 120, 199, 200)] == [0, 1, 1, 2, 2, 3]
     # What a checkpoint then says gives the same order again, and a third version replaces one that has not begun.
-    state = mixture.described(dataset)
+    state = mixture.identity(dataset)
     again = open_versions(folders[0])
     assert mixture.resume(again, state, 90) and (again.order(SEED, np.arange(280))[0] == ids).all()
     make_dataset(tmp_path / "a" / "added-002", 8, seed=4)
@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
 
 def test_another_dataset_another_share_or_less_text_is_no_resume(folders):
     mixed = open_mixture(folders[0], {folders[1]: 0.3})
-    state = mixture.described(mixed)
+    state = mixture.identity(mixed)
     assert [set(part) for part in state["datasets"]] == [
         {"folder", "fingerprint", "segments"},
         {"folder", "fingerprint"},
@@ -137,11 +137,11 @@ def test_another_dataset_another_share_or_less_text_is_no_resume(folders):
     assert not mixture.resume(open_versions(folders[0]), state, 50)
     assert not mixture.resume(Dataset(folders[1]), state, 50)
     assert not mixture.resume(Dataset(folders[1]), {"dataset": "e" * 64}, 50)
-    assert not mixture.resume(Dataset(folders[0]), mixture.described(open_versions(folders[0])), 50)
+    assert not mixture.resume(Dataset(folders[0]), mixture.identity(open_versions(folders[0])), 50)
     # Text added to a part of a mixture joins at the end of an epoch of that part.
     less = Mixture([Dataset(folders[0]), Dataset(folders[1])], [0.7, 0.3])
     more = open_mixture(folders[0], {folders[1]: 0.3})
-    assert mixture.resume(more, mixture.described(less), 5000)
+    assert mixture.resume(more, mixture.identity(less), 5000)
     assert more.parts[0].segments == [Segment(1, 0, 0), Segment(2, 5760, 96)]  # 2 windows of 2,867 are 95.6 epochs
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from megabert import config as configuration
 from megabert.config import Config
-from megabert.data.masking import Masking
-from megabert.data.objective import evaluated, largest_capacity, masking_at
+from megabert.data.masking import Masking, held_out_masking, largest_capacity, masking_at
 
 
 def config(*overrides: str) -> Config:
@@ -19,9 +18,9 @@ def config(*overrides: str) -> Config:
 def test_by_default_every_update_is_masked_as_the_config_says() -> None:
     cfg = configuration.load("", ["data.masking.strategy=word", "data.masking.rate=0.2"])
     assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {Masking("word", 0.2)}
-    assert evaluated(cfg) == Masking("word", 0.2) and largest_capacity(cfg, 128) == 27
+    assert held_out_masking(cfg) == Masking("word", 0.2) and largest_capacity(cfg, 128) == 27
     whole = config("data.masking.strategy=causal")
-    assert masking_at(whole, 0.0, 128) == evaluated(whole) == Masking("causal")
+    assert masking_at(whole, 0.0, 128) == held_out_masking(whole) == Masking("causal")
     assert largest_capacity(whole, 128) == 128
 
 
@@ -33,7 +32,7 @@ def test_the_first_share_of_the_budget_is_left_to_right() -> None:
     for share in (0.4, 1.0):
         assert masking_at(cfg, share, 128) == Masking("token")
         assert masking_at(cfg, share, 128).objective == "masked"
-    assert evaluated(cfg) == Masking("token") and largest_capacity(cfg, 128) == 128
+    assert held_out_masking(cfg) == Masking("token") and largest_capacity(cfg, 128) == 128
 
 
 def test_the_rate_falls_in_equal_steps_from_the_first_to_the_last() -> None:
@@ -45,7 +44,7 @@ def test_the_rate_falls_in_equal_steps_from_the_first_to_the_last() -> None:
     assert sorted(set(rates)) == pytest.approx([0.01 * n for n in range(15, 31)])
     assert rates[0] == 0.3 and rates[-1] == pytest.approx(0.15)
     assert {masking.capacity(128) for masking in found} == {40}  # ceil(0.3 x 128) + 1, of every update
-    assert evaluated(cfg).rate == 0.15 and evaluated(cfg).capacity(128) == 21
+    assert held_out_masking(cfg).rate == 0.15 and held_out_masking(cfg).capacity(128) == 21
 
 
 def test_the_rate_falls_over_what_is_left_after_the_left_to_right_share() -> None:
@@ -66,4 +65,4 @@ def test_a_rate_may_rise_and_slots_may_be_given() -> None:
 
 def test_held_out_rows_are_masked_at_a_rate_of_their_own_where_one_is_given() -> None:
     cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.2", "eval.rate=0.15")
-    assert evaluated(cfg) == Masking("token", 0.15)
+    assert held_out_masking(cfg) == Masking("token", 0.15)

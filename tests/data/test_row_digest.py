@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megabert.data.batch import Update
+from megabert.data.batch import RowDigest, Update, row_digest
 from megabert.data.loader import Loader
-from megabert.data.row_digest import RowDigest, row_digest
 from megabert.data.shards import Dataset
 from megabert.distributed.process_group import World
 from tests.helpers.ranks import run_ranks

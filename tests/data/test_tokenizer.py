@@ -66,7 +66,7 @@ def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
         shown = [text[a:b] for a, b in offsets]
         assert "".join(shown) == solid and not any(s != s.strip() for s in shown)
         if kind == "sentencepiece" and text in TEXT:
-            assert shown == [tokenizer.pieces[i].strip() for i in ids]
+            assert shown == [tokenizer.tokens[i].strip() for i in ids]
     rng = np.random.default_rng(4)
     points = np.concatenate([np.arange(*r) for r in wordpiece.RANGES])
     odd = ["".join(map(chr, rng.choice(points, 40))) + " sea" for _ in range(300)]
@@ -114,7 +114,7 @@ def test_word_starts_count_the_words(path):
 def test_pieces_joined_are_the_text(path):
     tokenizer = Tokenizer.load(path)
     for text in TEXT[:3]:
-        assert "".join(tokenizer.pieces[i] for i in tokenizer.encode_batch([text])[0]) == f" {text}"
+        assert "".join(tokenizer.tokens[i] for i in tokenizer.encode_batch([text])[0]) == f" {text}"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_every_malformed_file_is_one_line_naming_it(path, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"control_symbols": ["[MSK]"]}, r"piece 4 must be \[MASK\]"),
-        ({"pad_piece": "<pad>"}, r"piece 0 must be \[PAD\]"),
+        ({"control_symbols": ["[MSK]"]}, r"token 4 must be \[MASK\]"),
+        ({"pad_piece": "<pad>"}, r"token 0 must be \[PAD\]"),
         ({"control_symbols": [], "user_defined_symbols": ["[MASK]"]}, r"\[MASK\] must be a control symbol"),
     ],
 )
@@ -205,7 +205,7 @@ def test_wordpiece_special_ids_are_found_by_name_and_never_come_from_text(vocab)
     word = tokenizer.encode_batch(["the fox"])[0]
     assert tokenizer.decode([special["cls"], *word, special["sep"], 0, special["mask"]]) == "the fox"
     assert tokenizer.decode([special["unk"]]) == "[UNK]"
-    assert "".join(tokenizer.pieces[i] for i in word) == " the fox"
+    assert "".join(tokenizer.tokens[i] for i in word) == " the fox"
     with pytest.raises(ValueError, match="ids to decode"):
         tokenizer.decode([tokenizer.vocab_size])
 
@@ -227,17 +227,17 @@ def test_the_kind_is_told_by_content_and_line_ends_do_not_matter(path, tmp_path)
     windows = tmp_path / "windows"
     windows.write_bytes(pieces.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
     assert [Tokenizer.load(p).kind for p in (model, pieces, windows)] == ["sentencepiece"] + ["wordpiece"] * 2
-    assert Tokenizer.load(windows).pieces == Tokenizer.load(pieces).pieces
+    assert Tokenizer.load(windows).tokens == Tokenizer.load(pieces).tokens
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda lines: [*lines, "the"], r"lines 12 and \d+ hold the same piece 'the'"),
+        (lambda lines: [*lines, "the"], r"lines 12 and \d+ hold the same token 'the'"),
         (lambda lines: [p for p in lines if p != "[MASK]"], r"no line is \[MASK\]"),
         (lambda lines: [lines[1], lines[0], *lines[2:]], r"\[PAD\] is on line 2, must be the first"),
         (lambda lines: [*lines, "", "last"], r"line \d+ is empty"),
-        (lambda lines: lines[:1] + [p for p in lines[1:] if p[0] == "[" and p.isupper()], "special pieces alone"),
+        (lambda lines: lines[:1] + [p for p in lines[1:] if p[0] == "[" and p.isupper()], "special tokens alone"),
         (lambda lines: [*lines, "\x00"], r"neither a SentencePiece model .* nor a vocab.txt \(byte \d+ is no text"),
         (lambda lines: ["text"], r"no line is \[PAD\] or \[UNK\]"),
     ],
@@ -294,7 +294,7 @@ def test_a_vocabulary_is_cased_as_it_says_or_as_one_is_told(tmp_path, pieces, te
     said = Tokenizer.load(vocabulary(tmp_path / "said", pieces, do_lower_case=False))
     told = Tokenizer.load(vocabulary(tmp_path / "told", pieces), lowercase=True, strip_accents=False)
     guess = Tokenizer.load(tmp_path / "told" / "vocab.txt")
-    assert "".join(said.pieces[i] for i in said.encode_batch([text])[0]).split() == text.split()
+    assert "".join(said.tokens[i] for i in said.encode_batch([text])[0]).split() == text.split()
     assert said.encode_batch([text]) == told.encode_batch([text]) != guess.encode_batch([text])
     assert not said.doubt() and not told.doubt()
     assert f"{tmp_path / 'told' / 'vocab.txt'}: no tokenizer_config.json beside it" in guess.doubt()

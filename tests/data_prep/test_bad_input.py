@@ -215,7 +215,7 @@ def test_after_a_full_disk_the_same_command_goes_on(workers, limit, build, corpu
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     result = build(corpus, extra=("--workers", workers), preexec_fn=limited)
-    expect_error(result, tmp_path / "out", "disk is full", "goes on", status=4)
+    expect_error(result, tmp_path / "out", "disk is full", "resumes", status=4)
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))
     assert build(corpus, extra=("--workers", workers)).returncode == 0
     assert files(tmp_path / "out") == undisturbed

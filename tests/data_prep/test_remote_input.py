@@ -11,7 +11,7 @@ from data_prep.arguments import corpora
 from data_prep.common.errors import BadInput, Problems
 from data_prep.executor.inputs import Known
 from data_prep.readers import tasks
-from megabert.common import retry
+from megabert.common import errors
 from megabert.common.errors import Failed
 from tests.helpers.prep_reading import plan, read_all
 from tests.helpers.web import serving
@@ -21,7 +21,7 @@ TEXTS = [f"Document {i} says that rivers run to the sea. " * 40 for i in range(6
 
 @pytest.fixture
 def web(monkeypatch):
-    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0, 0.0))
     with serving() as found:
         yield found
 

@@ -13,9 +13,9 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.report import inspect_dataset
 from data_prep.text import clean, sentences
-from megabert.common.scripts import writes_without_spaces
 from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.shards import Dataset
+from megabert.data.text import writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.datasets import Words
 from megabert.finetune.encoding import encode
@@ -141,7 +141,7 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
     for item, words in zip(encode(task, examples, tokenizer, ("O", "X"), SEQ_LEN), texts, strict=True):
         assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()
         for word, piece in zip(words, item.ids[item.positions].tolist(), strict=True):
-            shown = tokenizer.pieces[piece].strip()
+            shown = tokenizer.tokens[piece].strip()
             assert shown and clean.clean_word(word, "NFKC").startswith(shown), (word, shown)
         if writes_without_spaces(words[0][0]):  # a space before the sentence and none inside, as in pre-training
             assert not tokenizer.word_start[item.ids[2:-1]].any()

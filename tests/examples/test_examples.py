@@ -99,7 +99,7 @@ def test_what_it_learned(tmp_path, capsys) -> None:
     runpy.run_path(str(ROOT / "examples/what_it_learned.py"))["main"](str(tmp_path), str(OLD))
     shown = capsys.readouterr().out
     figures = re.search(r"accuracy: ([\d.]+%) of ([\d,]+) held-out masks; .*? \('(.*)'\): ([\d.]+%)", shown)
-    assert figures and figures[1] == figures[4] and figures[3] == "a blank" and tokenizer.pieces[most] == " "
+    assert figures and figures[1] == figures[4] and figures[3] == "a blank" and tokenizer.tokens[most] == " "
     held_out = Dataset(OLD / "held_out").read(np.arange(28)).ids
     share = (held_out == most).sum() / (held_out > 4).sum()
     assert abs(float(figures[1][:-1]) / 100 - share) < 0.03

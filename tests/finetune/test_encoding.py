@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megabert.data.tokenizer import SPECIAL_PIECES, Tokenizer
+from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from megabert.finetune.datasets import Question, Text, Words, read
 from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
 from megabert.finetune.tasks import PRESETS, custom
@@ -35,7 +35,7 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     model = io.BytesIO()
     names = ("pad", "unk", "bos", "eos")
     options = {f"{name}_id": i for i, name in enumerate(names)}
-    options |= {f"{name}_piece": piece for name, piece in zip(names, SPECIAL_PIECES, strict=False)}
+    options |= {f"{name}_piece": piece for name, piece in zip(names, SPECIAL_TOKENS, strict=False)}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_writer=model,

@@ -61,7 +61,7 @@ def test_swags_file_is_read_as_its_authors_wrote_it(tmp_path: Path) -> None:
     finetune_problem.write_run(tmp_path / "run")
     tokenizer = pretrained.load(tmp_path / "run").tokenizer
     (item,) = encoding.encode(task, [example], tokenizer, ("0", "1", "2", "3"), 32)
-    ends = [tokenizer.pieces[ids[-2]].strip() for ids, _ in item.sequences]
+    ends = [tokenizer.tokens[ids[-2]].strip() for ids, _ in item.sequences]
     assert ends == ["w4", "w5", "w7", "w8"] and item.targets.tolist() == [2]
     write(path, SWAG.replace(",2\n", ",4\n"))
     with pytest.raises(ValueError, match=r"train\.csv, line 2: label '4' is none of 0, 1, 2, 3"):
@@ -75,7 +75,7 @@ def test_choices_and_pairs_become_one_item_of_several_sequences(tmp_path: Path) 
     task = tasks.custom("rank", ["q"], choices=["good", "bad"])
     (example,) = datasets.read(task, path)
     (item,) = encoding.encode(task, [example], tokenizer, (), 8)
-    shown = [[tokenizer.pieces[i].strip() for i in ids] for ids, _ in item.sequences]
+    shown = [[tokenizer.tokens[i].strip() for i in ids] for ids, _ in item.sequences]
     assert shown == [["[CLS]", "w1", "w2", "[SEP]", "w3", "[SEP]"], ["[CLS]", "w1", "w2", "[SEP]", "w4", "w5", "[SEP]"]]
     assert item.targets.tolist() == [0] and [second for _, second in item.sequences] == [4, 4]
     assert item.tokens == 13 and item.positions.tolist() == [0, 0]

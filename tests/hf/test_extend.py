@@ -58,7 +58,7 @@ def test_a_word_of_a_script_without_spaces_is_found_inside_of_a_text(tmp_path: P
     (tmp_path / "m").write_bytes(train(lines, BuildOptions(vocab_size=30, character_coverage=1.0)))
     tokenizer = Tokenizer.load(tmp_path / "m")
     more, parts = extend.extended(tokenizer, ["城市的中心"])
-    assert [tokenizer.pieces[i] for i in parts[0]] and len(parts[0]) > 1
+    assert [tokenizer.tokens[i] for i in parts[0]] and len(parts[0]) > 1
     assert tokenizer.vocab_size in more.encode_batch(["图书馆在城市的中心。"])[0]
 
 
@@ -71,7 +71,7 @@ def test_a_bpe_model_takes_words_and_keeps_the_ids_of_all_other_text(changes: di
     old = Tokenizer.load(tmp_path / "m")
     new, parts = extend.extended(old, BPE_WORDS)
     size, added = old.vocab_size, BPE_WORDS[:-1]
-    assert new.vocab_size == size + len(parts) and new.pieces[:size] == old.pieces
+    assert new.vocab_size == size + len(parts) and new.tokens[:size] == old.tokens
     ids = [ids[0] for ids in new.encode_batch(added[:4])] + new.encode_inside(added[4:])[0]
     assert len(set(ids)) == 5 and min(ids) >= size and new.decode(new.encode_batch(["a foxriver"])[0]) == "a foxriver"
     assert ids[4] in new.encode_batch(["は日本語学です"])[0]

@@ -24,8 +24,8 @@ from megabert.config import (
     shares,
     to_deepspeed,
 )
+from megabert.data.masking import largest_capacity
 from megabert.data.mixture import open_mixture
-from megabert.data.objective import largest_capacity
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.metrics import attending_pairs, training_flops

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.errors import describe
+from megabert.common.errors import describe, tried_again
 from megabert.common.logs import log
 from megabert.common.remote import below, is_url, join, parent
-from megabert.common.retry import tried_again
-from megabert.data.casing import CONFIG
 from megabert.data.order import RowOrder
 from megabert.data.shards import remote_cache
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
+from megabert.data.tokenizer import CONFIG
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 ABSENT = " is not in the file, which is cut or missing"

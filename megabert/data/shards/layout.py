@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.atomic_io import appearing_file
+from megabert.common.files import appearing_file
 
 TAR_UNIT = 512
 TAR_END = b"\0" * (2 * TAR_UNIT)

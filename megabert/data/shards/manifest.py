@@ -10,17 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
-from megabert.common.atomic_io import write_whole
-from megabert.common.canonical_json import compact, digest, sealed
+from megabert.common.files import compact, digest, sealed, write_whole
 from megabert.common.remote import below, read_whole
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
 SHARD = "shard-{:06d}.tar"
-ADDED = "added-{:03d}"  # folder of what a version of a dataset adds to it, from 1
+# folder of a later addition to a dataset, from 1
+ADDED = "added-{:03d}"
 FINGERPRINT = "fingerprint"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
-SAID = {  # pydantic's kind of error -> what is said of the field
+# message by pydantic's kind of error
+MESSAGES = {
     "missing": "is missing",
     "extra_forbidden": "is not a field of schema 1",
     "model_type": "must hold name, rows, bytes and sha256",
@@ -97,7 +98,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        """What one field says of another."""
+        """Fields agree with each other."""
         vocab, special = self.vocab_size, self.special_ids
         if self.max_sequences > self.seq_len:
             raise ValueError(f"max_sequences must be at most seq_len={self.seq_len}, is {self.max_sequences}")
@@ -108,14 +109,15 @@ class Manifest(BaseModel):
         if len(set(special.values())) < len(special) or special["pad"] != 0:
             raise ValueError("tokenizer.special_ids must be distinct, with pad 0")
         if self.dtype != (want := "uint32" if vocab > 65535 else "uint16"):
-            raise ValueError(f"dtype must be {want!r} for {vocab} pieces, is {self.dtype!r}")
+            raise ValueError(f"dtype must be {want!r} for {vocab} tokens, is {self.dtype!r}")
         for i, shard in enumerate(self.shards):
             if shard.name != (name := SHARD.format(i)):
                 raise ValueError(f"shards[{i}].name must be {name!r}, is {shard.name!r:.60}")
             first, last = self.rows_per_shard, i + 1 == len(self.shards)
             if i and (first % self.block_rows or shard.rows > first or (shard.rows < first and not last)):
-                said = f"is {shard.rows}: all shards but the last hold equal numbers of whole blocks"
-                raise ValueError(f"shards[{i}].rows {said}")
+                raise ValueError(
+                    f"shards[{i}].rows is {shard.rows}: all shards but the last hold equal numbers of whole blocks"
+                )
             size = shard_bytes(shard.rows, self.block_rows, self.seq_len, self.max_sequences, self.dtype)
             if shard.bytes != size:
                 raise ValueError(f"shards[{i}].bytes must be {size}, is {shard.bytes}")
@@ -123,23 +125,23 @@ class Manifest(BaseModel):
             raise ValueError(f"rows is {self.rows}, but the shards hold {rows}")
         return self
 
-    def told(self) -> dict[str, Any]:
-        """This manifest as JSON values, its shards by columns, for a process that need not check it again: `of_told`."""
+    def to_json(self) -> dict[str, Any]:
+        """This manifest as JSON values, its shards by columns, for a process that need not check it again."""
         tree = self.model_dump(by_alias=True, exclude={"shards"})
         rows, sizes = [shard.rows for shard in self.shards], [shard.bytes for shard in self.shards]
         return tree | {"shards": [rows, sizes, "".join(shard.sha256 for shard in self.shards)]}
 
     @staticmethod
-    def of_told(told: dict[str, Any]) -> Manifest:
-        """The manifest that another process checked and told."""
-        rows, sizes, digests = told["shards"]
+    def from_json(tree: dict[str, Any]) -> Manifest:
+        """The manifest of which another process, which checked it, gave `to_json`."""
+        rows, sizes, digests = tree["shards"]
         shards = tuple(
             Shard.model_construct(
                 name=SHARD.format(i), rows=rows[i], bytes=sizes[i], sha256=digests[64 * i : 64 * i + 64]
             )
             for i in range(len(rows))
         )
-        return Manifest.model_construct(**told | {"shards": shards})
+        return Manifest.model_construct(**tree | {"shards": shards})
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
@@ -172,13 +174,13 @@ class Manifest(BaseModel):
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, on one line: `shards[1].rows must …`."""
+    """The first error, on one line: `shards[1].rows must …`."""
     found = error.errors(include_url=False)[0]
     if found["type"] == "value_error":
         return str(found["ctx"]["error"])
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
-    told = SAID.get(found["type"]) or f"is {found['input']!r:.60}: {found['msg'].lower()}"
-    return " ".join(f"{field} {told}".split())
+    message = MESSAGES.get(found["type"]) or f"is {found['input']!r:.60}: {found['msg'].lower()}"
+    return " ".join(f"{field} {message}".split())
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> None:

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megabert.common import remote
-from megabert.common.atomic_io import appearing_file, write_whole
-from megabert.common.file_lock import lock
+from megabert.common.files import appearing_file, lock, write_whole
 from megabert.common.logs import log
 
 TRIES = 2  # of a file that arrives damaged

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megabert.common.canonical_json import canonical
-from megabert.data.casing import CONFIG
+from megabert.common.files import canonical
 from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, unpack
 from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import CONFIG, Tokenizer
 
 SPAN_BYTES = 1 << 19  # read at once: stays in a core's cache until hash, checksums and comparisons are done
 

@@ -32,10 +32,10 @@ from typing import Any
 
 from megabert import hf as pretrained
 from megabert.common.arguments import Parser, called_as
-from megabert.common.atomic_io import write_whole
+from megabert.common.environment import keep_freed_memory
 from megabert.common.errors import OK
+from megabert.common.files import write_whole
 from megabert.common.logs import log
-from megabert.common.malloc import keep_freed_memory
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock, session
 from megabert.distributed.preemption import REQUEUE, Stop

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megabert.common.atomic_io import write_whole
+from megabert.common.files import write_whole
 from megabert.common.logs import log
 from megabert.finetune.datasets import SHOWN
 

@@ -68,7 +68,7 @@ def test_bits_a_byte_is_the_same_loss_whatever_the_pieces() -> None:
 def decoded(ids: np.ndarray) -> list[bytes]:
     from megabert.data.tokenizer import Tokenizer
 
-    pieces = Tokenizer.load(OLD / "tokenizer.model").pieces
+    pieces = Tokenizer.load(OLD / "tokenizer.model").tokens
     return [pieces[i].encode() for i in ids.ravel().tolist() if i > 4]
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from megabert.common import logs, remote, retry
-from megabert.data import frequencies, mixture
+from megabert.common import errors, logs, remote
+from megabert.data import mixture
 from megabert.data.loader import Loader
 from megabert.data.shards import ADDED, Dataset, Manifest
 from tests.helpers.rows import TOKENIZER, make_dataset, vocabulary
@@ -25,7 +25,7 @@ ROWS = 200  # 4 shards
 @pytest.fixture
 def web(tmp_path, monkeypatch):
     """A server of the folder tmp_path/www, whose cache is tmp_path/cache."""
-    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(errors, "WAITS", (0.0, 0.0, 0.0))
     monkeypatch.setenv("MEGABERT_CACHE", str(tmp_path / "cache"))
     with serving() as found:
         found.publish = functools.partial(publish, found, tmp_path / "www")
@@ -168,9 +168,9 @@ def test_added_text_that_may_not_be_looked_for_is_not_there(web, local, monkeypa
 
 
 def test_frequencies_are_counted_from_few_shards(web, local, monkeypatch):
-    monkeypatch.setattr(frequencies, "TOKENS", 8 * local.manifest.seq_len)
-    monkeypatch.setattr(frequencies, "PLACES", 2)
-    counts = frequencies.token_counts(Dataset(f"{web.url}/data"), np.ones(local.manifest.vocab_size, bool))
+    monkeypatch.setattr(mixture, "COUNTED_TOKENS", 8 * local.manifest.seq_len)
+    monkeypatch.setattr(mixture, "COUNTED_PLACES", 2)
+    counts = mixture.token_counts(Dataset(f"{web.url}/data"), np.ones(local.manifest.vocab_size, bool))
     taken = np.array([0, 1, 2, 3, 100, 101, 102, 103])
     assert counts.tolist() == np.bincount(local.read(taken).ids.ravel(), minlength=len(counts)).tolist()
     assert shards_asked(web) == ["shard-000000", "shard-000001"]
@@ -193,8 +193,8 @@ def test_versions_held_out_rows_and_tokenizer_come_from_the_url(web, local, tmp_
     expected = mixture.open_versions(str(local.folder))
     rows = np.arange(dataset.rows)
     assert dataset.rows == 250 and same(dataset.read(rows), expected.read(rows))
-    told = mixture.open_told(mixture.told(dataset), {})
-    assert told.place == f"{web.url}/data" and same(told.read(rows), expected.read(rows))
+    reopened = mixture.from_json(mixture.to_json(dataset), {})
+    assert reopened.place == f"{web.url}/data" and same(reopened.read(rows), expected.read(rows))
     assert dataset.tokenizer_path.read_bytes() == TOKENIZER
     assert dataset.held_out_path is None
     entry = {"path": "held_out", "rows": 30, "manifest_sha256": "0" * 64}

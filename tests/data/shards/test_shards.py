@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import webdataset
 
-from megabert.common.canonical_json import compact, sealed
+from megabert.common.files import compact, sealed
 from megabert.data import shards
 from megabert.data.shards import DamagedRow, Dataset, Manifest, Rows, verify, write_manifest, write_shard
 from megabert.data.shards.layout import BlockLayout, shard_bytes
@@ -368,4 +368,4 @@ def test_a_manifest_of_fifteen_thousand_shards_is_read_in_a_fifth_of_a_second(tm
         seconds.append(time.process_time() - began)
     print(f"{min(seconds):.3f} s")
     assert found.rows == count * rows and found.order == 2 and min(seconds) < 0.2
-    assert Manifest.of_told(json.loads(json.dumps(found.told()))) == found
+    assert Manifest.from_json(json.loads(json.dumps(found.to_json()))) == found

@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from data_prep.common import hashing
-from megabert.common.hash_mixer import GOLDEN64
+from megabert.common.random_numbers import GOLDEN64
 
 
 def test_runs_equal_a_plain_sum_with_python_integers() -> None:

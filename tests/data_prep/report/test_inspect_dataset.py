@@ -103,7 +103,7 @@ def test_masked_rows_are_the_trainers(folder, screen):
             assert shown.count("[MASK]") == hidden.sum()
             for text, which in (("*{}*", ~hidden & ~kept), ("={}=", kept)):
                 for token in new[which].tolist():
-                    assert text.format(t.pieces[token].strip()) in shown
+                    assert text.format(t.tokens[token].strip()) in shown
             for name, which in (("mask", hidden), ("random", ~hidden & ~kept), ("kept", kept)):
                 seen[name] += int(which.sum())
     assert min(seen.values()) > 5

@@ -11,8 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import STEPS, exact, train, train_files
-from megabert.data.casing import Casing
-from megabert.data.tokenizer import Tokenizer
+from megabert.data.tokenizer import Casing, Tokenizer
 
 
 def pieces(model: bytes) -> list[tuple[str, int, float]]:
@@ -81,11 +80,11 @@ def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(topics:
     text = "The statement's Bücher, किताबों की"
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.unk_id not in ids
-    assert "".join(tokenizer.pieces[i] for i in ids).replace(" ", "") == text.replace(" ", "")
+    assert "".join(tokenizer.tokens[i] for i in ids).replace(" ", "") == text.replace(" ", "")
     uncased = trained(lines, tmp_path, lowercase=True, **options)
     assert uncased.casing == Casing(lowercase=True, strip_accents=False)
     assert uncased.encode_batch(["BÜCHER की"]) == uncased.encode_batch(["bücher की"])
-    assert "".join(uncased.pieces[i] for i in uncased.encode_batch(["Bücher"])[0]) == " bücher"
+    assert "".join(uncased.tokens[i] for i in uncased.encode_batch(["Bücher"])[0]) == " bücher"
 
 
 def test_a_trained_vocabulary_is_no_larger_than_asked_for(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_cuts_are_at_the_best_places(tokenizer):
     assert after.document_sizes.tolist()[1:] == [0, 1] and after.document_sizes[0] > 8
     assert after.sentence_lengths.max() <= 30 * 5 // 4 and after.sentence_lengths[1:-1].min() >= 10
     ends = np.cumsum(after.sentence_lengths)
-    last = [tokenizer.pieces[i].strip() for i in before.tokens[ends[1 : after.document_sizes[0] - 1] - 1]]
+    last = [tokenizer.tokens[i].strip() for i in before.tokens[ends[1 : after.document_sizes[0] - 1] - 1]]
     assert set(last) == {","}
 
 

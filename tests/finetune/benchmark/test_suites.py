@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
 
-from megabert.common.atomic_io import sha256_of
+from megabert.common.files import sha256_of
 from megabert.finetune import datasets
 from megabert.finetune.benchmark import evaluation, suites
 from megabert.finetune.tasks import Task

@@ -1,8 +1,8 @@
-"""Spools: what a command has written so far, kept beside its output until that is whole, so that it goes on after a kill.
+"""Long jobs over files: results in order from threads that work ahead, and output that resumes after a kill.
 
-A spool is a hidden folder `.NAME.partial` with append-only files and `progress.json`, which says how many bytes of each
-belong to a state that the caller described. After a kill the files are cut to these bytes and the caller goes on behind
-that state. A spool of another command (other `facts`) begins anew.
+A spool is a hidden folder `.NAME.partial` beside the output, with append-only files and `progress.json`, which holds how many
+bytes of each file belong to a state that the caller described. After a kill the files are cut to these bytes and the caller
+resumes from that state. A spool of another command (other `facts`) is discarded.
 """
 
 from __future__ import annotations
@@ -11,33 +11,61 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from megabert.common.atomic_io import write_whole
-from megabert.common.canonical_json import canonical
-from megabert.common.file_lock import lock
-from megabert.common.retry import tried_again
+from megabert.common.errors import tried_again
+from megabert.common.files import canonical, lock, write_whole
 
 PROGRESS, LOCK = "progress.json", "lock"
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_order(
+    function: Callable[[T], R],
+    items: Iterable[T],
+    threads: int,
+    waiting: int,
+    begin: Callable[[], object] = lambda: None,
+) -> Generator[R, None, None]:
+    """`function(item)` of each item in their order, computed by `threads` threads that are at most `waiting` items ahead.
+
+    `items` are taken in the caller's thread. Each thread calls `begin` first. What `function` raises is raised here, and
+    later items are not started.
+    """
+    queue: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
+        try:
+            for item in items:
+                queue.append(pool.submit(function, item))
+                if len(queue) > waiting:
+                    yield queue.popleft().result()
+            while queue:
+                yield queue.popleft().result()
+        finally:
+            for future in queue:
+                future.cancel()
 
 
 def folder_of(output: Path) -> Path:
-    """Where the spool of `output` is, if there is one."""
+    """The folder of the spool of `output`, if there is one."""
     return output.with_name(f".{output.name}.partial")
 
 
 class Spool:
     """Files by name, and the state they belong to; `facts` are everything that decides what is written.
 
-    It is kept unless it is finished, has no state yet, or ends by a mistake of the user's (ValueError), by which the same
-    command would end again. Raises ValueError when another process is writing the same output.
+    It is kept unless it is finished, has no state yet, or ends by a user error (ValueError), which would end the same command
+    again. Raises ValueError when another process is writing the same output.
     """
 
     def __init__(self, output: Path, facts: Mapping[str, Any], names: Sequence[str], seconds: float = 5.0) -> None:
-        """State is brought to the disk every `seconds`, and when the block ends."""
+        """State is synced to the disk every `seconds`, and when the block ends."""
         self.folder = folder_of(output)
         self.seconds, self.facts, self.names = seconds, json.loads(canonical(dict(facts))), names
         self.files: dict[str, IO[bytes]] = {}
@@ -65,7 +93,7 @@ class Spool:
         return self
 
     def _read(self) -> dict[str, int]:
-        """Bytes of each file; the state and `resumed` are set where the folder is one of the same command. Raises OSError."""
+        """Bytes of each file; sets the state and `resumed` where the folder is of the same command. Raises OSError."""
         path = self.folder / PROGRESS
         try:
             tree = json.loads(tried_again(path.read_bytes))
@@ -88,7 +116,7 @@ class Spool:
             self.commit()
 
     def commit(self) -> None:
-        """Brings the state to the disk."""
+        """Sync the files and the state to the disk."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -97,7 +125,7 @@ class Spool:
         self.on_disk = time.monotonic()
 
     def finish(self) -> None:
-        """The output is there: nothing of the spool is needed behind the block."""
+        """The output is complete: the spool is removed when the block ends."""
         self.whole = True
 
     def __exit__(

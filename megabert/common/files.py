@@ -1,0 +1,237 @@
+"""Files that are whole or not there: atomic folders and files, locks, canonical JSON with a SHA-256 seal, safetensors.
+
+What is written lies beside its place, is synced to the disk and renamed into it. This module imports torch only to write tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from megabert.common.logs import log
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# what file systems without flock raise
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+SAFETENSORS_TYPES = {
+    "torch.float64": "F64", "torch.int64": "I64", "torch.float32": "F32", "torch.int32": "I32",
+    "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int8": "I8", "torch.uint8": "U8",
+}  # fmt: skip
+# bytes that are hashed and written in turn
+CHUNK = 16 << 20
+
+
+@contextmanager
+def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `target` when the block ends without an error.
+
+    Raises ValueError when `target` exists and is not empty, or, with `overwrite`, is anything but a folder with the file
+    `mark`, which an earlier run of the command wrote.
+    """
+    target = Path(target)
+    _refuse(target, mark, overwrite)
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, replaced = _beside(target, "new"), _beside(target, "old")
+    temporary.mkdir()
+    writing = os.open(temporary, os.O_RDONLY)
+    try:
+        lock(writing, temporary, "what a kill leaves there is not removed")
+        _remove_abandoned(target, temporary)
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            sync(path)
+        sync(temporary)
+        _put(temporary, target, replaced)
+        sync(target.parent)
+        for path in _hidden(target, "old"):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(writing)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def appearing_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which replaces `path` when the block ends without an error."""
+    temporary = _beside(path, "tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write the file `path`, or replace it."""
+    with appearing_file(path) as file:
+        file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or the renames in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """An unused hidden name beside `path`. Random, because process ids repeat between containers."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def _hidden(target: Path, kind: str) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"))
+
+
+def _remove_abandoned(target: Path, current: Path) -> None:
+    """Remove the folders of processes that were killed while they wrote `target`: those that are not locked."""
+    for path in _hidden(target, "new"):
+        if path == current:
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another process has just renamed it to its target
+        try:
+            if lock(descriptor, path, "remove it by hand if no process writes it"):
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            log.debug(f"{path}: another process is writing it")
+        finally:
+            os.close(descriptor)
+
+
+def _put(temporary: Path, target: Path, replaced: Path) -> None:
+    """Rename `temporary` to `target`. An existing target becomes `replaced`, and is restored after an error."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    os.rename(target, replaced)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(replaced, target)
+        raise
+
+
+def _refuse(target: Path, mark: str, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise ValueError(f"{target}: is no folder; name another place")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{target}: is not empty; name another folder")
+    if not (target / mark).is_file():
+        raise ValueError(f"{target}: has no {mark}, so it is not what --overwrite would replace; name another folder")
+
+
+def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False, shared: bool = False) -> bool:
+    """Lock an open file or folder (flock), which the system releases however the process ends.
+
+    False where the file system has no locks: the warning then ends with `otherwise`. Raises BlockingIOError where another
+    process holds the lock, unless `wait`; OSError where the file system fails.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        log.warning(f"{path}: this file system has no locks ({error.strerror}); {otherwise}")
+        return False
+    return True
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of `value`: sorted keys, an item a line, a line end."""
+    return (json.dumps(value, sort_keys=True, indent=1) + "\n").encode()
+
+
+def compact(value: Any) -> bytes:
+    """The one JSON text of `value` without blanks."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest(tree: Mapping[str, Any], field: str, text: Any = canonical) -> str:
+    """SHA-256 in hex of all fields of `tree` but `field`, in the JSON text that `text` gives."""
+    return hashlib.sha256(text({name: value for name, value in tree.items() if name != field})).hexdigest()
+
+
+def sealed(tree: Mapping[str, Any], field: str, text: Any = canonical) -> bytes:
+    """The canonical text of `tree` with its digest in `field`."""
+    rest = {name: value for name, value in tree.items() if name != field}
+    if text is not canonical or not rest:
+        return canonical(rest | {field: digest(rest, field, text)})
+    # a large tree is written once, and the digest inserted as a line
+    body = canonical(rest)
+    line = f'\n {json.dumps(field)}: "{hashlib.sha256(body).hexdigest()}"'.encode()
+    later = [name for name in rest if name > field]
+    if not later:
+        return body[: -len("\n}\n")] + b"," + line + b"\n}\n"
+    place = body.index(f"\n {json.dumps(min(later))}: ".encode())
+    return body[:place] + line + b"," + body[place:]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 in hex of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Write a safetensors file durably, byte for byte as the library does; returns its "bytes" and "sha256".
+
+    The library creates a file that only its owner may read, copies every tensor once more under Python's lock, and leaves
+    hashing to a second reading. Format: https://huggingface.co/docs/safetensors. Raises OSError naming the file.
+    """
+    import torch
+
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    position = 0
+    for name in ordered:
+        tensor = tensors[name]
+        end = position + tensor.numel() * tensor.element_size()
+        kind = SAFETENSORS_TYPES[str(tensor.dtype)]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    sha256 = hashlib.sha256()
+    try:
+        with path.open("wb", buffering=1 << 20) as file:
+            for part in (len(text).to_bytes(8, "little"), text):
+                file.write(part)
+                sha256.update(part)
+            for name in ordered:
+                flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                for first in range(0, len(flat), CHUNK):
+                    file.write(flat[first : first + CHUNK])
+                    sha256.update(flat[first : first + CHUNK])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return {"bytes": 8 + len(text) + position, "sha256": sha256.hexdigest()}

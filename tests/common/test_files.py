@@ -1,0 +1,101 @@
+"""Folders and files are whole or absent, and nothing that another program wrote is replaced."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from megabert.common.files import appearing, write_whole
+
+
+def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "new"
+    with appearing(target, "mark") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "mark").write_text("1")
+        assert not target.exists() and folder.parent == target.parent
+    assert [p.name for p in target.parent.iterdir()] == ["new"]
+    assert (target / "sub" / "mark").read_text() == "1"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_error_changes_nothing(before: bool, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    if before:
+        target.mkdir()
+        (target / "mark").write_text("old")
+    with pytest.raises(OSError, match="no space"), appearing(target, "mark", overwrite=True) as folder:
+        (folder / "mark").write_text("new")
+        raise OSError("no space")
+    assert [p.name for p in tmp_path.iterdir()] == ["new"] * before
+    assert not before or (target / "mark").read_text() == "old"
+
+
+def test_a_failed_rename_restores_the_old_folder(tmp_path: Path) -> None:
+    target = tmp_path / "old"
+    target.mkdir()
+    (target / "mark").write_text("old")
+    with pytest.raises(FileNotFoundError), appearing(target, "mark", overwrite=True) as folder:
+        folder.rename(tmp_path / "elsewhere")
+    assert (target / "mark").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "old"]
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    target = tmp_path / "best"
+    for kind in ("new", "old"):  # by a process with our number, as in a container every process may have
+        left = tmp_path / f".best.{os.getpid()}.{kind}"
+        left.mkdir()
+        (left / "weights").write_text("half")
+    target.mkdir()
+    (target / "mark").write_text("1")
+    with appearing(target, "mark", overwrite=True) as first:
+        (first / "mark").write_text("2")
+        with appearing(tmp_path / "best2", "mark"):
+            pass
+        with appearing(target, "mark", overwrite=True) as second:  # at the same time: neither removes the other's
+            (second / "mark").write_text("3")
+            assert first.exists()
+    assert (target / "mark").read_text() == "2"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best2"]
+
+
+def test_only_folders_of_the_same_command_are_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    target.mkdir()  # an empty one is free
+    with appearing(target, "mark") as folder:
+        (folder / "mark").write_text("1")
+    with pytest.raises(ValueError, match="is not empty"), appearing(target, "mark"):
+        raise AssertionError("must not be entered")
+    with appearing(target, "mark", overwrite=True) as folder:
+        (folder / "mark").write_text("2")
+    assert (target / "mark").read_text() == "2" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years")
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    for name, message in (("home", "has no mark"), ("file", "is no folder"), ("link", "is no folder")):
+        with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=True):
+            raise AssertionError("must not be entered")
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for data in (b"first", b"2"):
+        write_whole(path, data)
+        assert path.read_bytes() == data and list(tmp_path.iterdir()) == [path]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(path, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"2" and list(tmp_path.iterdir()) == [path]

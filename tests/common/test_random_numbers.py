@@ -1,0 +1,35 @@
+"""Random numbers depend on what they are for, and on nothing drawn before."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from megabert.common.random_numbers import GOLDEN64, mix64, seed_update, update_seed
+
+
+def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
+    seed_update(seed, step, rank, torch.device("cpu"))
+    return tuple(torch.rand(8).tolist())
+
+
+def test_the_mixer_is_splitmix64() -> None:
+    """The first outputs of SplitMix64 seeded with 0, as its authors' reference prints them."""
+    state = np.array([1, 2, 3], np.uint64) * GOLDEN64
+    before = state.copy()
+    assert mix64(state).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert np.array_equal(state, before)
+
+
+def test_an_update_is_seeded_by_seed_step_and_rank() -> None:
+    first = draw(42, 7, 1)
+    torch.rand(1000)
+    draw(1, 2, 3)
+    assert draw(42, 7, 1) == first
+    # also where sums, or digits written together, are the same
+    cases = [*itertools.product((0, 1, 42), (0, 1, 11, 1000), (0, 1, 11)), (0, 111, 1), (2**63 - 1, 0, 0)]
+    assert len({draw(*case) for case in cases}) == len(cases)
+    seeds = {update_seed(seed, step) for seed in (1, 2) for step in range(100)}
+    assert len(seeds) == 200 and all(0 <= seed < 2**62 for seed in seeds)
