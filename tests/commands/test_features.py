@@ -256,8 +256,6 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.txt", b"one\n", ["--input", "none.txt"], "none.txt: no such file"),
     ("a.txt", b"one\n", ["--model", "."], "it is no run folder"),
     ("a.txt", b"one\n", ["--pool", "sentence"], "has no modules.json"),
-    ("a.txt", b"one\n", ["--compare", "one"], "takes texts, and no --input"),
-    ("a.txt", b"one\n", ["a text"], "give --input FILE and --output FILE, or --compare"),
 ]  # fmt: skip
 
 
@@ -286,28 +284,6 @@ def test_four_layers_are_asked_of_models_that_have_them() -> None:
         with pytest.raises(ValueError, match="the model has 3 layers"):
             Layers.parse(layers, 3)
     assert Layers.parse("sum-all", 3) == Layers((1, 2, 3), summed=True)
-
-
-def test_a_comparison_is_a_table_of_cosines(run: Path, peer: Any, capsys) -> None:
-    args = ["--model", str(run), "--compare", "Shells", "the shells she sells", "sea shells", "shells, shells"]
-    assert features.main(args) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == [f"  {i + 1}  {text}" for i, text in enumerate([*args[4:], args[6]])]
-    assert lines[5] == "cosines between the vectors of 'Shells' in context (layers: last)"
-    table = np.array([[float(value) for value in line.split()[1:]] for line in lines[7:]])
-    tokenizer = hf.load(run).tokenizer
-    vectors = []
-    for before, text in (("the", args[4]), ("sea", args[5])):
-        start = 1 + len(tokenizer.encode_batch([before])[0])
-        count = len(tokenizer.encode_batch(["shells"])[0])
-        vectors.append(peer(text)[-1][start : start + count].mean(0))
-    cosine = vectors[0] @ vectors[1] / np.linalg.norm(vectors[0]) / np.linalg.norm(vectors[1])
-    assert table.shape == (4, 4) and table[0, 1] == table[1, 0] == pytest.approx(cosine, abs=6e-4)
-    assert np.diag(table).tolist() == [1.0] * 4 and table[2, 3] < 1
-    assert features.main([*args, "no animal"]) == 2
-    assert "--compare Shells: the word is not in 'no animal'" in one_line(capsys)
-    assert features.main([*args, "shells " * 100]) == 2
-    assert "has more than 100 tokens" in one_line(capsys)
 
 
 @pytest.mark.parametrize(("pool", "ending"), [("none", ".parquet"), ("mean", ".npy")])
