@@ -195,6 +195,19 @@ def test_the_report_says_what_the_run_needs() -> None:
     assert "rows = 37 x 7 ranks x 1 micro-steps less 3 seats" in workload.report(base("batch.micro_size=37"), None, 7)
 
 
+def test_the_bucket_of_gradients_is_in_the_type_that_travels() -> None:
+    """DeepSpeed allocates it whole, 500 M elements of `communication_data_type` (runtime/zero/stage_1_and_2.py)."""
+    for precision, stage, expected in (
+        ("bf16", 1, 0),
+        ("bf16", 2, 2e9),
+        ("fp16", 1, 1e9),
+        ("fp32", 3, 2e9),
+        ("bf16", 0, 0),
+    ):
+        assert workload.bucket_bytes(base(f"precision={precision}", f"zero.stage={stage}")) == expected
+    assert "stages 1 to 3 need 1.86 more" in workload.report(base("precision=bf16"), None, 8)
+
+
 def test_muon_keeps_one_moment_of_the_matrices() -> None:
     muon, single = base("optimizer.name=muon"), 12 * 12 * 768**2
     for stage, ranks in ((0, 1), (1, 8), (3, 8)):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megabert.commands.plan.step_time import Device, Fabric, MicroBatch, Share, Software, StepTime, System, step_seconds
-from megabert.commands.plan.workload import manifest_of, matrices, with_vocabulary, work
+from megabert.commands.plan.workload import gradient_bytes, manifest_of, matrices, with_vocabulary, work
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
 
@@ -138,8 +138,8 @@ def software_of(config: Config) -> Software:
         optimizer=OPTIMIZER[config.optimizer.name],
         orthogonal=matrices(config.model) if config.optimizer.name == "muon" else (),
         zero=config.zero.stage,
-        # gradients travel in the type they are summed in; stage 1 in bf16 is `megabert.engine.gradients`
-        gradient_bytes=2 if config.precision == "fp16" else 4,
+        # stage 1 in bf16 is `megabert.engine.gradients`
+        gradient_bytes=gradient_bytes(config),
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,

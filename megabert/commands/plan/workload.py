@@ -224,11 +224,16 @@ def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
     return parts
 
 
+def gradient_bytes(config: Config) -> int:
+    """Of a gradient that travels: fp32 (`communication_data_type`), in fp16 runs DeepSpeed's default."""
+    return 2 if config.precision == "fp16" else 4
+
+
 def bucket_bytes(config: Config) -> float:
     """What stages 1 to 3 need besides while gradients are reduced; stage 1 in bf16 sums them where they lie."""
     if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision not in ("fp16", "fp32")):
         return 0.0
-    return BUCKET * DTYPES[planned_precision(config)].itemsize
+    return BUCKET * gradient_bytes(config)
 
 
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
@@ -279,9 +284,8 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
             f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
             f" {sum(cells):>8.2f}{mark}"
         )
-    width = DTYPES[planned_precision(config)].itemsize
     lines.append(
-        f"stages 1 to 3 need up to {BUCKET * width / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
+        f"stages 1 to 3 need {BUCKET * gradient_bytes(config) / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
     )
     if memory_gib is not None:
