@@ -26,7 +26,7 @@ from megabert.commands.plan.step_time import (
     Constants,
     Device,
     Fabric,
-    Share,
+    GpuShare,
     StepTime,
     System,
     pass_seconds,
@@ -46,7 +46,7 @@ def system_of(run: Run, devices: Mapping[str, Device], constants: Constants) -> 
 def update(run: Run, part: Part, system: System) -> StepTime:
     share = part.batch / run.gpus
     steps = math.ceil(share / (part.micro or share))
-    return step_seconds(LARGE, Share(part.sample.times(share / steps), steps), run.gpus, system)
+    return step_seconds(LARGE, GpuShare(part.sample.times(share / steps), steps), run.gpus, system)
 
 
 def evaluations(run: Run, part: Part, system: System) -> float:

@@ -20,9 +20,9 @@ from megabert.commands.plan.step_time import (
     DEVICES,
     Constants,
     Fabric,
+    GpuShare,
     MicroBatch,
     Ranks,
-    Share,
     Software,
     StepTime,
     System,
@@ -301,7 +301,7 @@ def system(software: Software = PLAIN, constants: Constants | None = None, gpu: 
 
 
 def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None) -> StepTime:
-    return step_seconds(MODEL, Share(BATCH, steps), size, system(software, constants))
+    return step_seconds(MODEL, GpuShare(BATCH, steps), size, system(software, constants))
 
 
 def test_the_products_are_the_models_operations() -> None:
@@ -410,7 +410,7 @@ def test_overlap_hides_at_most_half_the_backward_pass() -> None:
     assert 0 < bare.seconds - found.seconds <= 0.5 * 2 / 3 * one.seconds
     assert found.network == 0.0 and found.inside >= traffic(MODEL, 1, 512, system()).after[0]
     # of a backward pass too short for all gradients, half is used
-    little = Share(BATCH.times(1 / 32))
+    little = GpuShare(BATCH.times(1 / 32))
     room = 0.5 * 2 / 3 * pass_seconds(MODEL, little.batch, system()).seconds
     saved = step_seconds(MODEL, little, 512, system()).seconds
     saved -= step_seconds(MODEL, little, 512, system(software)).seconds
@@ -449,7 +449,7 @@ def test_more_of_a_resource_is_never_slower() -> None:
         for name in ("memory", "link", "network", "fp8"):
             more = replace(Constants(), **{name: 1.2 * getattr(Constants(), name)})
             assert step(64, software, constants=more).seconds <= step(64, software).seconds, name
-    slow = step_seconds(MODEL, Share(BATCH, 1, rows_seconds=2.0), 8, system())
+    slow = step_seconds(MODEL, GpuShare(BATCH, 1, rows_seconds=2.0), 8, system())
     assert slow.seconds == pytest.approx(2.0) and slow.data == pytest.approx(2.0 - step(8).seconds)
 
 
@@ -467,7 +467,7 @@ COMMAND = ["--config", "large_phase1", "--gpus", "h100", "--network", "8x400", *
 HOUR = 3_600.0
 
 
-def job(*overrides: str) -> planner.Job:
+def job(*overrides: str) -> planner.ForecastJob:
     return planner.job_of(configuration.load("large_phase1", [*LARGE, *overrides]))
 
 

@@ -9,7 +9,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabert.commands.plan.step_time import Device, Fabric, MicroBatch, Share, Software, StepTime, System, step_seconds
+from megabert.commands.plan.step_time import (
+    Device,
+    Fabric,
+    GpuShare,
+    MicroBatch,
+    Software,
+    StepTime,
+    System,
+    step_seconds,
+)
 from megabert.commands.plan.workload import gradient_bytes, manifest_of, matrices, with_vocabulary, work
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
@@ -34,7 +43,7 @@ SCORES = {"fused_softmax": 22.0}
 
 
 @dataclass(frozen=True)
-class Job:
+class ForecastJob:
     """An update's work over all ranks: `counts` as computed, padding included; real tokens and operations as useful."""
 
     config: Config
@@ -44,12 +53,12 @@ class Job:
     tokens: float
     operations: float
 
-    def share(self, size: int) -> Share:
+    def share(self, size: int) -> GpuShare:
         """One GPU's part of `size`: of the largest, where they are not equal."""
         config = fit_micro_size(self.config, size)
         micro, steps = config.batch.micro_size, accumulation(config, size)
         loading = micro * steps * self.seq_len / (LOADER * max(1, config.data.workers))
-        return Share(self.counts.times(micro / self.rows), steps, loading)
+        return GpuShare(self.counts.times(micro / self.rows), steps, loading)
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Reliability:
 
 
 @dataclass(frozen=True)
-class Point:
+class ForecastPoint:
     """The run at one number of GPUs."""
 
     size: int
@@ -107,7 +116,7 @@ class Point:
     seconds: float
 
 
-def job_of(config: Config) -> Job:
+def job_of(config: Config) -> ForecastJob:
     """What an update of the run works on, by the manifests of its data where it names any, computed with its padding.
 
     `sdpa` and `fused_softmax` compute a row's every pair.
@@ -118,7 +127,7 @@ def job_of(config: Config) -> Job:
     every_pair = config.ops.attention in ("sdpa", "fused_softmax")
     pairs = float(update.rows * update.seq_len**2) if every_pair else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
-    return Job(config, counts, update.rows, update.seq_len, update.tokens, update.flops(config))
+    return ForecastJob(config, counts, update.rows, update.seq_len, update.tokens, update.flops(config))
 
 
 def software_of(config: Config) -> Software:
@@ -147,7 +156,7 @@ def software_of(config: Config) -> Software:
     )
 
 
-def forecast(job: Job, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[Point]:
+def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fabric) -> list[ForecastPoint]:
     """A point for each of `sizes`. Raises ValueError naming the value that cannot be."""
     system = System(device, fabric, software_of(job.config))
     points = []
@@ -165,17 +174,17 @@ def forecast(job: Job, sizes: Sequence[int], device: Device, fabric: Fabric) -> 
         elif schedule.unit == "steps":
             seconds = step.seconds * schedule.total_steps
         micro_size = fit_micro_size(job.config, size).batch.micro_size
-        points.append(Point(size, micro_size, share.micro_steps, step, seconds))
+        points.append(ForecastPoint(size, micro_size, share.micro_steps, step, seconds))
     return points
 
 
-def efficiency(points: Sequence[Point]) -> list[float]:
+def efficiency(points: Sequence[ForecastPoint]) -> list[float]:
     """GPU-seconds of the first point over those of each."""
     first = points[0].size * points[0].step.seconds
     return [first / (point.size * point.step.seconds) for point in points]
 
 
-def table(job: Job, points: Sequence[Point], device: Device, prices: Prices) -> str:
+def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, prices: Prices) -> str:
     """Speed, efficiency, days and what they cost, a line a number of GPUs; then the terms in milliseconds."""
     watts = prices.watts or device.watts
     head = ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "kWh"]
@@ -195,7 +204,7 @@ def table(job: Job, points: Sequence[Point], device: Device, prices: Prices) -> 
     return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
 
 
-def failure_table(points: Sequence[Point], fabric: Fabric, node: Reliability) -> str:
+def failure_table(points: Sequence[ForecastPoint], fabric: Fabric, node: Reliability) -> str:
     """Mean time between failures, the best interval between saves and the goodput with it, a line a number of GPUs."""
     lines = [["GPUs", "MTBF h", "save every s", "updates", "goodput", "days"]]
     for point in points:

@@ -276,7 +276,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Share:
+class GpuShare:
     """One GPU's part of an update: so many passes over as large a micro-batch. Its rows take the loader `rows_seconds`."""
 
     batch: MicroBatch
@@ -400,7 +400,7 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
     return Traffic((0.0, during), (0.0, after))
 
 
-def step_seconds(model: ModelConfig, share: Share, size: int, system: System) -> StepTime:
+def step_seconds(model: ModelConfig, share: GpuShare, size: int, system: System) -> StepTime:
     """One update of `size` GPUs, of which each does its `share`. Raises ValueError as `traffic` does."""
     software, steps = system.software, share.micro_steps
     one = pass_seconds(model, share.batch, system)
