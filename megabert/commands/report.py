@@ -56,9 +56,9 @@ CHARTS = (
     CurveChart("NSP accuracy", "share of pairs", ("train/nsp_accuracy", "eval/nsp_accuracy"), "{:.1%}", True),
     CurveChart("Learning rate", "at the update", ("train/lr",), from_zero=True),
     CurveChart("Gradient norm", "before clipping", ("train/grad_norm",)),
-    CurveChart("Throughput", "tokens a second, all ranks", ("perf/tokens_per_sec",), "{:,.0f}", True),
+    CurveChart("Throughput", "of all ranks", ("perf/tokens_per_sec",), "{:,.0f} tokens/s", True),
     CurveChart("MFU", "share of the matrix-product ceiling", ("perf/mfu",), "{:.1%}", True),
-    CurveChart("Memory", "GiB, peak of a rank", ("perf/peak_memory_gib",), from_zero=True),
+    CurveChart("Memory", "peak of a rank", ("perf/peak_memory_gib",), "{:.4g} GiB", True),
 )
 DRAWN = {name for chart in CHARTS for name in chart.names}
 
@@ -222,7 +222,8 @@ def results(run: ReportedRun) -> dict[str, str]:
     for chart in CHARTS:
         for name in chart.names:
             if isinstance(run.last.get(name), int | float):
-                found[f"{chart.title}, {name.partition('/')[0]}"] = chart.written.format(run.last[name])
+                kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
+                found[chart.title + kind] = chart.written.format(run.last[name])
     if "time/train_seconds" in run.last:
         found["trained for"] = duration(run.last["time/train_seconds"])
     restarts = sum(event.kind == "restart" for event in run.events)
@@ -332,7 +333,7 @@ def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | Non
         "unit": "; ".join([chart.unit, *notes]),
         "lines": lines,
         "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
-        "y_ticks": [(up(value), f"{value:.0%}" if percent else f"{value:.6g}") for value in up.ticks()],
+        "y_ticks": [(up(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in up.ticks()],
         "marks": marks(runs[0], across, steps) if chart.title == "Loss" and len(runs) == 1 else [],
     }
 

@@ -140,7 +140,8 @@ def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]
         assert f"<figcaption>{title}<small>" in source
     for row in (
         ["updates", "120 of 200"],
-        ["Loss, eval", "8.5"],
+        ["Loss, held out", "8.5"],
+        ["Throughput", "2,000 tokens/s"],
         ["trained for", "4m00s"],
         ["restarts", "1"],
         # first, lowest, highest and last loss
@@ -186,7 +187,7 @@ def test_several_runs_share_charts_and_differ(tmp_path: Path, capsys) -> None:
     one, two = make(tmp_path / "one"), make(tmp_path / "two", "optimizer.lr=3e-3", "seed=7")
     (two / "samples.jsonl").unlink()
     source, rows = page_of(one, two, output=tmp_path / "both.html")
-    assert ["", "1 one", "2 two"] in rows and ["Loss, eval", "8.5", "8.5"] in rows
+    assert ["", "1 one", "2 two"] in rows and ["Loss, held out", "8.5", "8.5"] in rows
     chart = source[source.index("<figcaption>Loss<") :]
     chart = chart[: chart.index("</svg>")]
     assert [len(re.findall(f'class="{kind} c{run}"', chart)) for kind in ("line", "held") for run in (0, 1)] == [1] * 4
