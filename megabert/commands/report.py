@@ -125,12 +125,12 @@ def read_run(folder: Path, name: str) -> ReportedRun:
     read_metrics(run)
     read_events(run)
     run.samples = read_samples(folder / SAMPLES)
-    for file, found, what in (
+    for file, content, what in (
         (METRICS, run.last, "curves"),
         (STARTS, run.starts, "restarts, ranks and devices"),
         (SAMPLES, run.samples, "held-out samples"),
     ):
-        if not found:
+        if not content:
             run.missing.append(f"no {what}: {file} is not there or empty")
     return run
 
@@ -218,27 +218,27 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 def results(run: ReportedRun) -> dict[str, str]:
     """What a run came to."""
     total = run.config_json["config"].get("schedule", {}).get("total_steps", 0)
-    found = {"updates": f"{run.last.get('step', 0):,} of {total:,}"}
+    table = {"updates": f"{run.last.get('step', 0):,} of {total:,}"}
     for chart in CHARTS:
         for name in chart.names:
             if isinstance(run.last.get(name), int | float):
                 kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
-                found[chart.title + kind] = chart.written.format(run.last[name])
+                table[chart.title + kind] = chart.written.format(run.last[name])
     if "time/train_seconds" in run.last:
-        found["trained for"] = duration(run.last["time/train_seconds"])
+        table["trained for"] = duration(run.last["time/train_seconds"])
     restarts = sum(event.kind == "restart" for event in run.events)
-    return found | {"restarts": f"{restarts:,}" if run.starts else "not recorded"}
+    return table | {"restarts": f"{restarts:,}" if run.starts else "not recorded"}
 
 
 def environment(run: ReportedRun) -> dict[str, Any]:
     """What a run ran on and with, as its last start found it."""
     start = run.starts[-1] if run.starts else {}
-    found: dict[str, Any] = {
+    table: dict[str, Any] = {
         name: start[name] for name in ("time", "ranks", "device", "cores", "memory_gib") if name in start
     }
-    found |= {f"backend of {op}": name for op, name in run.config_json.get("backends", {}).items()}
-    found |= run.config_json.get("versions", {})
-    return found | {name: run.config_json.get(name) for name in ("revision", "command")}
+    table |= {f"backend of {op}": name for op, name in run.config_json.get("backends", {}).items()}
+    table |= run.config_json.get("versions", {})
+    return table | {name: run.config_json.get(name) for name in ("revision", "command")}
 
 
 def side_by_side(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
@@ -322,9 +322,9 @@ def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | Non
     up = ChartScale(min(low, 0.0) if chart.from_zero else low, high, HEIGHT - BOTTOM, TOP + 4, logarithmic)
     for line in lines:
         line["path"] = "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in line["points"])
-        found = [y for _, y in line["points"]]
-        line["figures"] = [chart.written.format(y) for y in (found[0], min(found), max(found), found[-1])]
-        line["end"] = [across(line["points"][-1][0]), up(found[-1])]
+        of_line = [y for _, y in line["points"]]
+        line["figures"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
+        line["end"] = [across(line["points"][-1][0]), up(of_line[-1])]
     notes = ["logarithmic"] * logarithmic
     notes += [f"{not_finite:,} values are not finite and are not drawn"] if not_finite else []
     percent = chart.written.endswith("%}")

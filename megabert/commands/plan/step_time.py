@@ -104,10 +104,10 @@ class Fabric:
             raise ValueError(f"--nodes-of {node}: a node has at least 1 GPU")
         if not adapters:
             return cls(node)
-        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", adapters)
-        if not found or not math.prod(map(float, found.groups())):
+        match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", adapters)
+        if not match or not math.prod(map(float, match.groups())):
             raise ValueError(f"--network {adapters}: write ADAPTERSxGBITS a node, e.g. 8x400 for eight of 400 Gbit/s")
-        return cls(node, int(found[1]) * float(found[2]) * GB / 8)
+        return cls(node, int(match[1]) * float(match[2]) * GB / 8)
 
 
 def device(name: str) -> Device:
