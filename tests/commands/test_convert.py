@@ -186,7 +186,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["torch-zip", "bare-pickle"])
-def test_a_pickle_with_code_in_it_is_refused_and_not_run(zipped: bool, tmp_path: Path, capsys) -> None:
+def test_a_pickle_with_code_is_refused_unrun(zipped: bool, tmp_path: Path, capsys) -> None:
     peer = make(tmp_path / "hf", binary=True)
     place, file = tmp_path / "hacked", tmp_path / "hf" / "pytorch_model.bin"
     state = dict(peer.state_dict()) | {"bert.evil": Malicious(place)}
@@ -244,7 +244,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_converted_is_one_line_and_no_folder(case: str, tmp_path: Path, capsys) -> None:
+def test_a_refused_conversion_leaves_no_folder(case: str, tmp_path: Path, capsys) -> None:
     change, said = WRONG[case]
     make(tmp_path / "hf")
     change(tmp_path / "hf")
@@ -254,7 +254,7 @@ def test_what_cannot_be_converted_is_one_line_and_no_folder(case: str, tmp_path:
     assert {p.name for p in tmp_path.iterdir()} <= {"hf"}
 
 
-def test_an_unsupported_config_or_a_full_run_is_refused(tmp_path: Path, capsys) -> None:
+def test_unsupported_configs_and_full_runs_are_refused(tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(runs.make(tmp_path / "full"))]) == 2
     assert "is not empty" in one_line(capsys)

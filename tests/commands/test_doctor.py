@@ -96,7 +96,7 @@ def test_a_probe_survives_what_it_probes(code: str, works: bool, said: str) -> N
     assert doctor.probe(code) == (works, said)
 
 
-def test_a_tool_is_found_beside_python_or_on_the_path(tmp_path, monkeypatch) -> None:
+def test_tools_beside_python_or_on_path_are_found(tmp_path, monkeypatch) -> None:
     script = tmp_path / "sbatch"
     script.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
     script.chmod(0o755)

@@ -80,7 +80,7 @@ def test_it_computes_the_same(exported) -> None:
     assert made["token_type_ids"].sum() > 0 and want.prediction_logits.shape[-1] == pretrained.tokenizer.vocab_size
 
 
-def test_files_are_plain_and_tied_weights_are_there_once(exported) -> None:
+def test_tied_weights_are_written_once(exported) -> None:
     run, folder = exported
     names = {path.name for path in folder.iterdir()}
     original = next(name for name in hf.TOKENIZER_FILES if (run / name).is_file())
@@ -133,7 +133,7 @@ def test_an_untied_decoder_loads_by_itself(norm: Any, tmp_path: Path, caplog) ->
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
-def test_a_causal_run_is_a_decoder_that_computes_the_same(norm: str, tmp_path: Path, capsys, caplog) -> None:
+def test_a_causal_run_computes_the_same_as_decoder(norm: str, tmp_path: Path, capsys, caplog) -> None:
     run, folder = runs.make(tmp_path / "run", causal=True, norm=norm), tmp_path / "hf"
     assert export.main(["--model", str(run), "--output", str(folder)]) == 0
     assert "is_decoder=true" in capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_a_sentence_transformers_folder_says_how_it_pools(tmp_path: Path, capsys
     assert "is not empty" in one_line(capsys)
 
 
-def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsys) -> None:
+def test_a_checkpoint_and_a_tokenizer_can_be_named(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run")
     moved = tmp_path / "kept.model"
     shutil.move(run / "tokenizer.model", moved)
@@ -184,7 +184,7 @@ def test_one_checkpoint_can_be_named_and_the_tokenizer_too(tmp_path: Path, capsy
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
-def test_the_card_says_what_the_run_says_and_no_more(tmp_path: Path) -> None:
+def test_the_card_gives_only_the_runs_figures(tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run")
     # the last line is after the checkpoint
     lines = [
@@ -233,7 +233,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_what_cannot_be_exported_is_one_line_and_no_folder(tmp_path: Path, capsys) -> None:
+def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
     run, large = runs.make(tmp_path / "run"), runs.make(tmp_path / "large", vocab_size=300)
     (tmp_path / "empty").mkdir()
     other = runs.tokenizer(tmp_path / "other", "cased").path

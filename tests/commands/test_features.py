@@ -186,7 +186,7 @@ def test_a_hugging_face_folder_gives_the_same(run: Path, lines: Path, capsys) ->
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
-def test_a_causal_model_is_read_at_its_last_token(run: Path) -> None:
+def test_causal_models_pool_their_last_token(run: Path) -> None:
     tokens, pooled = (Extractor(hf.load(run), pool=pool) for pool in ("none", "cls"))
     tokens.causal = pooled.causal = True
     texts = [(text, None) for text in ("the quick fox", "the quick fox jumps over", "sea")]
@@ -279,7 +279,7 @@ def test_an_overflow_of_float16_is_refused(run: Path, lines: Path, capsys, monke
     assert "not finite in float16" in one_line(capsys)
 
 
-def test_four_layers_are_asked_of_models_that_have_them() -> None:
+def test_four_layers_need_four_layers() -> None:
     for layers in ("sum-last-4", "concat-last-4"):
         with pytest.raises(ValueError, match="the model has 3 layers"):
             Layers.parse(layers, 3)

@@ -62,7 +62,7 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
             assert [word.removeprefix("##") for word, _ in words] == tokens
 
 
-def test_whitespace_around_masks_is_what_a_dataset_would_hold(tmp_path: Path) -> None:
+def test_whitespace_around_masks_is_kept(tmp_path: Path) -> None:
     found = hf.load(runs.make(tmp_path / "run", "whitespace"))
     filler, kept = fill.Filler(found), found.tokenizer
     given, whole = "  the\n\t  [MASK] fox\n [MASK]s ", "  the\n\t  the fox\n thes "
@@ -73,7 +73,7 @@ def test_whitespace_around_masks_is_what_a_dataset_would_hold(tmp_path: Path) ->
     assert kept.decode(unmasked) == whole and len(filler.fill(given, "a\n", top=2).words) == 2
 
 
-def test_a_pair_has_segments_and_a_next_sentence_answer(tmp_path: Path) -> None:
+def test_a_pair_has_a_next_sentence_answer(tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     export.export(run, tmp_path / "hf")
     made = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(
@@ -99,7 +99,7 @@ def test_the_table_is_aligned() -> None:
     )
 
 
-def test_a_causal_run_fills_in_from_what_is_before(tmp_path: Path, capsys) -> None:
+def test_a_causal_run_fills_from_the_left(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased", causal=True)
     export.export(run, tmp_path / "hf")
     made = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("the quick", return_tensors="pt")
@@ -130,7 +130,7 @@ def test_one_text_prints_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
     assert capsys.readouterr().out == f"-- {run}, step 0\n{first}"
 
 
-def test_it_works_beside_a_run_that_holds_the_lock_and_changes_nothing(tmp_path: Path, capsys) -> None:
+def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     run_lock.take(run, ALONE)
     half = run / "checkpoints" / ".saving-00000009"
@@ -169,7 +169,7 @@ def test_the_newest_checkpoint_is_followed(tmp_path: Path, capsys, monkeypatch) 
     assert not (run / "checkpoints" / "step-00000000").exists()
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_no_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     real, calls = checkpoint.load_weights, []
 

@@ -195,7 +195,7 @@ def test_the_report_says_what_the_run_needs() -> None:
     assert "rows = 37 x 7 ranks x 1 micro-steps less 3 seats" in workload.report(base("batch.micro_size=37"), None, 7)
 
 
-def test_the_bucket_of_gradients_is_in_the_type_that_travels() -> None:
+def test_the_gradient_bucket_has_the_traffics_type() -> None:
     """DeepSpeed allocates it whole, 500 M elements of `communication_data_type` (runtime/zero/stage_1_and_2.py)."""
     for precision, stage, expected in (
         ("bf16", 1, 0),
@@ -418,7 +418,7 @@ def test_overlap_hides_at_most_half_the_backward_pass() -> None:
     assert step(512, software, constants=Constants(overlap=0.0)) == bare
 
 
-def test_the_optimizer_is_shared_out_and_muons_matrices_travel() -> None:
+def test_optimizer_shares_and_muons_traffic() -> None:
     matrices = tuple(Matrix(n, 0, 1_024, 4_096) for n in range(48))
     muon = replace(PLAIN, orthogonal=matrices, zero=1)
     flops = 48 * 5 * (4 * 1_024**2 * 4_096 + 2 * 1_024**3)

@@ -134,7 +134,7 @@ def test_the_page_is_whole_and_fetches_nothing(made: tuple[str, list[list[str]]]
     assert len(re.findall(r'role="img" aria-label="[^"]{20,}"', source)) == 7
 
 
-def test_it_says_what_the_files_of_the_run_say(made: tuple[str, list[list[str]]]) -> None:
+def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) -> None:
     source, rows = made
     for title in ("Loss", "MLM accuracy", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"):
         assert f"<figcaption>{title}<small>" in source
@@ -223,9 +223,7 @@ def test_a_beginning_run_has_a_report(tmp_path: Path, capsys) -> None:
         (["run", "--output", "run/config.json"], "run/config.json: is there and is no report"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(
-    args: list[str], said: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_a_mistake_writes_nothing(args: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:
     for name, text in (("damaged", '{"config": '), ("list", "[]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
