@@ -19,7 +19,7 @@ python megabert/train.py --config "${CONFIG:-launch/quickstart.toml}" --data "$o
 python -m megabert evaluate --model "$out/run" --data "$out/data"
 python -m megabert fill --model "$out/run" "This is the [MASK] of the text."
 printf 'One line of text.\nAnd another one.\n' >"$out/lines.txt"
-rm -rf "$out/vectors.parquet" "$out/hf" # of a command that ended early
-python -m megabert features --model "$out/run" --input "$out/lines.txt" --output "$out/vectors.parquet"
+rm -rf "$out/vectors.npy" "$out/hf" # of a command that ended early
+python -m megabert features --model "$out/run" --input "$out/lines.txt" --output "$out/vectors.npy"
 python -m megabert export --model "$out/run" --output "$out/hf"
 echo "Hugging Face's AutoModelForMaskedLM.from_pretrained(\"$out/hf\") loads the model"

@@ -148,7 +148,7 @@ class Extractor:
         self,
         pretrained: Pretrained,
         layers: str = "last",
-        pool: str = "none",
+        pool: str = "mean",
         max_length: int = 0,
         batch_tokens: int | None = None,
         dtype: str = "float32",
@@ -411,7 +411,7 @@ def extract(
     only when all is written. The same call resumes one that was killed.
     """
     path, target = Path(input), Path(output)
-    _check_output(target, options.get("pool", "none"))
+    _check_output(target, options.get("pool", "mean"))
     total = sum(1 for _ in read_texts(path, columns))
     if not total:
         raise ValueError(f"{path}: has no text in it")
@@ -452,7 +452,7 @@ def _check_output(path: Path, pool: str) -> None:
     if path.suffix not in WRITERS:
         raise ValueError(f"{path}: must end in {', '.join(WRITERS)}")
     if path.suffix == ".npy" and pool == "none":
-        raise ValueError(f"{path}: .npy holds one vector a text; add --pool, or write .parquet")
+        raise ValueError(f"{path}: .npy holds one vector a text; for --pool none write .parquet")
     if os.path.lexists(path):
         raise ValueError(f"{path}: is there already; name another file")
     if not path.parent.is_dir():

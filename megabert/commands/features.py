@@ -1,7 +1,7 @@
 """Fixed features: a trained model's vectors of texts, as in Devlin et al. 2019, section 5.3.
 
-megabert features --model DIR --input lines.txt --output vectors.parquet
-megabert features --model DIR --input FILE.tsv --text COLUMN --pool mean --output vectors.npy
+megabert features --model DIR --input lines.txt --output vectors.npy                    a vector a text
+megabert features --model DIR --input FILE.tsv --text COLUMN --pool none --output vectors.parquet     a vector a token
 
 DIR is a run folder, one of its checkpoints, or a Hugging Face folder. Vectors are in the order of the input, and are the
 same whatever the batches. A file may be larger than memory; after a kill the same command resumes and writes the same bytes.
@@ -18,7 +18,7 @@ from megabert.common.errors import INTERRUPTED, OK, code_of, command
 from megabert.common.logs import log
 
 LAYERS = "last, second-to-last, sum-last-4, concat-last-4, sum-all, embeddings, N[,N…]"
-POOLS = ("none", "cls", "mean", "max", "sentence")
+POOLS = ("mean", "max", "cls", "sentence", "none")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,10 +40,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", action="append", default=[], metavar="COLUMN", help="column of the text; twice for a pair")
     add("--layers", default="last", help=f"{LAYERS}; 0 is the embeddings, sum-all leaves them out")
     pools = (
-        "none: a vector a token, [CLS] and [SEP] too; else one a text: of [CLS] (of [SEP] in a causal model), or mean or max "
-        "over all of its tokens; sentence: as the model's sentence-transformers folder says"
+        "one vector a text: the mean or the max over all of its tokens, or cls: that of [CLS] (of [SEP] in a causal model); "
+        "sentence: as the model's sentence-transformers folder says; none: a vector a token, [CLS] and [SEP] too"
     )
-    add("--pool", default="none", choices=POOLS, help=pools)
+    add("--pool", default="mean", choices=POOLS, help=pools)
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the vectors")
     add("--max-length", type=int, default=0, metavar="N", help="cut longer texts to N tokens; 0: to the model's most")
     precisions = "of the model: bf16 is about twice as fast where the processor has it, and accurate to 2 to 3 digits"

@@ -94,7 +94,7 @@ def combined(states: list[np.ndarray], layers: str) -> np.ndarray:
 )
 def test_layers_are_transformers_own(layers: str, run: Path, peer: Any, lines: Path) -> None:
     output = lines.with_suffix(".parquet")
-    assert features.main(command(run, lines, output, "--layers", layers, "--batch-tokens", "30")) == 0
+    assert features.main(command(run, lines, output, "--pool", "none", "--layers", layers, "--batch-tokens", "30")) == 0
     found = tokens_of(output)
     want = [combined(peer(text), layers) for text in TEXTS]
     assert found["lengths"].tolist() == [len(states) for states in want]
@@ -122,7 +122,7 @@ def test_pooled_is_a_vector_a_text(pool: str, ending: str, run: Path, peer: Any,
 def test_a_part_of_one_text_holds_its_tokens(run: Path, peer: Any, lines: Path) -> None:
     """Two tokens a batch, so that a part has a text or two; texts above 30 tokens are cut."""
     output = lines.with_suffix(".parquet")
-    options = ["--batch-tokens", "2", "--dtype", "float16", "--max-length", "30"]
+    options = ["--pool", "none", "--batch-tokens", "2", "--dtype", "float16", "--max-length", "30"]
     assert features.main(command(run, lines, output, *options)) == 0
     lengths = [len(peer(text)[0]) for text in TEXTS]
     found = tokens_of(output)
@@ -250,7 +250,7 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.txt", b"one\n", ["--batch-tokens", "0"], "must be 1 or more"),
     ("a.txt", b"one\n", ["--text", "a", "--text", "b", "--text", "c"], "--text c: a pair has two texts"),
     ("a.txt", b"one\n", ["--output", "OUT.txt"], "OUT.txt: must end in .parquet, .npy"),
-    ("a.txt", b"one\n", ["--output", "out.npy"], "out.npy: .npy holds one vector a text; add --pool"),
+    ("a.txt", b"one\n", ["--output", "out.npy", "--pool", "none"], "out.npy: .npy holds one vector a text"),
     ("a.txt", b"one\n", ["--output", "none/out.parquet"], "none: no such folder"),
     ("a.txt", b"one\n", ["--output", "there.parquet"], "there.parquet: is there already"),
     ("a.txt", b"one\n", ["--input", "none.txt"], "none.txt: no such file"),
@@ -358,7 +358,7 @@ def test_memory_does_not_grow_with_the_input(run: Path, tmp_path: Path) -> None:
     )
     for name, times in (("small", 1200), ("large", 3600)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{text}\n" for text in TEXTS * times))
-    args = ["--model", str(run), "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]
+    args = ["--model", str(run), "--pool", "none", "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]
     done = subprocess.run(
         [sys.executable, "-c", program, *args],
         capture_output=True,
