@@ -1,15 +1,15 @@
 """Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
 
-    python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg
+    python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg --against hf-loop
     python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true \\
         "optimizer.name=adamw optimizer.lr=1.5e-3"
-    python benchmarks/speedrun.py --track 30min-2cores 120min-2cores --show --plot FILE.svg
+    python benchmarks/speedrun.py --track 1.8min-2cores 30min-2cores 120min-2cores --show --against hf-tuned --plot FILE.svg
 
-A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging
-Face's plain loop. The score is the held-out masked-LM loss at 15% in bits a byte, so that vocabularies compare; loss and
-accuracy stand beside it. The records file is written after each seed, and the same command again goes on with what is
-missing; a killed run of ours goes on from its newest checkpoint. Tracks of minutes need a machine with nothing else to
-do; its load at the start of each run is in the file. Tracks of tokens do not.
+A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging Face's plain
+loop. The score is the held-out masked-LM loss at 15% in bits a byte, so that vocabularies compare; loss and accuracy stand beside
+it. The records file is written after each seed, and the same command again trains what is missing; a killed run of ours resumes
+from its newest checkpoint. Tracks of minutes need a machine with nothing else to do; its load at the start of each run is in the
+file. Tracks of tokens do not. `--against` says what the others took to a peer's last loss, in time and in tokens.
 """
 
 from __future__ import annotations
@@ -24,35 +24,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.race import dataset, recipes, records, tracks
-from benchmarks.race.recipes import Recipe
+from benchmarks.race import dataset, recipes, records
+from benchmarks.race.recipes import RaceRecipe, Track
 from benchmarks.race.records import Records
-from benchmarks.race.tracks import Track
 
 FIRST_SEED = 42
-BUSY = 0.5  # processes that were running on the average of the last minute
+# processes that ran on the average of the last minute
+BUSY = 0.5
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--track",
-        nargs="+",
-        required=True,
-        metavar="NAME",
-        help=f"{', '.join(tracks.NAMES)}; or a budget of your own, as 6min-1cores or 300k-tokens; several with --show",
-    )
+    tracks = f"{', '.join(recipes.TRACKS)}; or another budget, as 6min-1cores or 300k-tokens; several with --show"
+    add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
     add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
     add("--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record")
-    add(
-        "--each",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
+    add("--each", nargs="+", default=[], metavar="KEY=VALUE",
         help="enter each recipe once more with each of these keys changed (several at once: in quotes, spaces between "
-        "them), and print what that gained",
-    )
+        "them), and print what that gained")  # fmt: skip
+    add("--against", metavar="RECIPE", help="print and write what the others took to this entry's last loss")
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
     add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
@@ -69,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records) -> None:
+def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Records) -> None:
     """Runs the seeds of a recipe that the records do not have. Raises ValueError."""
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
     entry = kept.entry(track, recipe, data.identity())
@@ -88,31 +79,47 @@ def enter(args: argparse.Namespace, track: Track, recipe: Recipe, kept: Records)
             shutil.rmtree(run)
 
 
-def run_seed(track: Track, recipe: Recipe, data: dataset.RaceData, run: Path, seed: int) -> dict[str, object]:
+def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path, seed: int) -> dict[str, object]:
     """Trains one seed and scores it on the held-out documents: the figures of the end, and the curve."""
-    from benchmarks.race import scoring, training
+    from benchmarks.race import training
 
     trained = training.train(recipe, track, data, run, seed)
     *_, last = trained.points
-    scorer = scoring.Scorer(data.held_out, scoring.HELD_OUT_ROWS, track.cores)
+    scorer = dataset.Scorer(data.held_out, dataset.HELD_OUT_ROWS, track.cores)
     found = scorer.score(training.weights_of(last), trained.config)
-    along = scoring.Scorer(data.held_out, scoring.CURVE_ROWS, track.cores)
+    along = dataset.Scorer(data.held_out, dataset.CURVE_ROWS, track.cores)
     curve = [
         training.without_weights(point) | along.score(training.weights_of(point), trained.config)
         for point in trained.points
     ]
     about: dict[str, object] = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
-    about |= {"flops_per_token": trained.flops_per_token, "precision": trained.config["precision"]}
+    about |= {"precision": trained.config["precision"]}
     return about | training.without_weights(last) | found | {"curve": curve}
+
+
+def compare(args: argparse.Namespace, kept: Records) -> None:
+    """Prints and writes what every entry of the tracks took to the peer's last loss. Raises ValueError without that entry."""
+    entries = [entry for name in args.track for entry in kept.of(name)]
+    peers = [entry for entry in entries if entry["recipe"] == args.against]
+    if not peers:
+        raise ValueError(f"--against {args.against}: has no result on {', '.join(args.track)}")
+    # of several tracks the longest run of the peer
+    peer = max(peers, key=lambda entry: records.mean(entry, "tokens"))
+    kept.comparisons = records.comparisons(entries, peer)
+    for row in kept.comparisons:
+        taken = f"{row['taken']:,.0f} against {row['peer_taken']:,.0f}"
+        print(f"{row['ours']}, seed {row['seed']}: {row['what']} of {row['peer']}: {taken}, ratio {row['ratio']:.2f}")
+    if not args.show:
+        kept.write()
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run that trains is ended too
     try:
-        track, *_ = (tracks.track_of(name, args.threads) for name in args.track)
+        track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
         bases = [recipes.load(name) for name in args.recipe]
-        changes = [recipes.keys_and_values(said) for said in args.each]
+        changes = [recipes.keys_and_values(change) for change in args.each]
         chosen = [] if args.show else bases + [base.changed(change) for base in bases for change in changes]
         if track.cores > (os.cpu_count() or 1):
             raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
@@ -120,16 +127,16 @@ def main(argv: list[str] | None = None) -> int:
         for recipe in chosen:
             enter(args, track, recipe, kept)
         if args.plot:
-            from benchmarks.race import picture
-
-            picture.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
+            records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
+        for name in args.track:
+            print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
+            for base in bases if args.each else ():
+                print(f"\n{records.gains(kept, name, base)}")
+        if args.against:
+            compare(args, kept)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name in args.track:
-        print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
-        for base in bases if args.each else ():
-            print(f"\n{records.gains(kept, name, base)}")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of `bench_quality.py` and the race.
+"""Hugging Face's `BertForMaskedLM` pre-trained by the loop its users write: the peer of the race.
 
 The text, the tokenizer and the size are ours; everything else is theirs: one sequence a row, shuffled, padded to the
 longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, autocast to the precision that the device is
 fastest in, torch's fused AdamW (decay not on biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning
 rate with linear warm-up and linear decay to zero over the budget, of time or of tokens. Time is the loop's own, data
-included. With `causal` it learns left to right first, as `BertLMHeadModel` would (the same weights under a causal mask), and
+included. With `causal` it starts causal, as `BertLMHeadModel` would (the same weights under a causal mask), and
 masked LM after that.
 """
 
@@ -33,7 +33,7 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in every
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PeerRecipe:
     """What a Hugging Face user chooses. The budget is `tokens` where that is above 0, else `minutes`."""
 
     minutes: float
@@ -42,7 +42,7 @@ class Recipe:
     lr: float = 5e-4
     dropout: float = 0.1
     warmup: float = 0.06  # share of the budget
-    causal: float = 0.0  # share of the budget that is trained left to right, before the rest
+    causal: float = 0.0  # share of the budget that is trained causally, before the rest
     masking: float = 0.15  # share of the tokens that is predicted
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -100,7 +100,7 @@ def model_of(size: ModelConfig, dropout: float) -> BertForMaskedLM:
     return BertForMaskedLM(bert_config(size.model_copy(update=dropouts)))
 
 
-def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.AdamW:
     """The Trainer's groups: matrices decay, vectors (biases and LayerNorm) do not."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -109,7 +109,7 @@ def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=recipe.eps, fused=True)
 
 
-def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str, torch.Tensor]]:
+def batches(data: Sequences, collate: Any, recipe: PeerRecipe) -> Iterator[dict[str, torch.Tensor]]:
     """Epoch after epoch, each in another order."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
@@ -118,18 +118,18 @@ def batches(data: Sequences, collate: Any, recipe: Recipe) -> Iterator[dict[str,
         )
 
 
-def budget_used(recipe: Recipe, seconds: float, tokens: int) -> float:
+def budget_used(recipe: PeerRecipe, seconds: float, tokens: int) -> float:
     """Share of the budget after so much training, at most 1."""
     return min(tokens / recipe.tokens if recipe.tokens else seconds / (60 * recipe.minutes), 1.0)
 
 
-def rate(recipe: Recipe, used: float) -> float:
+def rate(recipe: PeerRecipe, used: float) -> float:
     """Learning rate at a share of the budget: linear up over `warmup` of it, then linear down to zero."""
     up = used / recipe.warmup if recipe.warmup else 1.0
     return recipe.lr * min(up, (1 - used) / (1 - recipe.warmup))
 
 
-def left_to_right(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict[str, torch.Tensor]:
+def causal_batch(batch: dict[str, torch.Tensor], original: torch.Tensor) -> dict[str, torch.Tensor]:
     """A batch of the collator as the causal model takes it: nothing hidden, each token predicts the next.
 
     `original` [B, T]: the ids before masking. The padding is at the end, where no real token looks.
@@ -153,7 +153,7 @@ def device() -> torch.device:
 
 
 def train(
-    dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: Recipe, every: float
+    dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: PeerRecipe, every: float
 ) -> Iterator[tuple[dict[str, float], BertForMaskedLM]]:
     """Trains for the budget on the CPU or the first GPU.
 
@@ -181,7 +181,7 @@ def train(
         batch = next(stream)
         real = int(batch["attention_mask"].sum())
         if used < recipe.causal:
-            batch = left_to_right(batch, unmasked(batch))
+            batch = causal_batch(batch, unmasked(batch))
         batch = {name: value.to(where) for name, value in batch.items()}
         for group in optimizer.param_groups:
             group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the first step is not wasted

@@ -24,12 +24,12 @@ from megabert.hf.hf_names import from_huggingface
 MODEL = "model."  # what keys of its size begin with
 
 
-def recipe_of(fields: dict[str, Any]) -> tuple[hf_plain_loop.Recipe, list[str]]:
+def recipe_of(fields: dict[str, Any]) -> tuple[hf_plain_loop.PeerRecipe, list[str]]:
     """The loop's recipe, and `model.` keys as overrides of the preset. Raises ValueError for a field that neither has."""
     sizes = {name: value for name, value in fields.items() if name.startswith(MODEL)}
     rest = {name: value for name, value in fields.items() if name not in sizes}
     try:
-        recipe = hf_plain_loop.Recipe(**rest)
+        recipe = hf_plain_loop.PeerRecipe(**rest)
     except TypeError as error:
         raise ValueError(f"recipe of the peer: {error}") from None
     return recipe, overrides_of(sizes)
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", required=True, type=Path)
     add("--run", required=True, type=Path, help="replaced")
     add("--preset", required=True, help="of ours: the model's size, which model. keys of the recipe change")
-    add("--recipe", required=True, type=json.loads, help="JSON of the loop's Recipe, and model. keys")
+    add("--recipe", required=True, type=json.loads, help="JSON of the loop's PeerRecipe, and model. keys")
     add("--points", required=True, type=int, help="of the curve")
     args = parser.parse_args(argv)
     try:

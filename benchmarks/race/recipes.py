@@ -1,12 +1,12 @@
-"""Recipes of the race: what an entry sets, as a small TOML file.
+"""Tracks of the race, which are budgets, and its recipes: what an entry sets, as a small TOML file.
 
 about = "what it is, in a line"
 change = "what made it better than the record before"
 system = "megabert"            # or "huggingface": the plain loop of benchmarks/peers
 preset = "mini"                # the size of either, and of ours every other setting
-vocabulary = 30_000            # pieces, or a tokenizer file
+vocabulary = 30_000            # its size, or a tokenizer file
 
-[keys]                         # ours: section.key of the configuration; the peer's: fields of its Recipe, and model.key
+[keys]                         # ours: section.key of the configuration; the peer's: fields of its PeerRecipe, and model.key
 "optimizer.lr" = 1.5e-3
 warmup = 0.06                  # share of the budget, of either
 """
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.race.tracks import Track
 from megabert import config
 from megabert.config import Config, toml_files
 from megabert.config.overrides import parse_value
 
+TRACKS = (*("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"), *("5m-tokens", "20m-tokens", "80m-tokens"))
+_MINUTES = re.compile(r"(\d+(?:\.\d+)?)min-(\d+)cores")
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km])-tokens")
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
 WARM_UP = "warmup"
@@ -39,7 +42,31 @@ BUDGET = (
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Track:
+    """A budget. Either `minutes` of training on `cores` threads, or `tokens`: real ones, padding not counted."""
+
+    name: str
+    minutes: float = 0.0
+    tokens: int = 0
+    cores: int = 2
+
+
+def track_of(name: str, threads: int = 2) -> Track:
+    """The track of a name: one of TRACKS, or another budget written the same way, which is no official one.
+
+    `threads` are those of a track of tokens; a track of minutes says its own. Raises ValueError for what is no budget.
+    """
+    if found := _MINUTES.fullmatch(name):
+        track = Track(name, minutes=float(found[1]), cores=int(found[2]))
+        if track.minutes and track.cores:
+            return track
+    if (found := _TOKENS.fullmatch(name)) and float(found[1]):
+        return Track(name, cores=threads, tokens=round(float(found[1]) * {"k": 1e3, "m": 1e6}[found[2]]))
+    raise ValueError(f"--track {name}: no budget; write one of {', '.join(TRACKS)}, or as 6min-1cores or 300k-tokens")
+
+
+@dataclass(frozen=True)
+class RaceRecipe:
     """See the module's first lines; `name` is the file's."""
 
     name: str
@@ -60,7 +87,7 @@ class Recipe:
     def warmup(self) -> float:
         return float(self.keys.get(WARM_UP, 0.06))
 
-    def changed(self, keys: Mapping[str, Any]) -> Recipe:
+    def changed(self, keys: Mapping[str, Any]) -> RaceRecipe:
         """The recipe with these keys of other values, which its name says."""
         said = " ".join(overrides_of(keys))
         return replace(self, keys={**self.keys, **keys}, name=f"{self.name}, {said}", change=f"{self.name} with {said}")
@@ -95,7 +122,7 @@ def names() -> list[str]:
     return toml_files.names(FOLDER)
 
 
-def load(name: str) -> Recipe:
+def load(name: str) -> RaceRecipe:
     """A recipe of benchmarks/recipes, or the file of that path. Raises ValueError naming file and field."""
     path, tree = toml_files.read(name, FOLDER, "--recipe", "recipe")
     known = {"about", "change", "system", "preset", "vocabulary", "keys"}
@@ -103,7 +130,7 @@ def load(name: str) -> Recipe:
         raise ValueError(f"{path}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}")
     if not tree.get("about"):
         raise ValueError(f"{path}: about is missing: say in a line what it is")
-    recipe = Recipe(name=path.stem, **tree)
+    recipe = RaceRecipe(name=path.stem, **tree)
     if recipe.system not in (OURS, PEER):
         raise ValueError(f"{path}: system must be {OURS} or {PEER}, is {recipe.system!r}")
     for key in recipe.keys:
@@ -112,7 +139,7 @@ def load(name: str) -> Recipe:
     return recipe
 
 
-def our_config(recipe: Recipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
+def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
     """The overrides of a run of ours on a track, and the configuration they make. Raises ValueError."""
     overrides = [*recipe.overrides(), f"seed={seed}"]
     if "schedule.name" not in recipe.keys:

@@ -1,4 +1,4 @@
-"""Records file of the race: every entry with its recipe, its scores by seed and its curves; who holds a track's record.
+"""Records of the race: every entry with its recipe, its scores by seed and its curves; tables, comparisons and the picture.
 
     {"about": …, "entries": [{"track", "recipe", "digest", "about", "change", "system", "preset", "vocabulary", "keys",
                               "data": {"documents", "train", "held_out"}, "seeds": {"42": {…}}}]}
@@ -14,15 +14,19 @@ import fcntl
 import json
 import os
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.race.recipes import Recipe
-from benchmarks.race.tracks import Track
+from benchmarks.race.recipes import RaceRecipe, Track, track_of
 
 RECORDS = hardware.ROOT / hardware.RESULTS / "speedrun.json"
 SEEDS_OF_A_RECORD = 3
+COLOURS, PEER_COLOURS = (
+    ["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"],
+    ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"],
+)
 Entry = dict[str, Any]
 
 
@@ -32,6 +36,7 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: list[Entry] = self._on_disk()
+        self.comparisons: list[dict[str, Any]] = []
 
     def _on_disk(self) -> list[Entry]:
         return json.loads(self.path.read_text())["entries"] if self.path.is_file() else []
@@ -48,11 +53,12 @@ class Records:
                     self.entries.append(theirs)
                 else:
                     ours["seeds"] = theirs["seeds"] | ours["seeds"]
-            hardware.write_json(self.path, {"entries": self.entries})
+            more = {"comparisons": self.comparisons} if self.comparisons else {}
+            hardware.write_json(self.path, {"entries": self.entries} | more)
         finally:
             os.close(folder)
 
-    def entry(self, track: Track, recipe: Recipe, data: dict[str, str]) -> Entry:
+    def entry(self, track: Track, recipe: RaceRecipe, data: dict[str, str]) -> Entry:
         """The entry of a recipe on a track, made where it is not there.
 
         Raises ValueError where the file's entries were scored on other held-out documents.
@@ -83,8 +89,8 @@ def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
     return entry["track"], entry["digest"], entry["data"]
 
 
-def vocabulary_name(recipe: Recipe) -> str:
-    return f"{recipe.vocabulary:,} pieces" if isinstance(recipe.vocabulary, int) else Path(recipe.vocabulary).name
+def vocabulary_name(recipe: RaceRecipe) -> str:
+    return f"{recipe.vocabulary:,} tokens" if isinstance(recipe.vocabulary, int) else Path(recipe.vocabulary).name
 
 
 def circumstances() -> dict[str, Any]:
@@ -142,7 +148,7 @@ def with_spread(entry: Entry, figure: str, form: str) -> str:
     return format(mean(entry, figure), form) + (f" ± {format(deviation, form)}" if deviation is not None else "")
 
 
-def gains(records: Records, track: str, base: Recipe) -> str:
+def gains(records: Records, track: str, base: RaceRecipe) -> str:
     """What each changed key of a recipe gained over it, as a Markdown table, the most first: by how much less the held-out loss
     is, on the seeds that both have."""
     entries = records.of(track)
@@ -159,3 +165,82 @@ def gains(records: Records, track: str, base: Recipe) -> str:
     lines = [f"| change of {base.name} | gain in held-out loss | seeds |", "|---|---|---|"]
     ordered = sorted(rows, reverse=True)
     return "\n".join([*lines, *(f"| `{row[2]}` | {row[0]:+.3f}{row[1]} | {row[3]} |" for row in ordered)])
+
+
+def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None:
+    """`what` ("seconds" or "tokens") at which a curve first reaches `loss`, linear between points; None: never."""
+    for before, after in pairwise(curve):
+        if after["loss"] <= loss < before["loss"]:
+            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return before[what] + share * (after[what] - before[what])
+    return None
+
+
+def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
+    """What the entries took to the last loss of the peer's curve, in seconds of training and in tokens; `ratio` is the peer's
+    over theirs, above 1 is better. What of the first is not in the second is throughput."""
+    (theirs, *_) = peer["seeds"].values()
+    end, found = theirs["curve"][-1], []
+    for entry in entries:
+        for seed, run in entry["seeds"].items() if entry is not peer else ():
+            for what in ("seconds", "tokens"):
+                taken = reached(run["curve"], end["loss"], what)
+                if taken:
+                    row = {
+                        "ours": entry["recipe"],
+                        "peer": peer["recipe"],
+                        "seed": seed,
+                        "what": f"{what} to the peer's loss",
+                    }
+                    found.append(row | {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken})
+    return found
+
+
+def plot(entries: list[Entry], path: Path) -> None:
+    """Writes .svg or .png: a line a seed, a colour an entry, ours solid and the peer's dashed.
+
+    Entries of several tracks have the track's name beside their own, and an axis of equal ratios, which begins after the
+    start. Raises ValueError where some are of minutes and some of tokens.
+    """
+    tracks = sorted({track_of(entry["track"]) for entry in entries}, key=lambda t: (t.minutes, t.tokens))
+    names = ", ".join(track.name for track in tracks)
+    in_tokens = {track.tokens > 0 for track in tracks}
+    if len(in_tokens) > 1:
+        raise ValueError(f"--plot: {names} count minutes and tokens; plot either")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tokens, several = True in in_tokens, len(tracks) > 1
+    across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    colours = {"megabert": COLOURS.copy(), "huggingface": PEER_COLOURS.copy()}
+    for entry in entries:
+        left = colours[entry["system"]]
+        colour = left.pop(0) if left else None
+        look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
+        label = entry["recipe"] + (f", {entry['track']}" if several else "")
+        for number, run in enumerate(entry["seeds"].values()):
+            points = [point for point in run["curve"] if across(point) > 0 or not several]
+            for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
+                (line,) = panel.plot(
+                    [across(point) for point in points],
+                    [point[name] for point in points],
+                    marker=".",
+                    label=label if number == 0 else None,
+                    **look,
+                )
+                look["color"] = line.get_color()
+    for panel, title in zip(panels, ("held-out MLM loss", "held-out masks right"), strict=True):
+        panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
+        if several:
+            panel.set_xscale("log")
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
+    machines = sorted({run["hardware"] for entry in entries for run in entry["seeds"].values()})
+    figure.suptitle(f"{names}; {'; '.join(machines) or hardware.describe()}", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)

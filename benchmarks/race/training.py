@@ -14,17 +14,18 @@ from torch import Tensor
 from benchmarks.common import hardware
 from benchmarks.race import recipes
 from benchmarks.race.dataset import RaceData
-from benchmarks.race.recipes import Recipe
-from benchmarks.race.tracks import Track
+from benchmarks.race.recipes import RaceRecipe, Track
 
-POINTS = 10  # of a curve, about
-ROWS_A_SECOND = 150  # a guess for the tracks of minutes: it decides how many points there are, and nothing else
-KEPT = 24  # points at most; of more, the last ones
-WEIGHTS = "weights.safetensors"  # of the peer
+# points of a curve, about, and at most (of more, the last ones)
+POINTS, KEPT = 10, 24
+# a guess for the tracks of minutes: it decides how many points there are, and nothing else
+ROWS_A_SECOND = 150
+# the peer's, in the folder of a point
+WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """Where a run stood when its weights were kept: seconds of training, updates, real tokens."""
 
     seconds: float
@@ -38,14 +39,13 @@ class Trained:
     """A finished run. `config`: of the model that its weights are of, as nested dicts."""
 
     command: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     tokens_per_second: float | None
-    flops_per_token: float | None  # of ours, mean of what was logged
     config: dict[str, Any]
 
 
-def train(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
-    """Trains an entry for the track's budget in the folder `run`, or finishes what was begun there (the peer: begins again).
+def train(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+    """Trains an entry for the track's budget in the folder `run`, or resumes there (the peer starts again).
 
     Raises ValueError where training ends with an error or the recipe does not fit.
     """
@@ -54,7 +54,7 @@ def train(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) ->
     return train_ours(recipe, track, data, run, seed)
 
 
-def train_ours(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
     overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
     rows = config.batch.global_size
     seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
@@ -67,12 +67,12 @@ def train_ours(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
     for folder in sorted(run.glob("checkpoints/step-*")):
         state = json.loads((folder / "manifest.json").read_text())["state"]
         tokens = round(state["step"] * rows * data.tokens_a_row)
-        points.append(Point(round(state["seconds"], 2), state["step"], tokens, folder))
+        points.append(CurvePoint(round(state["seconds"], 2), state["step"], tokens, folder))
         tree = state["config"]
-    return Trained(hardware.shown(command), tuple(points), rate(run), flops(run), tree)
+    return Trained(hardware.shown(command), tuple(points), rate(run), tree)
 
 
-def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
     command = [sys.executable, "-m", "benchmarks.race.peer", "--data", str(data.train), "--run", str(run)]
     command += ["--preset", recipe.preset, "--points", str(POINTS)]
     fields = {"minutes": track.minutes, "tokens": track.tokens, "seed": seed, **recipe.keys}
@@ -80,11 +80,11 @@ def train_peer(recipe: Recipe, track: Track, data: RaceData, run: Path, seed: in
     hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))
     finished = json.loads((run / "finished.json").read_text())
     points = [
-        Point(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")
+        CurvePoint(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")
         for line in lines_of(run)
         if "tokens" in line
     ]
-    return Trained(hardware.shown(command), tuple(points), rate(run), None, finished["config"])
+    return Trained(hardware.shown(command), tuple(points), rate(run), finished["config"])
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -97,18 +97,7 @@ def rate(run: Path) -> float | None:
     return round(statistics.median(rates), 1) if rates else None
 
 
-def flops(run: Path) -> float | None:
-    """FLOPs a real token, the mean over the updates that were logged; what is logged is of the updates since the line before."""
-    total, tokens, before = 0.0, 0.0, 0
-    for line in lines_of(run):
-        if "perf/tflops_per_device" in line:
-            updates, before = line["step"] - before, line["step"]
-            total += updates * line["perf/tflops_per_device"] / line["perf/tokens_per_sec"]
-            tokens += updates
-    return total / tokens * 1e12 if tokens else None
-
-
-def weights_of(point: Point) -> dict[str, Tensor]:
+def weights_of(point: CurvePoint) -> dict[str, Tensor]:
     """fp32 weights by parameter name, under our names."""
     if (point.weights / "manifest.json").is_file():
         from megabert import checkpoint
@@ -119,5 +108,5 @@ def weights_of(point: Point) -> dict[str, Tensor]:
     return load_file(point.weights / WEIGHTS)
 
 
-def without_weights(point: Point) -> dict[str, Any]:
+def without_weights(point: CurvePoint) -> dict[str, Any]:
     return {name: value for name, value in asdict(point).items() if name != "weights"}

@@ -47,20 +47,11 @@ def text(tmp_path: Path, corpus: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_a_race_of_both_systems_is_scored_once_a_seed_and_drawn(tmp_path: Path, text: Path) -> None:
+def test_a_race_of_both_systems_is_scored_once_a_seed(tmp_path: Path, text: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL + '"objective.causal_share" = 0.3\n')
     (tmp_path / "peer.toml").write_text(PEER)
-    race = [
-        "benchmarks/speedrun.py",
-        "--text",
-        text,
-        "--run",
-        tmp_path / "race",
-        "--json",
-        tmp_path / "r.json",
-        "--threads",
-        1,
-    ]
+    race = ["benchmarks/speedrun.py", "--text", text, "--run", tmp_path / "race", "--json", tmp_path / "r.json"]
+    race += ["--threads", 1]
     both = ["--recipe", tmp_path / "small.toml", tmp_path / "peer.toml"]
     done = command(*race, *both, "--track", "10k-tokens", "--plot", tmp_path / "plot.svg", timeout=900)
     assert done.returncode == 0, done.stderr

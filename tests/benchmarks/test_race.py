@@ -1,4 +1,4 @@
-"""The race's parts: budgets, the held-out split, recipes and their files, bits a byte, records, the picture."""
+"""Race: budgets, the held-out split, recipe files, bits a byte, records, comparisons, the picture."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.race import dataset, picture, recipes, records, scoring, tracks
-from benchmarks.race.recipes import Recipe
+from benchmarks.race import dataset, recipes, records
+from benchmarks.race.recipes import TRACKS, RaceRecipe, track_of
 from benchmarks.race.records import Records
 from megabert import config as configuration
 from megabert.data.shards import Dataset
 from tests.conftest import ROOT
 
-OLD = ROOT / "tests/data/golden/dataset"
+GOLDEN = ROOT / "tests/data/golden/dataset"
 DATA = {"documents": "d", "train": "t", "held_out": "h"}
 
 
-def test_a_track_is_a_budget_of_minutes_or_of_tokens() -> None:
-    assert all(tracks.track_of(name).official for name in tracks.NAMES)
-    half_hour, tiny = tracks.track_of("30min-2cores"), tracks.track_of("1.5k-tokens")
+def test_a_track_is_minutes_or_tokens() -> None:
+    half_hour, tiny = track_of("30min-2cores"), track_of("1.5k-tokens")
     assert (half_hour.minutes, half_hour.cores, half_hour.tokens) == (30.0, 2, 0)
-    assert (tiny.minutes, tiny.tokens, tiny.official) == (0.0, 1500, False)
+    assert (tiny.minutes, tiny.tokens) == (0.0, 1500)
     for wrong in ("30min", "0min-2cores", "0m-tokens", "5m", "1min-0cores"):
         with pytest.raises(ValueError, match="--track"):
-            tracks.track_of(wrong)
+            track_of(wrong)
 
 
-def test_a_document_in_a_hundred_is_held_out_and_none_is_on_both_sides(tmp_path: Path) -> None:
+def test_no_document_is_on_both_sides(tmp_path: Path) -> None:
     articles = [f'<doc id="{n}">\nTitle {n}\n\nText {n}.\n</doc>\n'.encode() for n in range(2000)]
     for folder in ("AA", "AB"):
         (tmp_path / "text/enwiki" / folder).mkdir(parents=True)
@@ -55,12 +54,12 @@ def test_a_document_in_a_hundred_is_held_out_and_none_is_on_both_sides(tmp_path:
     assert json.loads((tmp_path / "again" / dataset.MARK).read_text())["documents"] == mark["documents"]
 
 
-def test_bits_a_byte_is_the_same_loss_whatever_the_pieces() -> None:
-    """A model that knows nothing of a text of independent bytes: 8 bits a byte, with pieces of one byte or of two."""
-    ones, twos = (scoring.figures(math.log(256**n), 0.0, float(n))["bits"] for n in (1, 2))
+def test_bits_a_byte_do_not_depend_on_the_vocabulary() -> None:
+    """A model that knows nothing of a text of independent bytes: 8 bits a byte, with tokens of one byte or of two."""
+    ones, twos = (dataset.figures(math.log(256**n), 0.0, float(n))["bits"] for n in (1, 2))
     assert ones == twos == 8.0
-    rows = Dataset(OLD).read(np.arange(536))
-    size = dataset.bytes_a_token(OLD)
+    rows = Dataset(GOLDEN).read(np.arange(536))
+    size = dataset.bytes_a_token(GOLDEN)
     text = sum(len(piece) for piece in decoded(rows.ids))
     assert size == pytest.approx(text / (rows.ids > 4).sum())
 
@@ -68,12 +67,12 @@ def test_bits_a_byte_is_the_same_loss_whatever_the_pieces() -> None:
 def decoded(ids: np.ndarray) -> list[bytes]:
     from megabert.data.tokenizer import Tokenizer
 
-    pieces = Tokenizer.load(OLD / "tokenizer.model").tokens
+    pieces = Tokenizer.load(GOLDEN / "tokenizer.model").tokens
     return [pieces[i].encode() for i in ids.ravel().tolist() if i > 4]
 
 
 @pytest.mark.parametrize("name", recipes.names())
-def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None:
+def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
     recipe = recipes.load(name)
     if recipe.system == recipes.PEER:
         peer = pytest.importorskip("benchmarks.race.peer")
@@ -82,7 +81,7 @@ def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None
         with pytest.raises(ValueError, match="lrr"):
             peer.recipe_of({"minutes": 1.0, "lrr": 1})
         return
-    for track in map(tracks.track_of, tracks.NAMES):
+    for track in map(track_of, TRACKS):
         _, config = recipes.our_config(recipe, track, tokens_a_row=115.0, seed=43)
         assert config.seed == 43 and not config.model.nsp
         if track.minutes:
@@ -93,7 +92,7 @@ def test_every_recipe_is_whole_and_makes_a_run_of_every_track(name: str) -> None
 
 
 def test_the_preset_is_the_recipe_of_the_record() -> None:
-    _, raced = recipes.our_config(recipes.load("muon-192"), tracks.track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
+    _, raced = recipes.our_config(recipes.load("muon-192"), track_of("30min-2cores"), tokens_a_row=115.0, seed=1)
     preset = configuration.load("mini_modern", ["seed=1"])
     kept = {"checkpoint", "eval", "log"}
     assert preset.model_dump(exclude=kept) == raced.model_dump(exclude=kept)
@@ -101,10 +100,10 @@ def test_the_preset_is_the_recipe_of_the_record() -> None:
 
 def test_recipe_digest_covers_only_what_is_trained() -> None:
     keys = {"optimizer.lr": 1e-3, "model.norm": "pre", "model.nsp": False, "warmup": 0.1}
-    recipe = Recipe("one", about="what it is", change="a change", vocabulary=8000, keys=keys)
+    recipe = RaceRecipe("one", about="what it is", change="a change", vocabulary=8000, keys=keys)
     assert replace(recipe, name="two", about="", change="").digest == recipe.digest
     assert recipe.changed({"optimizer.lr": 2e-3}).digest != recipe.digest
-    overrides, config = recipes.our_config(recipe, tracks.track_of("1m-tokens"), tokens_a_row=100.0, seed=1)
+    overrides, config = recipes.our_config(recipe, track_of("1m-tokens"), tokens_a_row=100.0, seed=1)
     assert "model.norm=pre" in overrides and "model.nsp=false" in overrides
     assert (config.schedule.total_steps, config.schedule.warmup_steps) == (625, 62)
 
@@ -119,7 +118,7 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
         ("about =", "recipe.toml"),
     ],
 )
-def test_a_wrong_recipe_is_one_line_that_names_file_and_field(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_recipe_names_file_and_field(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ValueError, match=said) as error:
         recipes.load(str(tmp_path / "recipe.toml"))
@@ -132,15 +131,15 @@ def result(bits: float, date: str) -> dict:
     return {"date": date, "hardware": "2 cores, X; no GPU", "curve": curve} | figures
 
 
-def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> None:
-    kept, track = Records(tmp_path / "records.json"), tracks.track_of("5m-tokens")
+def test_a_record_is_three_better_seeds(tmp_path: Path) -> None:
+    kept, track = Records(tmp_path / "records.json"), track_of("5m-tokens")
     for name, day, scores in (
         ("first", 1, (2.0, 2.1, 2.2)),
         ("worse", 2, (2.3, 2.3, 2.3)),
         ("two seeds", 3, (1.0, 1.0)),
         ("better", 4, (1.9, 2.0, 1.8)),
     ):
-        recipe = Recipe(name, about=name, keys={"optimizer.lr": day / 1000})
+        recipe = RaceRecipe(name, about=name, keys={"optimizer.lr": day / 1000})
         entry = kept.entry(track, recipe, DATA)
         for seed, bits in enumerate(scores, 42):
             entry["seeds"][str(seed)] = result(bits, f"2026-11-0{day}T00:00:0{seed - 42}+00:00")
@@ -155,24 +154,24 @@ def test_a_record_is_three_seeds_better_than_those_before(tmp_path: Path) -> Non
     }
     lines = records.table(again, "5m-tokens").splitlines()
     assert lines[3].startswith("| better | 1.9000 ± 0.1000 |") and "2026-11-04" in lines[3]
-    assert again.entry(track, Recipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA) is again.entries[3]
+    assert again.entry(track, RaceRecipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA) is again.entries[3]
     with pytest.raises(ValueError, match="other held-out documents"):
-        again.entry(track, Recipe("other", about="x"), DATA | {"documents": "e"})
+        again.entry(track, RaceRecipe("other", about="x"), DATA | {"documents": "e"})
     pytest.importorskip("matplotlib")
-    picture.plot(entries, tmp_path / "plot.svg")
+    records.plot(entries, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert "million real tokens" in drawn and "<!-- better -->" in drawn
     longer = [entry | {"track": "20m-tokens"} for entry in entries[:1]]
-    picture.plot(entries + longer, tmp_path / "both.svg")
+    records.plot(entries + longer, tmp_path / "both.svg")
     assert "<!-- two seeds, 20m-tokens -->" in (tmp_path / "both.svg").read_text()
     with pytest.raises(ValueError, match="plot either"):
-        picture.plot([entries[0], entries[1] | {"track": "30min-2cores"}], tmp_path / "neither.svg")
+        records.plot([entries[0], entries[1] | {"track": "30min-2cores"}], tmp_path / "neither.svg")
     assert not (tmp_path / "neither.svg").exists()
 
 
 def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
-    track, path = tracks.track_of("5m-tokens"), tmp_path / "new" / "records.json"
-    both, own = Recipe("both", about="both"), Recipe("own", about="own", keys={"optimizer.lr": 0.1})
+    track, path = track_of("5m-tokens"), tmp_path / "new" / "records.json"
+    both, own = RaceRecipe("both", about="both"), RaceRecipe("own", about="own", keys={"optimizer.lr": 0.1})
     one, other = Records(path), Records(path)
     one.entry(track, both, DATA)["seeds"]["42"] = result(2.0, "2026-11-01T00:00:00+00:00")
     one.write()
@@ -187,17 +186,33 @@ def test_two_commands_add_to_one_records_file(tmp_path: Path) -> None:
     ]
 
 
-def test_what_each_changed_key_gains_over_its_recipe(tmp_path: Path) -> None:
+def test_time_and_tokens_to_the_peers_loss() -> None:
+    """Twice as fast and token for token the same: 2 in seconds, 1 in tokens."""
+
+    def entry(name: str, *points: tuple[float, float, float]) -> dict:
+        curve = [{"seconds": s, "tokens": t, "loss": loss} for s, t, loss in points]
+        return {"recipe": name, "seeds": {"42": {"curve": curve}}}
+
+    peer = entry("peer", (0, 0, 10.0), (600, 1000, 6.0))
+    fast = entry("fast", (0, 0, 10.0), (150, 500, 7.0), (200, 600, 8.0), (400, 1400, 4.0))
+    assert [(c["what"], c["taken"], c["ratio"]) for c in records.comparisons([fast, peer], peer)] == [
+        ("seconds to the peer's loss", 300.0, 2.0),
+        ("tokens to the peer's loss", 1000.0, 1.0),
+    ]
+    assert records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer) == []
+
+
+def test_gains_are_of_seeds_that_both_have(tmp_path: Path) -> None:
     """On the seeds that both have, the most first; other recipes are no changes of it."""
-    kept, track = Records(tmp_path / "records.json"), tracks.track_of("2m-tokens")
-    base = Recipe("base", about="base", keys={"optimizer.lr": 1e-3})
+    kept, track = Records(tmp_path / "records.json"), track_of("2m-tokens")
+    base = RaceRecipe("base", about="base", keys={"optimizer.lr": 1e-3})
     better, worse = base.changed({"model.zero_init": True}), base.changed({"optimizer.name": "adamw"})
     assert better.keys == {"optimizer.lr": 1e-3, "model.zero_init": True}
     for recipe, losses in (
         (base, (5.0, 5.2, 5.1)),
         (worse, (5.5, 5.5)),
         (better, (4.9, 4.9, 4.9)),
-        (Recipe("other", about="other", keys={"optimizer.lr": 2e-3}), (4.0,)),
+        (RaceRecipe("other", about="other", keys={"optimizer.lr": 2e-3}), (4.0,)),
     ):
         entry = kept.entry(track, recipe, DATA)
         for seed, loss in enumerate(losses, 42):
@@ -217,7 +232,7 @@ def test_what_each_changed_key_gains_over_its_recipe(tmp_path: Path) -> None:
         ("optimizer.name=adamw optimizer.lr=3e-3", {"optimizer.name": "adamw", "optimizer.lr": 3e-3}),
     ],
 )
-def test_changed_keys_are_read_as_toml_or_as_words(said: str, read: dict[str, object]) -> None:
+def test_changed_keys_are_read_as_toml_or_words(said: str, read: dict[str, object]) -> None:
     assert recipes.keys_and_values(said) == read
     with pytest.raises(ValueError, match="write KEY=VALUE"):
         recipes.keys_and_values(f"{said} {said.partition('=')[0]}")
