@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @errors.command
 def answer(argv: list[str] | None) -> int:
-    """What is said where no command is called."""
+    """The answer where no command is called."""
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(usage(called()))
@@ -88,7 +88,7 @@ def answer(argv: list[str] | None) -> int:
         return errors.OK
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
-    log.error(f"{name!r} is no command; {hint}" if name else f"no command; {hint}")
+    log.error(f"unknown command {name!r}; {hint}" if name else f"no command; {hint}")
     return errors.USER_ERROR
 
 

@@ -55,7 +55,7 @@ class Student(BertForPreTraining):
         return self._teacher[0]
 
     def forward(self, *args: Any, seed: Tensor | None = None, **batch: Any) -> Any:
-        """Sums of the four losses, then what was right of each; shapes of `batch` as BertForPreTraining's."""
+        """Sums of the four losses, then what was correct of each; shapes of `batch` as BertForPreTraining's."""
         if not self.training:
             output = super().forward(*args, **(batch | {"seed": seed}))
             if isinstance(output, Tensor):
@@ -135,12 +135,12 @@ def check(config: Config, teacher: Pretrained) -> None:
     if config.data.masking.causal != teacher.config.data.masking.causal:
         raise ValueError(
             f"data.masking.strategy={config.data.masking.strategy} but distill.teacher was trained with "
-            f"{teacher.config.data.masking.strategy}: one of them is left to right, the other is not"
+            f"{teacher.config.data.masking.strategy}: one of them is causal, the other is not"
         )
 
 
 def layers_taken(teacher: int, student: int) -> list[int]:
-    """Which of the teacher's layers begin the student: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
+    """Which of the teacher's layers the student starts from: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
     (the released choice) and 0, 3 for 2 of 4."""
     return [round(i * (teacher - 1) / max(student - 1, 1)) for i in range(student)]
 
@@ -171,11 +171,10 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
 
 
 def _different(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> list[str]:
-    found = []
+    overrides = []
     for key, value in tree.items():
         if isinstance(value, dict):
-            found += _different(value, defaults[key], f"{prefix}{key}.")
+            overrides += _different(value, defaults[key], f"{prefix}{key}.")
         elif value != defaults[key]:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            found.append(f"{prefix}{key}={shown}")
-    return found
+            overrides.append(f"{prefix}{key}={str(value).lower() if isinstance(value, bool) else value}")
+    return overrides

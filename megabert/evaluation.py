@@ -1,4 +1,4 @@
-"""Held-out evaluation under a mask that never changes, so that any two evaluations can be compared."""
+"""Held-out evaluation under a mask that never changes, so that any two evaluations can be compared, and samples of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table, precision
 from megabert.model import BertForPreTraining
 
-EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every run
+# fixed: the mask of a held-out row is the same in every run
+EVAL_SEED = 20181011
+# A sample: so many tokens of a row's longest sequence, with so many of the model's likeliest words for each mask; causal,
+# where every token is predicted, for one of so many.
+SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
 
 
 def held_out(data: str, config: Config) -> Dataset:
@@ -80,12 +84,6 @@ def summary(sums: torch.Tensor) -> dict[str, float]:
     return values
 
 
-SAMPLE_ROWS = 3  # of each the beginning of its longest sequence
-SAMPLE_TOKENS = 40  # tokens of it
-SAMPLE_WORDS = 3  # what the model holds likeliest
-CAUSAL_STRIDE = 5  # left to right, where every token is predicted, one of so many
-
-
 @dataclass(frozen=True)
 class SampledBatch:
     """The samples of one micro-batch: their texts, and where its logits are wanted (int64 [N], flat)."""
@@ -96,23 +94,24 @@ class SampledBatch:
 
 
 class HeldOutSamples:
-    """The samples of some batches, on the CPU until they are looked at."""
+    """The samples of some batches: the model's words under the masks of a few held-out rows. The batches stay on the CPU."""
 
     def __init__(self, batches: Iterable[Batch], tokenizer: Tokenizer, causal: bool) -> None:
         """`batches` under the mask of evaluation; `causal`: each token predicts the next."""
-        self._pieces, self._causal = tokenizer.tokens, causal
-        self._parts = [part for part in map(self._part, batches) if len(part.at)]
+        self._vocabulary, self._causal = tokenizer.tokens, causal
+        self._batches = [sampled for sampled in map(self._sampled, batches) if len(sampled.at)]
 
-    def _part(self, batch: Batch) -> SampledBatch:
+    def _sampled(self, batch: Batch) -> SampledBatch:
         samples, at = [], []
         width = batch.input_ids.shape[1]
         for row, row_id in enumerate(batch.row_ids.tolist()):
             lengths = batch.lengths[row].tolist()
             longest = lengths.index(max(lengths))
             first = row * width + sum(lengths[:longest])
-            last = first + min(lengths[longest], SAMPLE_TOKENS) - self._causal  # whose prediction is shown
-            slots = zip(batch.mlm_positions[row].tolist(), batch.mlm_labels[row].tolist(), strict=True)
-            chosen = [(p, label) for p, label in slots if label != IGNORE and first <= p < last]
+            # after the last position whose prediction is shown
+            last = first + min(lengths[longest], SAMPLE_TOKENS) - self._causal
+            predicted = zip(batch.mlm_positions[row].tolist(), batch.mlm_labels[row].tolist(), strict=True)
+            chosen = [(p, label) for p, label in predicted if label != IGNORE and first <= p < last]
             chosen = chosen[CAUSAL_STRIDE - 1 :: CAUSAL_STRIDE] if self._causal else chosen
             if chosen:
                 at += [p for p, _ in chosen]
@@ -120,39 +119,38 @@ class HeldOutSamples:
         return SampledBatch(batch, samples, torch.tensor(at, dtype=torch.int64))
 
     def _sample(self, batch: Batch, row_id: int, first: int, end: int, chosen: list[tuple[int, int]]) -> dict[str, Any]:
-        """A sample as it is written, without what is said: its tokens as they are, and of each mask where and as what it
-        stands in the input."""
-        seen = [self._pieces[i] for i in batch.input_ids.flatten()[first:end].tolist()]
+        """A sample without the model's words: its original tokens and, of each mask, its index and the token in the input."""
+        seen = [self._vocabulary[i] for i in batch.input_ids.flatten()[first:end].tolist()]
         tokens, masks = list(seen), []
         for p, label in chosen:
             at = p - first + self._causal
-            tokens[at] = self._pieces[label]
+            tokens[at] = self._vocabulary[label]
             masks.append({"at": at, "shown": "" if self._causal else seen[at]})
         return {"row": row_id, "tokens": tokens, "masks": masks}
 
     @torch.no_grad()
     def look(self, module: nn.Module, device: torch.device) -> list[dict[str, Any]]:
-        """The samples with what `module` says: {"row": of the held-out split, "tokens": pieces, "masks": [{"at": index in
-        tokens, "shown": the piece in the input, "" where it is to come, "said": [[piece, probability] …]}]}.
+        """The samples with the words of `module`: {"row": of the held-out split, "tokens": [token …], "masks": [{"at": index in
+        tokens, "shown": the token in the input, "" of a causal model, "said": [[token, probability] …]}]}.
 
         Leaves train/eval as it was, and draws no random numbers. At ZeRO stage 3 a collective.
         """
-        was_training, found = module.training, []
+        was_training, samples = module.training, []
         module.eval()
         no_dropout = torch.zeros(1, dtype=torch.int64, device=device)
-        for part in self._parts:
-            inputs = part.batch.to(device).inputs()
-            logits = module(**inputs, seed=no_dropout, logits_at=part.at.to(device))
+        for sampled in self._batches:
+            inputs = sampled.batch.to(device).inputs()
+            logits = module(**inputs, seed=no_dropout, logits_at=sampled.at.to(device))
             best = logits.float().softmax(-1).topk(min(SAMPLE_WORDS, logits.shape[1]))
-            said = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            for sample in part.samples:
-                masks = [mask | {"said": self._words(*next(said))} for mask in sample["masks"]]
-                found.append(sample | {"masks": masks})
+            words = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            for sample in sampled.samples:
+                masks = [mask | {"said": self._words(*next(words))} for mask in sample["masks"]]
+                samples.append(sample | {"masks": masks})
         module.train(was_training)
-        return found
+        return samples
 
     def _words(self, probabilities: list[float], ids: list[int]) -> list[list[Any]]:
-        return [[self._pieces[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
+        return [[self._vocabulary[i], round(p, 4)] for p, i in zip(probabilities, ids, strict=True)]
 
 
 def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:

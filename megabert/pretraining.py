@@ -176,7 +176,7 @@ def build_engine(
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
 ) -> Engine:
-    """The engine on a new model, its weights drawn from the seed or begun from a teacher's. A collective."""
+    """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
     config = choose_backends(config, dataset.manifest, world, origin.run_dir, origin.writes)
     new = origin.path is None and not (config.init_from or config.distill.teacher)
     counts = token_frequencies(config, dataset, tokenizer, world) if new and config.model.frequency_bias else None
@@ -194,16 +194,16 @@ def build_engine(
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
     """How often each id that the run predicts occurs; counted by rank 0. A collective. Raises ValueError where rows cannot be
     read."""
-    found: list[int] = []
+    counts: list[int] = []
 
     def count() -> None:
         predicted = np.ones(tokenizer.vocab_size, dtype=bool)
         predicted[list(tokenizer.special_ids.values())] = False
         predicted[tokenizer.special_ids["sep"]] = config.causal_updates
-        found.extend(token_counts(dataset, predicted).tolist())
+        counts.extend(token_counts(dataset, predicted).tolist())
 
     together(world, count)
-    return world.broadcast(found)
+    return world.broadcast(counts)
 
 
 # -- 4. resume -------------------------------------------------------------------------------------------------------
@@ -329,11 +329,11 @@ class Pretraining:
         sums = self.engine.eval_sums(_readable(batches, progress, problems))
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
         refuse(self.world, *problem)
-        found = evaluation.summary(sums)
-        shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in found.items() if v < 1e4)
+        figures = evaluation.summary(sums)
+        shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in figures.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")
         self.shown = Shown(self.samples(self.held_out))
-        return found
+        return figures
 
     def samples(self, held_out: Dataset) -> list[dict[str, Any]]:
         """The model's words for a few held-out masks: rank 0 computes them, and where weights are split all ranks with it."""

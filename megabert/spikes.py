@@ -1,9 +1,9 @@
 """Spike policy: what a loss far above the recent ones, or an update that could not be applied, leads to.
 
 The score of a loss is the modified z-score of Iglewicz and Hoaglin (1993, "How to Detect and Handle Outliers", section
-3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. Median and MAD hardly move for the spikes
-themselves, so that one does not hide the next. A run's losses fall, so the scatter also holds the trend: the score
-is below what it would be for a flat curve, never above. Pure arithmetic on host floats, the same on every rank.
+3.3): 0.6745 (loss - median) / MAD, MAD being the median absolute deviation. The spikes themselves hardly move
+median and MAD, so one does not hide the next. A run's losses fall, so the MAD holds the trend too: the score is below that of
+a flat curve, never above. Arithmetic on host floats, the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import SupportsFloat
 
 from megabert.config import SpikesConfig
 
-CONSISTENT = 0.6745  # the normal distribution's third quartile: scores then read as standard deviations
-ENOUGH = 0.25  # share of the window that must be filled before anything is judged
-LEAST_SCATTER = 1e-3  # of the median: losses that hardly differ must not make a spike of nothing
+# the normal distribution's third quartile: scores then read as standard deviations
+CONSISTENT = 0.6745
+# share of the window that must be filled before anything is judged
+ENOUGH = 0.25
+# of the median: where losses hardly differ, a small difference is no spike
+LEAST_SCATTER = 1e-3
 
 
 class Spikes:
@@ -52,17 +55,17 @@ class Spikes:
 
 
 class Decision(Enum):
-    """What becomes of the run after an update."""
+    """What the run does after an update."""
 
     OK = "the update was applied"
-    SKIP = "the update was not applied, and the run goes on"
-    ROLLBACK = "the run goes back to before the update and passes over its rows"
+    SKIP = "the update was not applied, and the run continues"
+    ROLLBACK = "the run returns to before the update and leaves out its rows"
     ABORT = "the run ends"
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """One thing that is wrong with an update: `kind` is "non-finite" or "spike", `action` what is done about it."""
+    """Why an update is suspect: `kind` is "non-finite" or "spike", `action` what is done about it."""
 
     kind: str
     action: str
@@ -72,7 +75,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A decision, what led to it, and for ABORT the reason."""
+    """A decision, the troubles that led to it, and for ABORT the reason."""
 
     decision: Decision
     troubles: tuple[Trouble, ...] = ()
@@ -88,7 +91,7 @@ class SpikePolicy:
         self.bad = self.rollbacks = 0
 
     def resume(self, losses: Iterable[float], bad: int) -> None:
-        """Judge from here on as after these losses. The number of rollbacks is the process' own and stays."""
+        """Judge from here on as after these losses. The number of rollbacks is that of this process and stays."""
         self.spikes = Spikes(self.settings.window, self.settings.threshold, losses)
         self.bad = bad
 
@@ -99,7 +102,7 @@ class SpikePolicy:
 
     @property
     def immediate(self) -> bool:
-        """Whether each update has to be judged before the next one: the others lose nothing by a later look."""
+        """Whether each update has to be judged before the next one; under the other policies later is as good."""
         return self.settings.policy in ("skip", "rollback")
 
     def expect(self, loss: SupportsFloat) -> None:
@@ -126,14 +129,14 @@ class SpikePolicy:
                 then = {"warn": "", "skip": "; the update is skipped on every rank", "rollback": "; rolling back"}
                 text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"
                 troubles.append(Trouble("spike", policy, score, text))
-        found = tuple(troubles)
+        judged = tuple(troubles)
         if self.bad >= self.max_bad_steps:
             reason = f"{self.bad} updates in a row were not applied, the last ones for non-finite numbers or a spike"
-            return Judgement(Decision.ABORT, found, reason)
+            return Judgement(Decision.ABORT, judged, reason)
         if spike and policy == "rollback":
             self.rollbacks += 1
             if self.rollbacks > self.settings.max_rollbacks:
                 reason = f"a spike after {self.settings.max_rollbacks} rollbacks (spikes.max_rollbacks)"
-                return Judgement(Decision.ABORT, found, reason)
-            return Judgement(Decision.ROLLBACK, found)
-        return Judgement(Decision.SKIP if skipped else Decision.OK, found)
+                return Judgement(Decision.ABORT, judged, reason)
+            return Judgement(Decision.ROLLBACK, judged)
+        return Judgement(Decision.SKIP if skipped else Decision.OK, judged)

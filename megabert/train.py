@@ -5,7 +5,7 @@
 
 Exit codes:
     0   the run is finished, or reached --stop-after
-    2   a mistake in the command, configuration or data, said in one line
+    2   a mistake in the command, configuration or data, reported in one line
     3   training went wrong: updates that could not be applied, or spikes, again and again
     4   a rank died, stopped or hangs: it is named, and every other rank ended itself; or I/O failed
     85  stopped by TERM, USR1, USR2 or for want of time, with everything saved: start the same command again

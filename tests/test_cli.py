@@ -86,10 +86,10 @@ def test_help_names_every_command_and_version_is_the_packages() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["trian"], "error: 'trian' is no command; did you mean train?"),
-        (["fine-tune", "--model", "x"], "error: 'fine-tune' is no command; did you mean finetune?"),
-        (["zzz"], "error: 'zzz' is no command; choose one of doctor, prep, "),
-        (["--model"], "error: '--model' is no command; "),
+        (["trian"], "error: unknown command 'trian'; did you mean train?"),
+        (["fine-tune", "--model", "x"], "error: unknown command 'fine-tune'; did you mean finetune?"),
+        (["zzz"], "error: unknown command 'zzz'; choose one of doctor, prep, "),
+        (["--model"], "error: unknown command '--model'; "),
         ([], "error: no command; choose one of doctor, "),
     ],
 )

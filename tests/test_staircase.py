@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megabert", "data_prep")
@@ -40,12 +41,12 @@ DATA_PREP = (
 
 
 def staircase(package: str, rows: tuple[tuple[str, ...], ...]) -> dict[str, set[str]]:
-    """What each step may import of its package: all that stands on a lower row."""
+    """What each step may import of its package: itself, and all that stands on a lower row."""
     below: set[str] = set()
     allowed = {}
     for row in rows:
         names = {f"{package}.{name}" for name in row}
-        allowed |= dict.fromkeys(names, below)
+        allowed |= {name: below | {name} for name in names}
         below = below | names
     return allowed
 
@@ -80,63 +81,40 @@ OWNERS = {
 }
 
 
-def sources() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+class Import(NamedTuple):
+    """A dotted name (`from a import b` gives `a.b`), and whether it is imported when its module is."""
+
+    name: str
+    eager: bool
 
 
-def name_of(path: Path) -> str:
-    """`megabert/ops/norm.py` -> `megabert.ops.norm`; a package's `__init__.py` gives the package."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def package_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).parent.parts)
-
-
-def type_checking_only(tree: ast.Module) -> set[ast.AST]:
-    """Nodes under `if TYPE_CHECKING:`: they name types and import nothing when the program runs."""
-    guarded: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            guarded.update(inner for statement in node.body for inner in ast.walk(statement))
-    return guarded
-
-
-def imports_of(source: str, package: str) -> list[tuple[str, bool]]:
-    """(dotted name, whether it is imported when the module is) of each import; `from a import b` gives `a.b`."""
-    tree = ast.parse(source)
-    guarded = type_checking_only(tree)
-    found = []
-    depth = {}
-    for node in ast.walk(tree):
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or depth.get(node, False)
-        for child in ast.iter_child_nodes(node):
-            depth[child] = inside
-        if node in guarded:
-            continue
-        eager = not depth.get(node, False)
-        if isinstance(node, ast.Import):
-            found += [(alias.name, eager) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, base] if base else parents)
-            found += [(f"{base}.{alias.name}", eager) for alias in node.names]
+@cache
+def sources() -> dict[str, list[Import]]:
+    """Module -> its imports; a package's `__init__.py` gives the package."""
+    found = {}
+    for path in (p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        tree = ast.parse(path.read_text())
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = list(imports_of(tree, parts[:-1]))
     return found
 
 
-def starts(name: str, package: str) -> bool:
+def imports_of(node: ast.AST, package: tuple[str, ...], eager: bool = True) -> Iterator[Import]:
+    """Imports in a tree, without those under `if TYPE_CHECKING:`, which name types and import nothing."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, eager) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = list(package[: len(package) - child.level + 1]) if child.level else []
+            base += [child.module] if child.module else []
+            yield from (Import(".".join([*base, alias.name]), eager) for alias in child.names)
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_of(child, package, eager and not function)
+
+
+def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
-
-
-def stair_of(name: str) -> str | None:
-    """`megabert.data.shards.Dataset` -> `megabert.data`; None for other packages and for the project's root package."""
-    parts = name.split(".")
-    if parts[0] not in PACKAGES or len(parts) < 2:
-        return None
-    return ".".join(parts[:2]) if exists(".".join(parts[:2])) else None
 
 
 def exists(name: str) -> bool:
@@ -144,93 +122,85 @@ def exists(name: str) -> bool:
     return path.with_suffix(".py").is_file() or path.is_dir()
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_no_import_runs_up_the_staircase(path: Path) -> None:
-    here = name_of(path)
-    for name, eager in imports_of(path.read_text(), package_of(path)):
-        stair, target = stair_of(here), stair_of(name)
-        if stair in STAIRS and target is not None and not here.endswith(".__main__"):
-            allowed = STAIRS[stair] | {stair} | (DATA_PREP_MAY_USE if starts(here, "data_prep") else set())
-            assert target in {*allowed, "megabert.__main__"}, (
-                f"{here} imports {name}; its stair allows {sorted(allowed)}"
-            )
-        if starts(name, "megabert") and starts(here, "data_prep"):
-            assert target in DATA_PREP_MAY_USE, f"{here} imports {name}"
-        if starts(name, "data_prep"):
-            assert starts(here, "data_prep"), f"{here} imports {name}: data_prep imports megabert, not the reverse"
-        if any(starts(here, module) for module in WITHOUT_TORCH) and eager:
-            assert not starts(name, "torch"), f"{here} imports torch"
-        for package, owners in OWNERS.items():
-            if starts(name, package):
-                assert any(starts(here, owner) for owner in owners), f"{here} imports {name}, which belongs to {owners}"
-                assert not eager, f"{here} imports {name} at its top; import it where it is used"
+def step_of(name: str) -> str | None:
+    """`megabert.data.shards.Dataset` -> `megabert.data`; None for other packages and for the project's root package."""
+    step = ".".join(name.split(".")[:2])
+    return step if step.split(".")[0] in PACKAGES and "." in step and exists(step) else None
+
+
+def test_no_import_runs_up_the_staircase() -> None:
+    wrong = []
+    for module, imports in sources().items():
+        step, of_prep = step_of(module), inside(module, "data_prep")
+        for name, _ in imports:
+            target = step_of(name)
+            if step in STAIRS and target is not None and not module.endswith(".__main__"):
+                allowed = STAIRS[step] | (DATA_PREP_MAY_USE if of_prep else set()) | {"megabert.__main__"}
+                wrong += [f"{module} imports {name}"] if target not in allowed else []
+            if of_prep and inside(name, "megabert") and target not in DATA_PREP_MAY_USE:
+                wrong.append(f"{module} imports {name}")
+            if inside(name, "data_prep") and not of_prep:
+                wrong.append(f"{module} imports {name}: data_prep imports megabert, not the reverse")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_package_is_imported_by_its_owner_and_where_it_is_used() -> None:
+    wrong = []
+    for module, imports in sources().items():
+        for name, eager in imports:
+            if eager and inside(name, "torch") and any(inside(module, light) for light in WITHOUT_TORCH):
+                wrong.append(f"{module} imports torch at its top")
+            for package, owners in OWNERS.items():
+                if inside(name, package) and not any(inside(module, owner) for owner in owners):
+                    wrong.append(f"{module} imports {name}, which belongs to {owners}")
+                elif inside(name, package) and eager:
+                    wrong.append(f"{module} imports {name} at its top")
+            if inside(module, "megabert.ops") and not any(
+                inside(name, own) for own in ("megabert.ops", "torch", "apex")
+            ):
+                wrong += [f"{module} imports {name}"] if name.split(".")[0] not in sys.stdlib_module_names else []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_there_is_no_circle() -> None:
-    """Of the imports that run when a module is imported; a folder's face counts as the folder's modules do."""
-    graph = {name_of(p): eager_modules(p) for p in sources()}
-    done: set[str] = set()
+    """Of the imports that run when a module is imported."""
+    modules, done = sources(), set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            for target in sorted(graph[name]):
-                visit(target, (*path, name))
-            done.add(name)
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in done:
+            return
+        for name, eager in modules[module]:
+            parts = name.split(".")
+            prefixes = (".".join(parts[:k]) for k in range(len(parts), 1, -1))
+            target = next((prefix for prefix in prefixes if prefix in modules), None)
+            if eager and target is not None and target != module:
+                visit(target, (*path, module))
+        done.add(module)
 
-    for name in graph:
-        visit(name, ())
-
-
-def eager_modules(path: Path) -> set[str]:
-    """Names of the project's modules that `path` imports when it is imported."""
-    modules = {name_of(p) for p in sources()}
-    found = set()
-    for name, eager in imports_of(path.read_text(), package_of(path)):
-        parts = name.split(".")
-        candidates = [".".join(parts[:k]) for k in range(len(parts), 1, -1)]
-        module = next((c for c in candidates if c in modules), None)
-        if eager and module and module != name_of(path):
-            found.add(module)
-    return found
+    for module in modules:
+        visit(module, ())
 
 
-def test_ops_import_torch_alone() -> None:
-    for path in sorted((ROOT / "megabert" / "ops").rglob("*.py")):
-        for name, _ in imports_of(path.read_text(), package_of(path)):
-            top = name.split(".")[0]
-            allowed = top in sys.stdlib_module_names or top in ("torch", "apex")  # apex where it is chosen
-            assert allowed or starts(name, "megabert.ops"), f"{path.name} imports {name}"
-
-
-def test_every_named_module_exists() -> None:
-    """A rule about a file that was renamed would pass for ever."""
+def test_every_rule_is_about_what_exists() -> None:
+    """A rule about a file that was renamed would pass for ever; a folder without a row would be free of rules."""
     owners = [owner for names in OWNERS.values() for owner in names]
-    for name in {*STAIRS, *(n for names in STAIRS.values() for n in names), *WITHOUT_TORCH, *owners}:
+    for name in {*STAIRS, *WITHOUT_TORCH, *owners}:
         assert exists(name), name
-
-
-def test_every_folder_has_its_stair() -> None:
     for package in PACKAGES:
-        folders = {p.parent.name for p in (ROOT / package).glob("*/__init__.py")}
-        assert {f"{package}.{folder}" for folder in folders} <= set(STAIRS)
+        folders = {f"{package}.{p.parent.name}" for p in (ROOT / package).glob("*/__init__.py")}
+        assert folders <= set(STAIRS), folders - set(STAIRS)
 
 
-def test_the_reader_of_imports_sees_every_form() -> None:
+def test_every_form_of_import_is_seen() -> None:
     source = (
         "import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\nfrom ..h import i\n"
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hidden\n"
         "def function():\n    import late\n    def inner():\n        from later import x\n"
         "class C:\n    import early\n"
     )
-    assert dict(imports_of(source, "p.q")) == {
-        "a.b": True,
-        "c.d": True,
-        "p.q.e": True,
-        "p.q.f.g": True,
-        "p.h.i": True,
-        "typing.TYPE_CHECKING": True,
-        "late": False,
-        "later.x": False,
-        "early": True,
+    eager = {"a.b", "c.d", "p.q.e", "p.q.f.g", "p.h.i", "typing.TYPE_CHECKING", "early"}
+    assert set(imports_of(ast.parse(source), ("p", "q"))) == {
+        *(Import(name, True) for name in eager),
+        *(Import(name, False) for name in ("late", "later.x")),
     }
