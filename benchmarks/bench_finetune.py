@@ -141,7 +141,7 @@ def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
 
 def answer_tallies(reported: Path, predictions: Path) -> list[Tally]:
     """Of SQuAD's JSON: each question's F1 by SQuAD's rule, the best over its answers."""
-    from megabert.finetune.metrics import overlap
+    from megabert.finetune.scores import overlap
 
     found = json.loads(predictions.read_text(encoding="utf-8"))
     articles = json.loads(reported.read_text(encoding="utf-8"))["data"]

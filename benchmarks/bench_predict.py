@@ -94,7 +94,7 @@ def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path
     )
     encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
     start = pretrained.load(encoder)
-    module = heads.build(start.config, heads.Shape("classify", 2), start.weights, CPU, torch.float32)
+    module = heads.build(start.config, heads.HeadShape("classify", 2), start.weights, CPU, torch.float32)
     weight, bias = hf_predict.classifier_weights(classifier)
     module.head.output.load_state_dict({"weight": weight, "bias": bias})
     task = tasks.custom("classify", ["text"], "label", ["accuracy"], "", LABELS)
@@ -121,7 +121,7 @@ def our_labels(model: Path, precision: str, work: Path) -> Side:
         given, output = work / "texts.tsv", work / "labels.tsv"
         given.write_text("text\n" + "".join(f"{text}\n" for text in texts))
         prediction.BATCH_TOKENS = batch
-        prediction.predict_with(found, found.described.task, given, output, world, precision=precision)
+        prediction.predict_with(found, found.described.task, given, output, world)
         return [line.split("\t")[1] for line in output.read_text().splitlines()[1:]]
 
     return Side(run, BATCH_TOKENS)
@@ -134,7 +134,7 @@ def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: P
     examples = datasets.read(found.described.task, work / "texts.tsv", labelled=False)
     items = encoding.encode(found.described.task, examples, found.tokenizer, LABELS, 512)
     logits = prediction.logits_of(found.module, items, found.described.layout, discover({}))
-    shares = np.exp(np.concatenate(logits).astype(np.float64))
+    shares = np.exp(np.stack(logits).astype(np.float64))
     return (shares / shares.sum(1, keepdims=True)).max(1)
 
 

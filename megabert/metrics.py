@@ -373,14 +373,9 @@ MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX
 
 @dataclass(frozen=True)
 class Shown:
-    """What an evaluation looked at besides its figures.
-
-    `samples` are those of `megabert.evaluation.HeldOutSamples.look`. `curves` are of precision and recall: for each label,
-    whether an example has it (bool [n]) and the probability that the model gives that (float [n]).
-    """
+    """What an evaluation looked at besides its figures: `samples` are those of `megabert.evaluation.HeldOutSamples.look`."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
-    curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 def as_json(values: Mapping[str, Any]) -> str:
@@ -440,7 +435,7 @@ class SampleLines(JsonLines):
 
 
 class TensorBoard(Sink):
-    """Scalars, samples and the resolved config as text, curves of precision and recall, hparams with the final evaluation."""
+    """Scalars, samples and the resolved config as text, hparams with the final evaluation."""
 
     def __init__(self, folder: Path, config: Config, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -465,8 +460,6 @@ class TensorBoard(Sink):
     def show(self, step: int, shown: Shown) -> None:
         if shown.samples:
             self._writer.add_text("samples", as_markdown(shown.samples), step)
-        for label, (truth, probabilities) in shown.curves.items():
-            self._writer.add_pr_curve(f"dev/precision_recall/{label}", truth, probabilities, step)
 
     def conclude(self, results: Mapping[str, float]) -> None:
         self._writer.add_hparams(_flatten(self._config.model_dump()), _final(results), run_name="hparams")

@@ -61,14 +61,14 @@ def export(
 
 def export_finetuned(
     source: str | Path, output: str | Path, overwrite: bool = False, as_onnx: bool = False, int8: str = ""
-) -> tuple[Finetuned, onnx.Written | None]:
+) -> tuple[Finetuned, onnx.OnnxFiles | None]:
     """Write config, weights, tokenizer and card of a fine-tuned model, and its ONNX files where they are asked for.
 
     `int8` is a labelled file: the model is also written in 8 bits, and what that loses on the file is in the card. Raises
     ValueError naming what cannot be exported; nothing is written then.
     """
     from megabert.common.files import appearing
-    from megabert.finetune import card, huggingface, onnx
+    from megabert.finetune import huggingface, onnx
 
     finetuned = huggingface.load(source)
     if as_onnx or int8:
@@ -76,7 +76,8 @@ def export_finetuned(
     with appearing(output, CONFIG, overwrite) as folder:
         huggingface.write(finetuned, folder)
         written = onnx.write(finetuned, folder, int8) if as_onnx or int8 else None
-        (folder / "README.md").write_text(card.render(finetuned, Path(output).resolve().name, written))
+        about = written.about() if written else ""
+        (folder / "README.md").write_text(huggingface.card(finetuned, Path(output).resolve().name, about))
     return finetuned, written
 
 

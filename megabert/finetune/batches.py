@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from megabert.data.packing import Packed, pack, pack_line
-from megabert.finetune.encoding import Item
-from megabert.finetune.tasks import COMPARED
+from megabert.finetune.encoding import TaskItem
 
-WIDTH = 128  # tokens a row has at least, as far as `max_length` allows: few shapes, and short items share rows
-EVALUATION_TOKENS = 8192  # of one forward pass without gradients
+# Least tokens of a row, as far as `max_length` allows: few shapes, and short items share rows.
+WIDTH = 128
 
 
 @dataclass(frozen=True)
-class Layout:
+class ItemLayout:
     """How items become tensors: the task's kind, the longest item, whether attention is causal, and whether the head reads
     an item's positions as a sequence (`places`)."""
 
@@ -33,16 +32,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TaskBatch:
     """N items in packed rows; P positions are read, in the items' order. `targets` are empty where there are no labels."""
 
     packed: Packed
-    read: Tensor  # int64 [P], flat positions
-    places: Tensor | None  # int64 [N, W]: which of the P belong to each item; -1 after its last
-    targets: Tensor  # int64 [N] class or right sequence | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
+    # int64 [P], flat positions
+    read: Tensor
+    # int64 [N, W]: which of the P belong to each item; -1 after its last
+    places: Tensor | None
+    # int64 [N] class or correct choice | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
+    targets: Tensor
     items: int
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> TaskBatch:
         places = None if self.places is None else self.places.to(device)
         packed, read, targets = self.packed.to(device), self.read.to(device), self.targets.to(device)
         return replace(self, packed=packed, read=read, places=places, targets=targets)
@@ -61,14 +63,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Update:
+class TaskUpdate:
     """This rank's micro-batches of update `step`, counted from 0, and which items they hold."""
 
     step: int
-    batches: list[Batch]
+    batches: list[TaskBatch]
     epoch: int = 0
-    row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [n], numbers of the items
-    damage: dict[int, str] = field(default_factory=dict)  # items are in memory: nothing can be wrong with them
+    # int64 [n], numbers of the items
+    row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Items are in memory: none is ever damaged.
+    damage: dict[int, str] = field(default_factory=dict)
     problem: str = ""
     problem_code: int = 0
     objective: str = "task"
@@ -83,7 +87,7 @@ class Update:
         return sum(batch.tokens for batch in self.batches)
 
 
-def collate(items: Sequence[Item], layout: Layout, line: bool = False) -> Batch:
+def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -> TaskBatch:
     """One batch of `items`; without any, the batch that adds nothing. `line`: in one row without padding."""
     sequences = [sequence for item in items for sequence in item.sequences] or [(np.zeros(1, np.int32), 1)]
     ids = [sequence for sequence, _ in sequences]
@@ -94,9 +98,9 @@ def collate(items: Sequence[Item], layout: Layout, line: bool = False) -> Batch:
     first = np.cumsum([0, *(1 + len(item.others) for item in items)])
     read = [packed.starts[first[i] : first[i + 1]] + read_at(item, layout) for i, item in enumerate(items)]
     places = None
-    if layout.sequences or layout.kind in ("span", *COMPARED):
+    if layout.sequences or layout.kind in ("span", "choose"):
         places = torch.from_numpy(_places([len(item.positions) for item in items]))
-    return Batch(
+    return TaskBatch(
         packed,
         torch.from_numpy(np.concatenate(read or [np.zeros(0, np.int64)])),
         places,
@@ -105,7 +109,7 @@ def collate(items: Sequence[Item], layout: Layout, line: bool = False) -> Batch:
     )
 
 
-def read_at(item: Item, layout: Layout) -> np.ndarray:
+def read_at(item: TaskItem, layout: ItemLayout) -> np.ndarray:
     """int64 [p], where an item is read, or each of its sequences: what is read at [CLS] is read at the last token of a causal
     model, which alone has seen the whole text."""
     if not layout.causal:
@@ -124,7 +128,7 @@ def _places(sizes: Sequence[int]) -> np.ndarray:
     return places
 
 
-def _targets(items: Sequence[Item], kind: str) -> Tensor:
+def _targets(items: Sequence[TaskItem], kind: str) -> Tensor:
     dtype = np.float32 if kind in ("score", "multilabel") else np.int64
     found = [np.asarray(item.targets, dtype) for item in items if len(item.targets)]
     targets = torch.from_numpy(np.concatenate(found or [np.zeros(0, dtype)]))
@@ -142,10 +146,16 @@ def steps_per_epoch(items: int, batch: int) -> int:
 
 
 def updates(
-    items: Sequence[Item], layout: Layout, seed: int, batch: int, first: int, micro_steps: int,
-    rank: int = 0, ranks: int = 1,
-) -> Generator[Update, None, None]:  # fmt: skip
-    """This rank's part of the updates from `first` on, without end. Ranks and micro-steps split every global batch evenly."""
+    items: Sequence[TaskItem],
+    layout: ItemLayout,
+    seed: int,
+    batch: int,
+    first: int,
+    micro_steps: int,
+    rank: int,
+    ranks: int,
+) -> Generator[TaskUpdate, None, None]:
+    """This rank's part of the updates from number `first` on, without end. Ranks and micro-steps split every global batch evenly."""
     per_epoch = steps_per_epoch(len(items), batch)
     step, epoch, shuffled = first, -1, np.zeros(0, np.int64)
     while True:
@@ -155,5 +165,5 @@ def updates(
         at = step % per_epoch * batch
         parts = np.array_split(shuffled[at : at + batch], ranks * micro_steps)[rank::ranks]
         batches = [collate([items[i] for i in part], layout) for part in parts]
-        yield Update(step, batches, epoch, np.concatenate(parts))
+        yield TaskUpdate(step, batches, epoch, np.concatenate(parts))
         step += 1

@@ -1,8 +1,8 @@
-"""Data sets of tasks: the examples of a file, each with the line it comes from.
+"""Datasets of tasks: the examples of a file, each with the line it comes from.
 
 Texts are rows of the tables that `megabert.common.tables` reads; tags are CoNLL columns with an empty line between
-sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON, or rows of a table with its fields. A file
-that is not what its task says is refused with file and line.
+sentences, or rows of a table with lists of words and tags; spans are SQuAD's JSON, or rows of a table with its fields. A file that
+is not what its task says is refused with file and line.
 """
 
 from __future__ import annotations
@@ -11,77 +11,96 @@ import hashlib
 import json
 import math
 import re
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megabert.common import arrow_tables, tables
 from megabert.common.logs import log
-from megabert.finetune.examples import Choices, Example, Question, Text, Words
-from megabert.finetune.tasks import COMPARED, PRESETS, Task
+from megabert.finetune.tasks import PRESETS, Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
-SHOWN = 20  # ids of rows that were left out
+# Ids of left-out rows that a warning lists.
+SHOWN = 20
 ENTITY_METRICS = {"f1", "precision", "recall"}
 
 
-def read(task: Task, path: str | Path, labelled: bool = True) -> list[Example]:
-    """The examples of a file. `labelled=False` needs no label column and ignores one that is there.
+@dataclass(frozen=True)
+class TextExample:
+    """A text or a pair, and its label: a string, several for multilabel, a number for a score, None where unlabelled."""
 
-    Raises ValueError naming file and line for: a column that is missing (and which there are), an empty text, a label that is
-    not one of the task's, a score that is no finite number, a line with too few columns, two examples of one id, an answer
+    id: str
+    # File and line, for messages.
+    where: str
+    a: str
+    b: str | None
+    label: str | float | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ChoiceExample:
+    """Possible continuations or answers of the text `a`; `label` names the correct one, None where unlabelled."""
+
+    id: str
+    where: str
+    a: str
+    options: tuple[str, ...]
+    label: str | None
+
+
+@dataclass(frozen=True)
+class SentenceExample:
+    """A sentence's words and the tag of each, or None where unlabelled."""
+
+    id: str
+    where: str
+    words: tuple[str, ...]
+    tags: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class QuestionExample:
+    """`answers` are (text, first character in the context) pairs; (): the question has none; None: unlabelled."""
+
+    id: str
+    where: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...] | None
+
+
+Example = TextExample | ChoiceExample | SentenceExample | QuestionExample
+
+
+def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
+    """The examples of a file, of the class of the task's kind. `labelled=False` needs no label column and ignores one.
+
+    Raises ValueError naming file and line for: a column that is missing (and which exist), an empty text, a label that is
+    not one of the task's, a score that is not a finite number, a line with too few columns, two examples of one id, an answer
     that is not where its context says, a file that is empty or not UTF-8.
     """
+    return list(stream(task, path, labelled))
+
+
+def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]:
+    """The examples of a file one after another, which need not fit in memory; errors as of `read`, when they are reached."""
     path = Path(path)
-    _refuse_empty(path)
-    examples: list[Any] = list(READERS.get(task.kind, _texts)(task, path, labelled))
-    if not examples:
-        raise ValueError(f"{path}: holds no example")
-    _refuse_twice(examples)
-    return examples
-
-
-def _refuse_empty(path: Path) -> None:
     if not arrow_tables.is_table(path) and not any(line.strip() for _, line in tables.lines(path)):
         raise ValueError(f"{path}: is empty")
-
-
-def _refuse_twice(examples: Iterable[Any]) -> None:
+    has_ids = bool(task.id) or task.kind == "span"
     seen: dict[str, str] = {}
-    for example in examples:
-        if example.id in seen:
-            raise ValueError(f"{example.where}: id {example.id!r} was there before, at {seen[example.id]}")
-        seen[example.id] = example.where
-
-
-def count(task: Task, path: str | Path) -> int:
-    """The number of examples of a file whose labels are not read; errors as of `read`. Of a table, whatever its size, in 8
-    bytes an example that has an id."""
-    path, found, hashes = Path(path), 0, array("q")
-    _refuse_empty(path)
-    for example in READERS.get(task.kind, _texts)(task, path, False):
-        found += 1
-        if task.id or task.kind == "span":
-            hashes.append(hash(example.id))
-    if not found:
+    empty = True
+    for example in READERS.get(task.kind, _texts)(task, path, labelled):
+        if has_ids and example.id in seen:
+            raise ValueError(f"{example.where}: id {example.id!r} was used before, at {seen[example.id]}")
+        if has_ids:
+            seen[example.id] = example.where
+        empty = False
+        yield example
+    if empty:
         raise ValueError(f"{path}: holds no example")
-    ordered = np.sort(np.frombuffer(hashes, np.int64))
-    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    if suspects:
-        _refuse_twice(example for example in stream(task, path) if hash(example.id) in suspects)
-    return found
-
-
-def stream(task: Task, path: str | Path) -> Iterator[Any]:
-    """The examples of a file that was counted, one after the other."""
-    reader = READERS.get(task.kind, partial(_texts, warn=False))
-    return reader(task, Path(path), False)
 
 
 def digest(path: Path) -> str:
@@ -97,26 +116,22 @@ def digest(path: Path) -> str:
 def for_prediction(
     task: Task, path: str | Path, text: Sequence[str] = (), identity: str = "", choices: Sequence[str] = ()
 ) -> Task:
-    """The task with the columns of a file that is to be predicted: those that are named, or those of GLUE's test files.
+    """The task with the columns of a file without labels: those that are named, or those of GLUE's test files.
 
-    These begin with a column index or id, and CoLA's have a header that its other files lack. `choices` may be any number of
-    texts that are to be ranked.
+    GLUE's test files begin with a column index or id, and CoLA's has a header that its other files lack.
     """
-    if task.kind in ("tag", "span", *COMPARED):
-        text, choices = tuple(text) or task.text, tuple(choices) or task.choices
-        label = _unread(task.label, (*text, *choices))
-        return replace(task, text=text, choices=choices, label=label, id=identity or task.id)
-    header = tables.columns(Path(path)) if task.name in PRESETS else []
-    if not text and task.text[0].isdecimal() and "sentence" in header:
+    header = tables.columns(Path(path)) if task.name in PRESETS and task.kind in ("classify", "score") else []
+    if not text and task.text and task.text[0].isdecimal() and "sentence" in header:
         text = ("sentence",)
-    text = tuple(text) or task.text
-    if not identity and not text[0].isdecimal() and header[:1] in (["index"], ["id"]):
+    text, choices = tuple(text) or task.text, tuple(choices) or task.choices
+    if not identity and header[:1] in (["index"], ["id"]) and not text[0].isdecimal():
         identity = header[0]
-    return replace(task, text=text, label=_unread(task.label, text), id=identity or task.id)
+    label = _unread_label(task.label, (*text, *choices))
+    return replace(task, text=text, choices=choices, label=label, id=identity or task.id)
 
 
-def _unread(label: str, columns: Sequence[str]) -> str:
-    """A label column that is not read: as a number or a name, as the `columns` are; "" where the task has none."""
+def _unread_label(label: str, columns: Sequence[str]) -> str:
+    """A label column that is not read, a number or a name as the `columns` are; "" where the task has none."""
     numbered = [column.removeprefix("-").isdecimal() for column in (label, *columns)]
     if not label or numbered[0] == numbered[1]:
         return label
@@ -126,14 +141,10 @@ def _unread(label: str, columns: Sequence[str]) -> str:
 # ---- tables
 
 
-def _texts(task: Task, path: Path, labelled: bool, warn: bool = True) -> Iterator[Text | Choices]:
-    if task.kind == "rank" and labelled and len(task.choices) != 2:
-        raise ValueError(
-            f"task {task.name}: learns from two texts a line, the better one first; {len(task.choices)} are named"
-        )
+def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample | ChoiceExample]:
     wanted = task.columns(labelled)
     texts = len(task.text) + len(task.choices)
-    may_be_empty = [task.label] * (task.kind == "multilabel")
+    may_be_empty = [task.label] if task.kind == "multilabel" else []
     left_out: list[str] = []
     for number, (where, row) in enumerate(tables.rows(path, wanted, not wanted[0].isdecimal(), task.cut_rows)):
         if task.cut_rows and not (row and all(isinstance(t, str) and t.strip() for t in row)):
@@ -146,44 +157,39 @@ def _texts(task: Task, path: Path, labelled: bool, warn: bool = True) -> Iterato
             if not isinstance(value, str):
                 raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value):.40}")
         identity = _plain(where, task.id, row[-1]) if task.id else str(number)
-        label = _label(task, where, row[texts]) if labelled and task.label else None
-        if task.kind in COMPARED:
-            yield _choices(task, identity, where, row[:texts], "" if task.kind == "rank" and labelled else label)
+        label: Any = _label(task, where, row[texts]) if labelled else None
+        a, *others = row[:texts]
+        if task.kind == "choose":
+            # A second text is the beginning of every choice.
+            begin = f"{others.pop(0)} " if task.pair else ""
+            yield ChoiceExample(identity, where, a, tuple(begin + option for option in others), label)
         else:
-            yield Text(identity, where, row[0], row[1] if task.pair else None, label)
-    if left_out and warn:
-        shown = ", ".join(left_out[:SHOWN]) + ", …" * (len(left_out) > SHOWN)
+            yield TextExample(identity, where, a, others[0] if others else None, label)
+    if left_out:
+        shown = ", ".join(left_out[:SHOWN]) + (", …" if len(left_out) > SHOWN else "")
         log.warning(f"{path}: {len(left_out):,} rows are cut at a tab or a line end and left out: {shown}")
-
-
-def _choices(task: Task, identity: str, where: str, texts: Sequence[str], label: Any) -> Choices:
-    """A second text is the beginning of every choice."""
-    given, options = texts[: len(task.text)], texts[len(task.text) :]
-    if task.pair:
-        options = [f"{given[1]} {option}" for option in options]
-    return Choices(identity, where, given[0] if given else None, tuple(options), label)
 
 
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
     if task.kind == "multilabel":
-        return _several(task, where, value)
+        return _label_set(task, where, value)
     if task.kind == "score":
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (ValueError, TypeError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"{where}: score {str(value)!r:.40} in column {task.label!r} is no finite number")
+            raise ValueError(f"{where}: score {str(value)!r:.40} in column {task.label!r} is not a finite number")
         return number
     label = _plain(where, task.label, value)
     _known(task, where, label)
-    if task.kind == "choose" and label not in choice_labels(task):
-        raise ValueError(f"{where}: label {label!r:.60} is none of {', '.join(choice_labels(task))}")
+    if task.kind == "choose" and label not in task.choice_labels:
+        raise ValueError(f"{where}: label {label!r:.60} is none of {', '.join(task.choice_labels)}")
     return label
 
 
-def _several(task: Task, where: str, value: Any) -> tuple[str, ...]:
-    """A list of labels, or a text of them with commas between; none is a label too."""
+def _label_set(task: Task, where: str, value: Any) -> tuple[str, ...]:
+    """A list of labels, or a text of them with commas between; the empty set is allowed."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     elif not isinstance(value, list):
@@ -192,11 +198,6 @@ def _several(task: Task, where: str, value: Any) -> tuple[str, ...]:
     for label in found:
         _known(task, where, label)
     return found
-
-
-def choice_labels(task: Task) -> tuple[str, ...]:
-    """What the choices are called in the label column: as the task says, or by their numbers from 0."""
-    return task.labels or tuple(str(number) for number in range(len(task.choices)))
 
 
 def _known(task: Task, where: str, label: str) -> None:
@@ -216,7 +217,7 @@ def _plain(where: str, column: str, value: Any) -> str:
 # ---- words and tags
 
 
-def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
+def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
     """Rows with a list of words and a list of tags."""
     wanted = [task.text[0], *([task.label] * labelled)]
     for number, (where, row) in enumerate(tables.rows(path, wanted)):
@@ -229,7 +230,7 @@ def _word_rows(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
         tags = tuple(_tag(task, where, _plain(where, task.label, tag)) for tag in row[1]) if labelled else None
         if tags is not None and len(tags) != len(words):
             raise ValueError(f"{where}: has {len(words)} words and {len(tags)} tags")
-        yield Words(str(number), where, words, tags)
+        yield SentenceExample(str(number), where, words, tags)
 
 
 def _tag(task: Task, where: str, tag: str) -> str:
@@ -241,7 +242,7 @@ def _tag(task: Task, where: str, tag: str) -> str:
     return tag
 
 
-def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
+def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExample]:
     if not task.text[0].removeprefix("-").isdecimal():
         yield from _word_rows(task, path, labelled)
         return
@@ -254,7 +255,9 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
         fields = line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
         if not line.strip(" \t"):
             if words:
-                yield Words(str(number), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None)
+                yield SentenceExample(
+                    str(number), f"{path}, line {start}", tuple(words), tuple(tags) if labelled else None
+                )
                 words, tags, number = [], [], number + 1
             continue
         if fields[0] == "-DOCSTART-":
@@ -265,7 +268,7 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[Words]:
             raise ValueError(f"{where}: has {len(fields)} columns, the lines before have {width}")
         if labelled:
             if width < 2:
-                raise ValueError(f"{where}: has one column, {fields[0]!r:.40}; a word and its tag are wanted")
+                raise ValueError(f"{where}: has one column, {fields[0]!r:.40}; a word and its tag are needed")
             tags.append(_tag(task, where, _field(where, "tag", task.label, fields)))
         start = start if words else line_number
         words.append(_field(where, "word", task.text[0], fields))
@@ -283,7 +286,7 @@ def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
 # ---- SQuAD's JSON
 
 
-def _questions(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
+def _questions(task: Task, path: Path, labelled: bool) -> Iterator[QuestionExample]:
     if arrow_tables.is_table(path):
         yield from _question_rows(task, path, labelled)
         return
@@ -298,7 +301,7 @@ def _questions(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
                 yield _question(task, where, context, qa, labelled)
 
 
-def _question_rows(task: Task, path: Path, labelled: bool) -> Iterator[Question]:
+def _question_rows(task: Task, path: Path, labelled: bool) -> Iterator[QuestionExample]:
     """SQuAD's fields as columns, as `datasets` has it; no answer in the list is none."""
     wanted = ["id", "question", "context", *["answers.text", "answers.answer_start"] * labelled]
     for where, row in tables.rows(path, wanted):
@@ -314,14 +317,14 @@ def _question_rows(task: Task, path: Path, labelled: bool) -> Iterator[Question]
         yield _question(task, where, row[2], qa, labelled)
 
 
-def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> Question:
+def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> QuestionExample:
     identity = _get(where, qa, "id", str)
     where = f"{where}, question {identity}"
     question = _get(where, qa, "question", str)
     if not question.strip():
         raise ValueError(f"{where}: the question is empty")
     if not labelled:
-        return Question(identity, where, question, context, None)
+        return QuestionExample(identity, where, question, context, None)
     answers = []
     for answer in _get(where, qa, "answers", list):
         text, start = _get(where, answer, "text", str), _get(where, answer, "answer_start", int)
@@ -331,7 +334,7 @@ def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> 
             )
         if context[start : start + len(text)] != text:
             found = context[start : start + len(text)]
-            raise ValueError(f"{where}: answer {text!r:.40} is not at {start}, there stands {found!r:.40}")
+            raise ValueError(f"{where}: answer {text!r:.40} is not at {start}, which holds {found!r:.40}")
         if not text.strip():
             raise ValueError(f"{where}: an answer is empty")
         answers.append((text, start))
@@ -339,10 +342,10 @@ def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> 
         if answers:
             raise ValueError(f"{where}: is_impossible, but it has answers")
         if not task.unanswerable:
-            raise ValueError(f"{where}: has no answer, and {task.name} knows no such questions; squad2.0 does")
+            raise ValueError(f"{where}: has no answer, which {task.name} does not allow; squad2.0 does")
     elif not answers:
         raise ValueError(f"{where}: has no answer and is not marked is_impossible")
-    return Question(identity, where, question, context, tuple(answers))
+    return QuestionExample(identity, where, question, context, tuple(answers))
 
 
 def _get(where: str, node: Any, key: str, kind: type) -> Any:

@@ -9,37 +9,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import choice_labels
-from megabert.finetune.examples import Choices, Example, Question, Text, Words
-from megabert.finetune.tasks import COMPARED, LABELLED, Task
+from megabert.finetune.datasets import ChoiceExample, Example, QuestionExample, SentenceExample, TextExample
+from megabert.finetune.tasks import LABELLED, Task
 
-Long = Literal["truncate", "pool"]
-LONG: tuple[str, ...] = get_args(Long)  # what is done with a longer text: cut, or read in windows
-MAX_QUESTION = 64  # tokens; Devlin et al. 2019's own code
-MIN_LENGTH = 8  # tokens of a window: three special ones and some of each part
+# Tokens; of Devlin et al. 2019's own code.
+MAX_QUESTION = 64
+# Tokens of a window: three special ones and some of each part.
+MIN_LENGTH = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
-    """One sequence for the model, [CLS] A [SEP] or [CLS] A [SEP] B [SEP]; several of one example are its windows, in order."""
+class TaskItem:
+    """One input of the model, [CLS] A [SEP] or [CLS] A [SEP] B [SEP]; several of one example are its windows, in order."""
 
     example: int
-    ids: np.ndarray  # int32 [n]
-    second: int  # where segment 1 begins; n without a pair
-    # int64 [p], token positions the head reads: [0] for a text, 0 for each of several sequences, the first piece of each word (a word is in one window
-    # only), [CLS] and all the context's tokens for a span
+    # int32 [n]
+    ids: np.ndarray
+    # Where segment 1 begins; n without a pair.
+    second: int
+    # int64 [p], token positions that the head reads: [0] for a text, a 0 for each choice, the first token of each word (a word is
+    # in one window only), [CLS] and all tokens of the context for a span.
     positions: np.ndarray
-    # int64 [1] class or right sequence | float32 [labels] 1 where it has the label | float32 [1] score | int64 [p] tags | int64 [2] start and end as indices into `positions`, both
-    # included, 0 0 where the window holds no answer; empty where unlabelled
+    # int64 [1] class or correct choice | float32 [labels] 1 where the text has the label | float32 [1] score | int64 [p] tags |
+    # int64 [2] start and end as indices into `positions`, both included, 0 0 where the window holds no answer; empty where unlabelled.
     targets: np.ndarray
-    char_spans: np.ndarray  # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2]
-    # (ids, where segment 1 begins) of the further sequences that the first is compared with, each read at its [CLS]
+    # int64 [p, 2] for a span: where its tokens are in the context, 0 0 for [CLS]; else [0, 2].
+    char_spans: np.ndarray
+    # (ids, where segment 1 begins) of the choices after the first one, each read at its [CLS].
     others: tuple[tuple[np.ndarray, int], ...] = ()
 
     @property
@@ -55,34 +57,31 @@ class Item:
 NO_SPANS = np.zeros((0, 2), np.int64)
 ORIGIN = np.zeros((1, 2), np.int64)
 FIRST = np.zeros(1, np.int64)
-CHUNK = 512  # contexts encoded at once: what the libraries return for a token takes some 200 bytes
+# Contexts encoded at once: what the libraries return for a token takes some 200 bytes.
+CHUNK = 512
 
 
 def labels_of(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     """The labels of a task in the order of their classes, those of a choice in the order of its columns; () for the kinds
     without.
 
-    Raises ValueError where the examples have one label alone, the order of an ordinal task's is not told, or the task's F1
-    is of two classes and there are more.
+    Raises ValueError where the examples have fewer than two labels, or the task's F1 is of two classes and there are more.
     """
     if task.kind == "choose":
-        return choice_labels(task)
+        return task.choice_labels
     if task.kind not in LABELLED:
         return ()
-    labels = task.labels
-    if not labels:
-        labels = tuple(sorted({label for example in examples for label in _labels(task, example)}))
+    labels = task.labels or tuple(sorted({label for example in examples for label in example_labels(task, example)}))
     if len(labels) < 2:
         shown = f"{labels[0]!r} is the only label" if labels else "there is no label"
         raise ValueError(f"task {task.name}: {shown}; two at least are needed")
-    if task.kind == "ordinal" and not task.labels:
-        labels = _by_number(task, labels)
     if task.kind == "classify" and "f1" in task.metrics and len(labels) > 2:
         raise ValueError(f"task {task.name}: f1 is of two labels, there are {len(labels)}; take macro_f1")
     return labels
 
 
-def _labels(task: Task, example: Any) -> Sequence[str]:
+def example_labels(task: Task, example: Any) -> Sequence[str]:
+    """The labels of an example of a kind in LABELLED: one a word for tags."""
     if task.kind == "tag":
         return example.tags or ()
     return example.label if task.kind == "multilabel" else [example.label]
@@ -93,17 +92,8 @@ def check_labels(task: Task, examples: Sequence[Any], labels: Sequence[str]) -> 
     if task.kind in LABELLED:
         classes = {label: i for i, label in enumerate(labels)}
         for example in examples:
-            for label in _labels(task, example):
+            for label in example_labels(task, example):
                 _class(example.where, label, classes)
-
-
-def _by_number(task: Task, labels: Sequence[str]) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(labels, key=float))
-    except ValueError:
-        raise ValueError(
-            f"task {task.name}: the labels {', '.join(labels):.80} are no numbers; name them in their order with --labels"
-        ) from None
 
 
 def encode(
@@ -113,8 +103,8 @@ def encode(
     labels: Sequence[str],
     max_length: int,
     stride: int = 128,
-    long: Long = "truncate",
-) -> list[Item]:
+    long: str = "truncate",
+) -> list[TaskItem]:
     """The items of the examples, in their order; `max_length` tokens at most each.
 
     `stride`: tokens from one window's start to the next one's. `long="pool"` reads a long text in windows too. Raises
@@ -130,8 +120,8 @@ def encode(
         return list(_spans(given, tokenizer, max_length, stride))
     if task.kind == "tag":
         return list(_tags(given, tokenizer, classes, max_length, stride))
-    if task.kind in COMPARED:
-        return list(_compared(given, tokenizer, classes, max_length))
+    if task.kind == "choose":
+        return list(_choices(given, tokenizer, classes, max_length))
     return list(_texts(task, given, tokenizer, classes, max_length, stride if long == "pool" else 0))
 
 
@@ -167,8 +157,13 @@ def _class(where: str, label: str, classes: dict[str, int]) -> int:
 
 
 def _texts(
-    task: Task, examples: Sequence[Text], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
-) -> Iterator[Item]:
+    task: Task,
+    examples: Sequence[TextExample],
+    tokenizer: Tokenizer,
+    classes: dict[str, int],
+    max_length: int,
+    stride: int,
+) -> Iterator[TaskItem]:
     """`stride` 0: long texts are cut."""
     firsts = _ids(tokenizer, [e.a for e in examples])
     seconds = _ids(tokenizer, [e.b or "" for e in examples]) if task.pair else None
@@ -181,7 +176,7 @@ def _texts(
         else:
             targets = np.array([] if example.label is None else [example.label], np.float32)
         for ids, second in _cut(tokenizer, a, seconds[i] if seconds else None, max_length, stride):
-            yield Item(i, ids, second, FIRST, targets, NO_SPANS)
+            yield TaskItem(i, ids, second, FIRST, targets, NO_SPANS)
 
 
 def _cut(
@@ -206,31 +201,26 @@ def _cut(
             yield _row(tokenizer, a[:keep_a], b[start : start + keep_b])
 
 
-def _compared(
-    examples: Sequence[Choices], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
-) -> Iterator[Item]:
-    """One item an example, of as many sequences as it has options; of a ranked pair the first is right."""
-    firsts = _ids(tokenizer, [e.a or "" for e in examples])
+def _choices(
+    examples: Sequence[ChoiceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int
+) -> Iterator[TaskItem]:
+    """One item an example, of as many sequences as it has options."""
+    firsts = _ids(tokenizer, [e.a for e in examples])
     options = iter(_ids(tokenizer, [option for e in examples for option in e.options]))
     for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
-        sequences: list[tuple[np.ndarray, int]] = []
-        for _ in example.options:
-            option = next(options)
-            first, second_text = (option, None) if example.a is None else (a, option)
-            sequences += _cut(tokenizer, first, second_text, max_length, 0)
-        right = {None: [], "": [0]}.get(example.label)
-        targets = np.array([classes[str(example.label)]] if right is None else right, np.int64)
-        (ids, second), *others = sequences
-        yield Item(i, ids, second, np.zeros(len(sequences), np.int64), targets, NO_SPANS, tuple(others))
+        pairs = [(a, next(options)) for _ in example.options]
+        (ids, second), *others = (row for pair in pairs for row in _cut(tokenizer, *pair, max_length, 0))
+        targets = np.array([] if example.label is None else [classes[example.label]], np.int64)
+        yield TaskItem(i, ids, second, np.zeros(len(pairs), np.int64), targets, NO_SPANS, tuple(others))
 
 
 # ---- words
 
 
 def _tags(
-    examples: Sequence[Words], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
-) -> Iterator[Item]:
-    """Every word is encoded on its own; its first piece carries the tag, outside ASCII the first that is more than a space.
+    examples: Sequence[SentenceExample], tokenizer: Tokenizer, classes: dict[str, int], max_length: int, stride: int
+) -> Iterator[TaskItem]:
+    """Every word is encoded on its own; its first token carries the tag, outside ASCII the first that is more than a space.
 
     A word that follows another one in a script without spaces (a character or a word of Chinese) is encoded without the
     space that stands before words elsewhere.
@@ -252,16 +242,16 @@ def _tags(
         for first, start, end, last in _word_windows(at, room, stride):
             ids, second = _row(tokenizer, np.concatenate(words[first:last]))
             positions = 1 + at[start:end] - at[first] + lead[start:end]
-            yield Item(i, ids, second, positions, targets[start:end], NO_SPANS)
+            yield TaskItem(i, ids, second, positions, targets[start:end], NO_SPANS)
 
 
 def _word(ids: list[int], tokenizer: Tokenizer, room: int) -> np.ndarray:
-    """int32 [n]: at most `room` ids of a word; one of a character that no piece has is the unknown one."""
+    """int32 [n]: at most `room` ids of a word; [UNK] for a character that is not in the vocabulary."""
     return np.array(ids[:room] or [tokenizer.unk_id], np.int32)
 
 
 def _space_before(word: str, ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """1 where the first of a word's ids is but the space before it, else 0. (ASCII words are tagged as they always were.)"""
+    """1 where the first of a word's ids is but the space before it, else 0. (Not of ASCII words.)"""
     return int(len(ids) > 1 and not word[0].isascii() and tokenizer.tokens[ids[0]].isspace())
 
 
@@ -287,7 +277,9 @@ def _word_windows(at: np.ndarray, room: int, stride: int) -> Iterator[tuple[int,
 # ---- spans
 
 
-def _spans(examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, stride: int) -> Iterator[Item]:
+def _spans(
+    examples: Sequence[QuestionExample], tokenizer: Tokenizer, max_length: int, stride: int
+) -> Iterator[TaskItem]:
     distinct = list(dict.fromkeys(e.context for e in examples))
     contexts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for at in range(0, len(distinct), CHUNK):
@@ -309,10 +301,10 @@ def _spans(examples: Sequence[Question], tokenizer: Tokenizer, max_length: int, 
             inside = char_spans[: end + 1]  # most contexts are one window: their questions share the array
             if start:
                 inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
-            yield Item(i, ids, second, positions, targets, inside)
+            yield TaskItem(i, ids, second, positions, targets, inside)
 
 
-def _tokens_of(example: Question, offsets: np.ndarray) -> tuple[int, int] | None:
+def _tokens_of(example: QuestionExample, offsets: np.ndarray) -> tuple[int, int] | None:
     """First and last token of the question's first answer; None without one, or where no token has a character of it."""
     if not example.answers:
         return None

@@ -1,9 +1,9 @@
 """Heads: one added layer a task on the pre-trained encoder.
 
-A text is read at [CLS], through the pre-trained pooler where the model has one; words and answers at their own tokens
-(Devlin et al. 2019, section 4 and appendix A.5); of a modern model all of them through the masked-LM head's transform. Losses are sums, as `megabert.engine` wants them. The added layer is
-computed in fp32: bf16 has too few digits for a score or for telling spans apart. A frozen encoder is no part of the
-module's state: it is neither trained, nor saved with the moments, nor ever in training mode.
+A text is read at [CLS], through the pre-trained pooler where the model has one; words and answers at their own tokens (Devlin et
+al. 2019, section 4 and appendix A.5); of a modern model all of them through the masked-LM head's transform. Losses are sums, as
+`megabert.engine` takes them. The added layer is computed in fp32: bf16 has too few digits for a score or for telling spans apart.
+A frozen encoder is not part of the module's state: it is neither trained, nor saved with the moments, nor ever in training mode.
 
 Shapes: N items, P positions that are read, W of them in the longest item, D hidden, K outputs.
 """
@@ -12,34 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabert.config import Config, OpsConfig
-from megabert.finetune.tasks import COMPARED, Kind
 from megabert.model import BertForPreTraining, Linear, MlmTransform
 
-TOKEN_KINDS = ("tag", "span")  # read at their tokens; the others at [CLS]
-KINDS: tuple[str, ...] = get_args(Kind)
-HEADS = ("linear", "bilstm")
+# Kinds that are read at their tokens; the others at [CLS].
+TOKEN_KINDS = ("tag", "span")
 PRETRAINING_HEADS = ("mlm", "nsp", "pooler")
-FEATURE_LAYERS = 4  # the last layers, concatenated: the best of Devlin et al. 2019, table 7
-LSTM_LAYERS = 2  # section 5.3
+# The last layers, concatenated: the best of Devlin et al. 2019, table 7.
+FEATURE_LAYERS = 4
+# Devlin et al. 2019, section 5.3.
+LSTM_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is added to an encoder. `outputs`: classes, tags, 1 for a score or a sequence that is compared, 2 for a span, of an
-    ordered set one less than labels. `class_weights`: of the labels in the loss, (): all alike."""
+class HeadShape:
+    """What is added to an encoder. `outputs`: classes, tags, 1 for a score or a choice, 2 for a span."""
 
     kind: str
     outputs: int
     head: str = "linear"
-    width: int = 768  # of the BiLSTM, both directions together
+    # Of the BiLSTM, both directions together.
+    width: int = 768
     frozen: bool = False
+    # Of the labels in the loss; (): all 1.
     class_weights: tuple[float, ...] = ()
 
     def check(self, layers: int) -> None:
@@ -52,7 +53,7 @@ class Shape:
             raise ValueError(f"--width {self.width}: give an even number, half of it for each direction")
 
 
-class Output(Linear):
+class OutputLayer(Linear):
     """The added layer, in fp32 whatever its parameters are in."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., K)
@@ -66,7 +67,7 @@ class TextHead(nn.Module):
         super().__init__()
         self.pooler = Linear(hidden, hidden, std)
         self.dropout = nn.Dropout(dropout)
-        self.output = Output(hidden, outputs, std)
+        self.output = OutputLayer(hidden, outputs, std)
 
     def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (N, D) -> (N, K)
         return self.output(self.dropout(torch.tanh(self.pooler(hidden))))
@@ -80,7 +81,7 @@ class TransformHead(nn.Module):
         super().__init__()
         self.transform = transform
         self.dropout = nn.Dropout(dropout)
-        self.output = Output(hidden, outputs, std)
+        self.output = OutputLayer(hidden, outputs, std)
 
     def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (P, D) -> (P, K)
         return self.output(self.dropout(self.transform(hidden)))
@@ -92,7 +93,7 @@ class TokenHead(nn.Module):
     def __init__(self, hidden: int, outputs: int, std: float, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.output = Output(hidden, outputs, std)
+        self.output = OutputLayer(hidden, outputs, std)
 
     def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (P, D) -> (P, K)
         return self.output(self.dropout(hidden))
@@ -105,11 +106,12 @@ class BiLstmHead(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.lstm = nn.LSTM(hidden, width // 2, LSTM_LAYERS, batch_first=True, bidirectional=True, dropout=dropout)
-        self.output = Output(width, outputs, std)
+        self.output = OutputLayer(width, outputs, std)
 
     def forward(self, hidden: Tensor, places: Tensor | None) -> Tensor:  # (P, D) -> (P, K)
         assert places is not None
-        if not len(places):  # an LSTM takes no empty batch, and its gradients are wanted all the same
+        if not len(places):
+            # An LSTM takes no empty batch, and its parameters need gradients all the same.
             return self.output(hidden.new_zeros(0, self.output.weight.shape[1])) + 0 * sum(
                 parameter.sum() for parameter in self.lstm.parameters()
             )
@@ -121,11 +123,11 @@ class BiLstmHead(nn.Module):
 
 
 def without_heads(encoder: BertForPreTraining) -> BertForPreTraining:
-    """The same encoder, which can no longer do what it was pre-trained for."""
+    """The same encoder, its pre-training heads removed."""
     for name in PRETRAINING_HEADS:
         if hasattr(encoder, name):
             delattr(encoder, name)
-    for name in ("bias", "decoder"):  # the decoder's
+    for name in ("bias", "decoder"):
         encoder.embeddings.word.register_parameter(name, None)
     return encoder
 
@@ -133,7 +135,7 @@ def without_heads(encoder: BertForPreTraining) -> BertForPreTraining:
 class Finetuner(nn.Module):
     """Encoder and head; `forward` trains, `logits` predicts."""
 
-    def __init__(self, encoder: BertForPreTraining, shape: Shape) -> None:
+    def __init__(self, encoder: BertForPreTraining, shape: HeadShape) -> None:
         """`encoder` loses its pre-training heads; the pooler becomes the text head's, the transform a modern model's."""
         super().__init__()
         cfg = encoder.cfg
@@ -153,8 +155,9 @@ class Finetuner(nn.Module):
         else:
             dropout = cfg.dropout if shape.kind == "tag" else 0.0  # the published span head has none
             self.head = TokenHead(size, shape.outputs, cfg.init_std, dropout)
-        self._class_weights: Tensor | None = None  # fp32 [labels], where the loss is
-        # a tuple hides it from parameters() and train()
+        # fp32 [labels], on the device of the loss
+        self._class_weights: Tensor | None = None
+        # A tuple hides it from parameters() and train().
         self.fixed: tuple[BertForPreTraining, ...] = (encoder,) if shape.frozen else ()
         if shape.frozen:
             encoder.eval().requires_grad_(False)
@@ -180,12 +183,8 @@ class Finetuner(nn.Module):
     def forward(
         self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Loss sum and how many answers are right (of scores: 0), over items, for tags over words, for several labels over each
-        label of each item.
-
-        An ordinal label of K is K - 1 decisions "is it more than this one" (Niu et al. 2016), whose losses are summed; of
-        compared sequences the right one has to win a softmax, which for two is RankNet's loss (Burges et al. 2005).
-        """
+        """Loss sum and number of correct answers (of scores: 0), over items, for tags over words, for several labels over each
+        label of each item."""
         logits = self.logits(read, places, **inputs)
         kind, weight = self.shape.kind, self.label_weights(logits.device)
         if kind == "score":
@@ -193,25 +192,20 @@ class Finetuner(nn.Module):
             return loss, loss.new_zeros(())
         if kind == "span":
             assert places is not None
-            spans = span_scores(logits, places)  # (N, W, 2)
+            spans = by_item(logits, places)  # (N, W, 2)
             loss = F.cross_entropy(spans, targets, reduction="sum") / 2
             return loss, (spans.argmax(1) == targets).all(1).sum() if len(spans) else loss.new_zeros(())
         if kind == "multilabel":
             wanted = targets.view_as(logits)  # (N, K)
             loss = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum", pos_weight=weight)
             return loss, ((logits > 0) == (wanted > 0)).sum()
-        if kind == "ordinal":
-            more = (targets[:, None] > torch.arange(logits.shape[1], device=logits.device)).float()  # (N, K - 1)
-            losses = F.binary_cross_entropy_with_logits(logits, more, reduction="none").sum(1)
-            loss = (losses if weight is None else losses * weight[targets]).sum()
-            return loss, ((logits > 0) == (more > 0)).all(1).sum()
-        if kind in COMPARED:
+        if kind == "choose":
             assert places is not None
-            logits = span_scores(logits, places)[..., 0]  # (N, W)
+            logits = by_item(logits, places)[..., 0]  # (N, W)
         return F.cross_entropy(logits, targets, weight, reduction="sum"), (logits.argmax(-1) == targets).sum()
 
     def label_weights(self, device: torch.device) -> Tensor | None:
-        """fp32 [labels], of each label in the loss, put on `device` once; None: all alike."""
+        """fp32 [labels], of each label in the loss, put on `device` once; None: all 1."""
         if self.shape.class_weights and self._class_weights is None:
             self._class_weights = torch.tensor(self.shape.class_weights, device=device)
         return self._class_weights
@@ -221,7 +215,7 @@ class Finetuner(nn.Module):
         return (len(batch.targets),)
 
 
-def span_scores(logits: Tensor, places: Tensor) -> Tensor:
+def by_item(logits: Tensor, places: Tensor) -> Tensor:
     """[P, K] -> [N, W, K], -inf after an item's last position."""
     if not len(places):
         return logits.view(0, 1, logits.shape[-1])
@@ -229,7 +223,7 @@ def span_scores(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def build(
-    config: Config, shape: Shape, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype
+    config: Config, shape: HeadShape, weights: Mapping[str, Tensor] | None, device: torch.device, dtype: torch.dtype
 ) -> Finetuner:
     """The module to train in fp32, its frozen encoder (if it is) in `dtype` on `device`.
 
@@ -253,7 +247,7 @@ def frozen_weights(module: Finetuner, start: Mapping[str, Tensor] | None) -> dic
 
 
 def load(module: Finetuner, weights: Mapping[str, Tensor]) -> None:
-    """Set a module's weights, a frozen encoder's too, from `whole_weights`."""
+    """Set a module's weights, a frozen encoder's too, from those of a saved model."""
     encoder, head = (
         {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         for prefix in ("encoder.", "head.")

@@ -1,11 +1,13 @@
-"""Fine-tuned models as Hugging Face folders: config, weights and tokenizer, which load without any code of ours.
+"""Fine-tuned models as Hugging Face folders: config, weights, tokenizer and model card, which load without any code of ours.
 
-A text is read at [CLS] through the pooler, words and answers at their own tokens, as transformers' classes of these names
-do; a pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class. What these classes have not is refused by name.
+A text is read at [CLS] through the pooler, words and answers at their own tokens, as transformers' classes of these names do; a
+pre-LN model becomes the MegatronBert class of the same kind, a modern one the ModernBert class. What these classes lack is refused
+by name.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +19,17 @@ from megabert.common.files import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
 from megabert.hf import hf_modern, hf_names, hf_tokenizer
+from megabert.hf.model_card import table
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TEXTS = "ForSequenceClassification"
-CLASSES = {  # of the kinds that are not TEXTS
-    "tag": "ForTokenClassification",
-    "span": "ForQuestionAnswering",
-    "choose": "ForMultipleChoice",
-}
-PROBLEMS = {  # by which a pipeline reads logits
-    "classify": "single_label_classification",
-    "multilabel": "multi_label_classification",
-    "ordinal": "multi_label_classification",
-    "score": "regression",
-    "rank": "regression",
-}
-HEAD_NAMES = {"span": "qa_outputs"}  # of the added layer; of the other kinds `classifier`
-SCORE = "score"  # the name a pipeline gives a number
+# The name a pipeline gives a number.
+SCORE = "score"
 
 
 def load(source: str | Path) -> Finetuned:
     """The fine-tuned model that is to be exported, in fp32 on the CPU.
 
-    Raises ValueError naming what is damaged, or what Hugging Face's BERT has not.
+    Raises ValueError naming what is damaged, or what Hugging Face's BERT lacks.
     """
     found = save.load(source, torch.device("cpu"), "fp32")
     described = found.described
@@ -47,29 +37,46 @@ def load(source: str | Path) -> Finetuned:
     if described.shape.head == "bilstm":
         missing = "BiLSTM head (--head bilstm); fine-tune with --head linear"
     elif described.config.data.masking.causal:
-        missing = "left-to-right encoder (data.masking.strategy=causal) under this head; start from a masked model"
+        missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
     if missing:
         raise ValueError(f"{found.folder}: Hugging Face's BERT has no {missing}")
     return found
 
 
-def class_of(kind: str) -> str:
-    """The end of the names of the classes that hold a task of this kind."""
-    return CLASSES.get(kind, TEXTS)
+# ---- what holds a kind
+
+
+@dataclass(frozen=True)
+class HubKind:
+    """How transformers and the hub name the models of a kind."""
+
+    # The hub's task, and the end of the names of transformers' classes.
+    task: str = "text-classification"
+    class_of: str = "ForSequenceClassification"
+    # Entries of config.json, by which a pipeline reads the logits.
+    config: dict[str, Any] = field(default_factory=dict)
+    # Name of the added layer in a BERT.
+    layer: str = "classifier"
+
+
+HUB_KINDS = {
+    "classify": HubKind(config={"problem_type": "single_label_classification"}),
+    "multilabel": HubKind(config={"problem_type": "multi_label_classification"}),
+    "score": HubKind(config={"problem_type": "regression"}),
+    "tag": HubKind("token-classification", "ForTokenClassification"),
+    "span": HubKind("question-answering", "ForQuestionAnswering", layer="qa_outputs"),
+    "choose": HubKind("multiple-choice", "ForMultipleChoice"),
+}
 
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return hf_names.class_of(described.config.model) + class_of(described.task.kind)
+    return hf_names.class_of(described.config.model) + HUB_KINDS[described.task.kind].class_of
 
 
 def names(described: Described) -> tuple[str, ...]:
-    """What a pipeline calls the outputs; () for a span and for choices. Of an ordered set they are decisions between two."""
-    if described.task.kind in ("score", "rank"):
-        return (SCORE,)
-    if described.task.kind == "ordinal":
-        return tuple(f"above {label}" for label in described.labels[:-1])
-    return () if described.task.kind == "choose" else described.labels
+    """What a pipeline calls the outputs; () for a span and for choices."""
+    return {"score": (SCORE,), "choose": ()}.get(described.task.kind, described.labels)
 
 
 def config(described: Described) -> dict[str, Any]:
@@ -81,9 +88,7 @@ def config(described: Described) -> dict[str, Any]:
         tree["label2id"] = {name: i for i, name in enumerate(called)}
     if described.config.model.modern:
         tree["classifier_dropout"] = described.config.model.dropout
-    if described.task.kind in PROBLEMS:
-        tree["problem_type"] = PROBLEMS[described.task.kind]
-    return tree
+    return tree | HUB_KINDS[described.task.kind].config
 
 
 def weights(found: Finetuned) -> dict[str, Tensor]:
@@ -93,9 +98,9 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
         {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
         for prefix in ("encoder.", "head.")
     )
-    renamed = hf_names.encoder_to_huggingface(encoder, found.described.config.model)
-    modern = found.described.config.model.modern
-    added = "classifier" if modern else HEAD_NAMES.get(found.described.task.kind, "classifier")
+    model = found.described.config.model
+    renamed = hf_names.encoder_to_huggingface(encoder, model)
+    added = "classifier" if model.modern else HUB_KINDS[found.described.task.kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")
         if part == "transform":
@@ -112,3 +117,113 @@ def write(found: Finetuned, folder: Path) -> None:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     write_tensors(folder / WEIGHTS, weights(found), {"format": "pt"})
+
+
+# ---- the model card
+
+CLASSIFY_CODE = """from transformers import pipeline
+print(pipeline("text-classification", "{name}")({text}, truncation=True, top_k=None))"""
+TAG_CODE = """from transformers import pipeline
+tag = pipeline("token-classification", "{name}", aggregation_strategy="none", ignore_labels=[])
+words = ["The", "words", "of", "one", "sentence"]
+starts, at = [], 0  # where each word begins in the sentence that the pipeline joins
+for word in words:
+    starts.append(at)
+    at += len(word) + 1
+(found,) = tag(words, is_split_into_words=True)
+first = {{token["start"]: token["entity"] for token in reversed(found)}}
+print([first[start] for start in starts])"""
+SPAN_CODE = """import torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForQuestionAnswering.from_pretrained("{name}").eval()
+question, context = "Where is the Eiffel Tower?", "The Eiffel Tower is in Paris."
+made = tokenizer(question, context, return_tensors="pt", return_offsets_mapping=True)
+offsets, segments = made.pop("offset_mapping")[0].tolist(), made.sequence_ids(0)
+with torch.no_grad():
+    out = model(**made)
+start, end = out.start_logits[0], out.end_logits[0]
+tokens = [i for i, segment in enumerate(segments) if segment == 1]
+best = max(((i, j) for i in tokens for j in tokens if i <= j < i + 30), key=lambda s: start[s[0]] + end[s[1]])
+print(context[offsets[best[0]][0] : offsets[best[1]][1]])"""
+CHOOSE_CODE = """import torch
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForMultipleChoice.from_pretrained("{name}").eval()
+text, choices = "She opens the door.", ["She walks in.", "She swims."]
+made = tokenizer([text] * len(choices), choices, return_tensors="pt", padding=True, truncation=True)
+with torch.no_grad():
+    logits = model(**{{key: value[None] for key, value in made.items()}}).logits[0]
+print(choices[int(logits.argmax())])"""
+CODE = {"tag": TAG_CODE, "span": SPAN_CODE, "choose": CHOOSE_CODE}
+RULES = {
+    "multilabel": """## Reading the labels
+
+Each label has a probability of its own; a text has those above 0.5.""",
+    "tag": """## Tags of words and tokens
+
+Give the pipeline words (`is_split_into_words=True`) and take the first token of each, as above: each word was tokenized on its own
+and its tag learned at its first token; predictions at later tokens were never trained. With a SentencePiece vocabulary a first
+token of a non-ASCII word that is only a space is skipped, and words of a script without spaces were trained without the space
+that the tokenizer puts before them. Sentences of more than {max_length} tokens were read in windows, each {stride} tokens after the
+one before, and a word's tag is that of the window where it is not at the edge.""",
+    "span": """## Reading an answer
+
+Position 0, [CLS], stands for "no answer". A context that does not fit is read in windows of {max_length} tokens, each
+{stride} after the one before, questions cut to 64 tokens. An answer has 30 tokens at most; its score is the sum of its start's and
+its end's logit, the best of all windows wins.""",
+}
+UNANSWERABLE = """ The probability that there is no answer is that of the smallest [CLS] sum of the windows against the best
+answer, 1 / (1 + exp(best - null)); above 0.5 the answer is empty."""
+LONG_TEXTS = {
+    "truncate": "cut, of a pair the longer one first (`truncation=True`)",
+    "pool": "read in windows, whose logits are averaged; a pipeline cuts them",
+}
+
+
+def card(found: Finetuned, name: str, about_onnx: str = "") -> str:
+    """The README.md of an exported fine-tuned model; `about_onnx` is the section of its ONNX files, if any."""
+    described, task = found.described, found.described.task
+    text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
+    rules = RULES.get(task.kind, "").format(max_length=described.max_length, stride=described.stride)
+    parts = [
+        f"---\nlibrary_name: transformers\npipeline_tag: {HUB_KINDS[task.kind].task}\ntags:\n- bert\n- megabert\n---",
+        f"# {name}",
+        f"A BERT fine-tuned with MegaBERT on `{task.name}`; it is transformers' `{architecture(described)}`.",
+        f"```python\n{CODE.get(task.kind, CLASSIFY_CODE).format(name=name, text=text)}\n```",
+        "## Task",
+        table(_task_rows(described)),
+        rules + (UNANSWERABLE if task.unanswerable else ""),
+        "## Recipe",
+        table(_recipe_rows(found)),
+        "## Scores",
+        table(_score_rows(found)),
+        about_onnx,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _task_rows(described: Described) -> dict[str, Any]:
+    rows: dict[str, Any] = {"kind": described.task.kind}
+    if described.labels:
+        rows["labels"] = ", ".join(f"`{label}`" for label in described.labels)
+    rows["tokens of a text or window"] = described.max_length
+    if described.task.kind not in CODE:
+        rows["longer texts"] = LONG_TEXTS[str(described.long)]
+    return rows
+
+
+def _recipe_rows(found: Finetuned) -> dict[str, Any]:
+    settings = found.results.get("settings", {})
+    shown = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay", "seed", "precision", "freeze")
+    rows: dict[str, Any] = {name.replace("_", " "): settings[name] for name in shown if name in settings}
+    model = found.described.config.model
+    rows["layers, width, heads"] = f"{model.layers}, {model.hidden}, {model.heads}"
+    rows["tokenizer SHA-256"] = found.tokenizer.sha256
+    return rows
+
+
+def _score_rows(found: Finetuned) -> dict[str, Any]:
+    dev: dict[str, float] = found.results.get("dev", {})
+    rows = {f"{name}, on the file that chose these weights": f"{value:.4f}" for name, value in dev.items()}
+    return rows or {"scores": "not measured"}

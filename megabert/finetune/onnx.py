@@ -1,17 +1,14 @@
 """ONNX files of fine-tuned models: written by PyTorch's exporter, checked in onnxruntime, and in 8 bits.
 
-What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those
-which servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, sequence], and `logits`
-fp32 [batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence]; of choices the
-inputs are [batch, choices, sequence], the logits [batch, choices].
+What is exported is the model as transformers reads it from its Hugging Face folder, so that the inputs and outputs are those which
+servers of such folders know: `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, sequence], and `logits` fp32
+[batch, labels] or [batch, sequence, labels], of a span `start_logits` and `end_logits` [batch, sequence]; of choices the inputs
+are [batch, choices, sequence], the logits [batch, choices].
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +17,48 @@ import numpy as np
 import torch
 
 from megabert.data.tokenizer import SPECIAL_TOKENS
-from megabert.finetune import datasets, huggingface, metrics
-from megabert.finetune.batches import collate
-from megabert.finetune.encoding import NO_SPANS, Item
-from megabert.finetune.prediction import reshape
+from megabert.distributed.process_group import discover
+from megabert.finetune import datasets, huggingface, scores
+from megabert.finetune.encoding import NO_SPANS, TaskItem
+from megabert.finetune.heads import TOKEN_KINDS
+from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Described, Finetuned
-from megabert.finetune.tasks import COMPARED
 
-FOLDER, WHOLE, QUANTISED = "onnx", "model.onnx", "model_quantized.onnx"  # as the hub's folders name them
-TOLERANCE = 1e-4  # of a logit, between onnxruntime and our model
-BATCH = 8  # sequences, the short ones padded
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # the last one where the model reads segments
+# As the hub's folders name them.
+FOLDER, WHOLE, QUANTISED = "onnx", "model.onnx", "model_quantized.onnx"
+# Of a logit, between onnxruntime and our model.
+TOLERANCE = 1e-4
+# Sequences of a batch in onnxruntime, the short ones padded.
+BATCH = 8
+# The last one where the model reads segments.
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 LIBRARIES = "pip install 'megabert[onnx]'"
 
 
 @dataclass(frozen=True)
-class Written:
-    """What became of an export: the largest difference of a logit, and the scores of the labelled file that was named."""
+class OnnxFiles:
+    """An export: the largest difference of a logit, and the scores of both files on the labelled file that was named."""
 
     difference: float
-    scores: dict[str, float]  # of model.onnx; empty without a file
-    scores_int8: dict[str, float]  # of model_quantized.onnx
+    scores: dict[str, float]
+    scores_int8: dict[str, float]
+
+    def about(self) -> str:
+        """The section of the model card."""
+        text = (
+            f"## ONNX\n\n`{FOLDER}/{WHOLE}`: fp32, its logits in onnxruntime within {self.difference:.1e} of the model's, on full, "
+            "padded and single sequences."
+        )
+        if not self.scores_int8:
+            return text
+        rows = ["| | fp32 | int8 | loss |", "|---|---|---|---|"]
+        for name, whole in self.scores.items():
+            other = self.scores_int8[name]
+            rows.append(f"| {name} | {whole:.4f} | {other:.4f} | {whole - other:+.4f} |")
+        return (
+            f"{text} `{FOLDER}/{QUANTISED}`: linear layers with weights in 8 bits and activations quantised dynamically; the "
+            "scores of both on the labelled file that was named at export:\n\n" + "\n".join(rows)
+        )
 
 
 def require() -> None:
@@ -54,35 +72,40 @@ def require() -> None:
         raise ValueError(f"--onnx: {error.name} is not installed; {LIBRARIES}") from None
 
 
-def write(found: Finetuned, folder: Path, dev: str = "") -> Written:
+def write(found: Finetuned, folder: Path, dev: str = "") -> OnnxFiles:
     """Write `folder`/onnx beside the Hugging Face files in `folder`; with `dev`, a labelled file, in 8 bits too.
 
     Raises ValueError where onnxruntime's logits are not the model's, or naming what is wrong with `dev`.
     """
-    parts = _labelled(found, dev) if dev else None  # a mistake in it is said before the slow work
+    task = found.described.task
+    # A mistake in the file is reported before the slow work.
+    examples = datasets.read(task, dev) if dev else []
+    items = found.items(task, examples)
     place = folder / FOLDER
     place.mkdir()
-    with _quiet():
-        _export(found.described, folder, place / WHOLE)
-        difference = check(found, place / WHOLE)
-        if parts is None:
-            return Written(difference, {}, {})
-        _quantise(place / WHOLE, place / QUANTISED)
-    whole, quantised = (_scores(found, place / name, *parts) for name in (WHOLE, QUANTISED))
-    return Written(difference, whole, quantised)
+    _export(found.described, folder, place / WHOLE)
+    difference = check(found, place / WHOLE)
+    if not dev:
+        return OnnxFiles(difference, {}, {})
+    _quantise(place / WHOLE, place / QUANTISED)
+
+    def scores_of(path: Path) -> dict[str, float]:
+        labels = found.described.labels
+        predictions = scores.decode(task, examples, items, onnx_logits(path, found.described, items), labels)
+        return scores.score(task, examples, predictions, labels)
+
+    return OnnxFiles(difference, scores_of(place / WHOLE), scores_of(place / QUANTISED))
 
 
 def check(found: Finetuned, path: Path) -> float:
-    """The largest difference of a logit between the file in onnxruntime and the model, over sequences that fill it, are
-    padded and stand alone. Raises ValueError where it is above TOLERANCE."""
-    items = probes(found)
+    """The largest difference of a logit between the file in onnxruntime and the model, over sequences of full length, padded
+    ones and a single one. Raises ValueError where it is above TOLERANCE."""
+    items, world = probes(found), discover({})
     worst = 0.0
     for part in (items, items[-1:]):
-        for item, values in zip(part, logits_of(path, found.described, part), strict=True):
-            with torch.no_grad():
-                reading = collate([item], found.described.layout).reading()
-                want = found.module.logits(**reading).numpy()  # type: ignore[arg-type]
-            worst = max(worst, float(np.abs(want - values).max()))
+        want = logits_of(found.module, part, found.described.layout, world)
+        pairs = zip(want, onnx_logits(path, found.described, part), strict=True)
+        worst = max(worst, *(float(np.abs(a - b).max()) for a, b in pairs))
     if not worst <= TOLERANCE:
         raise ValueError(
             f"{path.name}: onnxruntime's logits differ from the model's by {worst:.1e}, more than {TOLERANCE:g}; "
@@ -91,25 +114,25 @@ def check(found: Finetuned, path: Path) -> float:
     return worst
 
 
-def probes(found: Finetuned) -> list[Item]:
-    """Sequences of random pieces, the first as long as the model reads them."""
+def probes(found: Finetuned) -> list[TaskItem]:
+    """Sequences of random tokens, the first as long as the model reads them."""
     described, draw = found.described, np.random.default_rng(1)
-    ordinary = [i for i, piece in enumerate(found.tokenizer.tokens) if piece not in SPECIAL_TOKENS]
+    ordinary = [i for i, token in enumerate(found.tokenizer.tokens) if token not in SPECIAL_TOKENS]
     kind, longest = described.task.kind, described.max_length
     items = []
     for length in sorted({longest, longest - 1, max(longest // 2, 6), 7, 6}, reverse=True):
         ids = draw.choice(ordinary, length).astype(np.int32)
         second = length // 2 if kind == "span" or described.task.pair else length
         ids[[0, second - 1, length - 1]] = (found.tokenizer.cls_id, found.tokenizer.sep_id, found.tokenizer.sep_id)
+        others = ((ids[::-1].copy(), length),) if kind == "choose" else ()
         positions = {"tag": np.arange(1, length - 1), "span": np.append(0, np.arange(second, length - 1))}
-        others = ((ids[::-1].copy(), length),) if kind in COMPARED else ()
         read = positions.get(kind, np.zeros(1 + len(others), np.int64))
-        items.append(Item(0, ids, second, read, np.zeros(0), NO_SPANS, others))
+        items.append(TaskItem(0, ids, second, read, np.zeros(0), NO_SPANS, others))
     return items
 
 
-def logits_of(path: Path, described: Described, items: Sequence[Item]) -> list[np.ndarray]:
-    """fp32 [p, K] of every item in onnxruntime, BATCH items at a time."""
+def onnx_logits(path: Path, described: Described, items: Sequence[TaskItem]) -> list[np.ndarray]:
+    """fp32 logits of every item in onnxruntime, BATCH items at a time, as `scores.decode` takes them."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -125,7 +148,7 @@ def inputs_of(described: Described) -> tuple[str, ...]:
     return INPUTS[:2] if described.config.model.modern else INPUTS
 
 
-def padded(described: Described, items: Sequence[Item]) -> dict[str, np.ndarray]:
+def padded(described: Described, items: Sequence[TaskItem]) -> dict[str, np.ndarray]:
     """int64 [sequences, longest] inputs of transformers' classes, by name; of choices [items, choices, longest]."""
     sequences = [sequence for item in items for sequence in item.sequences]
     shape = len(sequences), max(len(ids) for ids, _ in sequences)
@@ -140,47 +163,21 @@ def padded(described: Described, items: Sequence[Item]) -> dict[str, np.ndarray]
     return inputs
 
 
-def at_positions(described: Described, items: Sequence[Item], outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """[p, K] of each item from the outputs of transformers' class for its batch."""
-    if described.task.kind == "span":
-        start, end = outputs[:2]
-        return [np.stack([start[row, i.positions], end[row, i.positions]], -1) for row, i in enumerate(items)]
-    if described.task.kind == "tag":
-        return [outputs[0][row, item.positions] for row, item in enumerate(items)]
-    if described.task.kind == "rank":
-        return np.split(outputs[0], np.cumsum([len(item.sequences) for item in items])[:-1])
-    if described.task.kind == "choose":
-        return list(outputs[0][..., None])
-    return [outputs[0][row : row + 1] for row in range(len(items))]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the libraries say of their own insides."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "root")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+def at_positions(described: Described, items: Sequence[TaskItem], outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The logits of each item, as `scores.decode` takes them, from the outputs of transformers' class for its batch."""
+    if described.task.kind not in TOKEN_KINDS:
+        return list(outputs[0])
+    # start and end of a span are two outputs [batch, sequence].
+    logits = np.stack(outputs[:2], -1) if described.task.kind == "span" else outputs[0]
+    return [logits[row, item.positions] for row, item in enumerate(items)]
 
 
 def _export(described: Described, folder: Path, path: Path) -> None:
     import transformers
 
-    kind = getattr(transformers, f"AutoModel{huggingface.class_of(described.task.kind)}")
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    kind: Any = getattr(transformers, f"AutoModel{huggingface.HUB_KINDS[described.task.kind].class_of}")
     transformers.utils.logging.disable_progress_bar()
-    try:
-        model = kind.from_pretrained(folder).eval()
-    finally:
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
+    model = kind.from_pretrained(folder).eval()
     sizes, names, inputs = [2, 8], ["batch", "sequence"], inputs_of(described)
     if described.task.kind == "choose":
         sizes, names = [2, 3, 8], ["batch", "choices", "sequence"]
@@ -203,19 +200,7 @@ def _export(described: Described, folder: Path, path: Path) -> None:
 
 
 def _quantise(path: Path, output: Path) -> None:
-    """Weights of the products in int8, activations quantised as they come."""
+    """Weights of the linear layers in int8, activations quantised dynamically."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(path, output, weight_type=QuantType.QInt8)
-
-
-def _labelled(found: Finetuned, dev: str) -> tuple[list[Any], list[Item]]:
-    task = found.described.task
-    examples = datasets.read(task, dev)
-    return examples, found.items(task, examples)
-
-
-def _scores(found: Finetuned, path: Path, examples: Sequence[Any], items: Sequence[Item]) -> dict[str, float]:
-    task, labels = found.described.task, found.described.labels
-    logits = [reshape(values, task.kind) for values in logits_of(path, found.described, items)]
-    return metrics.score(task, examples, metrics.decode(task, examples, items, logits, labels), labels)

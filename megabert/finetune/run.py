@@ -1,88 +1,59 @@
-"""A fine-tuning run in its folder, whatever it learns: the Trainer's workload, its evaluations, the best weights kept.
+"""A fine-tuning run in its folder: encoded files, the Trainer's workload, evaluations, the best weights.
 
-A run's settings and files decide its weights bit for bit, however often interrupted. The learning rate warms up and falls
-linearly; at every evaluation the weights that did best on the dev set are kept, and a checkpoint is begun.
+A run's settings and files decide its weights bit for bit, however often interrupted. An epoch is every item once, in an order that
+is a function of (seed, epoch); the learning rate warms up and falls linearly. At every evaluation a checkpoint is begun, and the
+weights are kept that did best on the dev set.
 
-    RUN/best/          the best weights, in the form that `Run.keep` gives them
-    RUN/metrics.jsonl  and tensorboard/, as in pre-training
-    RUN/result.json    written last: the run is finished
+    RUN/best/                the best weights (`megabert.finetune.save`)
+    RUN/predictions-dev.*    and predictions-test.*, of the best weights
+    RUN/metrics.jsonl        and tensorboard/, as in pre-training
+    RUN/result.json          written last: the run is finished
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor
 
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
+from megabert.common.errors import BadTraining
 from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.config import Config
+from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.engine import Engine
-from megabert.finetune.batches import Update, steps_per_epoch
+from megabert.engine import DTYPES, Engine
+from megabert.finetune import encoding, heads, save, scores
+from megabert.finetune.batches import TaskUpdate, steps_per_epoch, updates
+from megabert.finetune.datasets import Example
+from megabert.finetune.encoding import TaskItem
+from megabert.finetune.heads import HeadShape
+from megabert.finetune.prediction import logits_of
+from megabert.finetune.save import Described
+from megabert.finetune.settings import Settings
+from megabert.finetune.tasks import LABELLED, Task
+from megabert.hf import Pretrained
 from megabert.metrics import Meter, Shown
 from megabert.trainer import Trainer
 
 RESULT = "result.json"
+BALANCED = "balanced"
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """What is chosen for any run; the defaults are Devlin et al. 2019's (appendix A.3), lr and epochs from their ranges."""
-
-    seed: int = 1
-    lr: float = 5e-5
-    batch: int = 32  # items an update
-    epochs: int = 3
-    dropout: float = 0.1
-    warmup: float = 0.1  # share of the updates
-    weight_decay: float = 0.01
-    max_length: int = 128
-    from_scratch: bool = False
-    precision: str = "auto"  # settled before a run is made
-    zero: int = 1
-    micro_batch: int = 0  # items of one forward pass on one rank, 0: a rank's whole share
-    evaluations: int = 1  # an epoch
-    patience: int = 0  # evaluations without improvement, 0: all epochs
-
-
-AT_LEAST = {
-    **{"batch": 1, "micro_batch": 0, "epochs": 1, "max_length": 4, "stride": 1, "evaluations": 1},
-    **{"patience": 0, "weight_decay": 0, "dropout": 0, "warmup": 0, "lr": 0},
-}
-BELOW = {"dropout": 1.0, "warmup": 1.0, "lr": 1.0}
-
-
-def check(settings: RunSettings) -> None:
-    """Raises ValueError naming an option that is out of range."""
-    for name, least in AT_LEAST.items():
-        if not hasattr(settings, name):
-            continue
-        value, option = getattr(settings, name), name.replace("_", "-")
-        if not least <= value < BELOW.get(name, float("inf")) or (name == "lr" and not value):
-            limit = f" and below {BELOW[name]:g}" if name in BELOW else ""
-            raise ValueError(f"--{option} {value}: must be {'above' if name == 'lr' else 'at least'} {least}{limit}")
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Raises ValueError naming an option of a command that is no setting and that is out of range."""
-    for name, least in (("log_interval", 1), ("limit", 0)):
-        if getattr(args, name, least) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-
-
-def configure(model: Config, settings: RunSettings, items: int, world_size: int, log_interval: int = 20) -> Config:
+def configure(model: Config, settings: Settings, items: int, world_size: int, log_interval: int = 20) -> Config:
     """The engine's config for `items` training items; backends are this device's own, whatever the model was trained with.
 
     Raises ValueError naming the option that does not fit.
@@ -109,9 +80,108 @@ def configure(model: Config, settings: RunSettings, items: int, world_size: int,
             "zero": {"stage": settings.zero},
             "checkpoint": {"keep": 1},
             "log": {"interval": log_interval},
-            "spikes": {"policy": "off"},  # losses of small batches of a task scatter too much for it
+            # Losses of small batches of a task scatter too much for a spike policy.
+            "spikes": {"policy": "off"},
         }
     )
+
+
+# ---- data
+
+
+@dataclass(frozen=True)
+class Split:
+    examples: Sequence[Example]
+    items: Sequence[TaskItem]
+
+
+@dataclass(frozen=True)
+class Data:
+    """A task with its encoded files. `splits` has "train", "dev" and perhaps others, of which predictions are written."""
+
+    task: Task
+    labels: tuple[str, ...]
+    splits: dict[str, Split]
+    # Of the labels in the loss; (): all 1.
+    class_weights: tuple[float, ...] = ()
+
+
+def encode_splits(
+    task: Task,
+    examples: Mapping[str, Sequence[Example]],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    labels: Sequence[str] = (),
+) -> Data:
+    """The splits of a task, texts as long as `settings` allow. `labels`: where not those of the split "train".
+
+    Raises ValueError naming file and line of a label that is not among them.
+    """
+    labels = tuple(labels or encoding.labels_of(task, examples["train"]))
+    splits = {}
+    for name, part in examples.items():
+        items = encoding.encode(
+            task, part, tokenizer, labels, settings.max_length, stride=settings.stride, long=settings.long
+        )
+        splits[name] = Split(part, items)
+    return Data(task, labels, splits)
+
+
+def class_weights_of(
+    given: Sequence[str], task: Task, labels: Sequence[str], train: Sequence[Example]
+) -> tuple[float, ...]:
+    """The weights of the labels in the loss; () where none are `given`.
+
+    "balanced" of classes: examples (of tags: words) / (labels * those of the label), of mean 1 over the examples; of several
+    labels, where a weight is of the texts that have the label: texts without it / texts with it. Raises ValueError naming what is
+    wrong.
+    """
+    if not given:
+        return ()
+    if task.kind not in LABELLED:
+        raise ValueError(f"--class-weights: are for {', '.join(LABELLED)}; {task.name} is {task.kind}")
+    if list(given) == [BALANCED]:
+        counted: Any = set if task.kind == "multilabel" else list
+        seen = Counter(label for example in train for label in counted(encoding.example_labels(task, example)))
+        if task.kind == "multilabel":
+            return tuple((len(train) - seen[label]) / max(seen[label], 1) or 1.0 for label in labels)
+        return tuple(seen.total() / (len(labels) * max(seen[label], 1)) for label in labels)
+    try:
+        found = tuple(float(value) for value in given)
+    except ValueError:
+        found = ()
+    if len(found) != len(labels) or not all(0 < value < math.inf for value in found):
+        raise ValueError(
+            f"--class-weights {' '.join(given)}: give {BALANCED}, or a number above 0 for each of {', '.join(labels)}"
+        )
+    return found
+
+
+def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
+    """The model that a run will train. Raises ValueError naming the option that does not fit."""
+    config = configure(start.config, settings, len(data.splits["train"].items), world_size, log_interval)
+    outputs = {"score": 1, "span": 2, "choose": 1}.get(data.task.kind, len(data.labels))
+    shape = HeadShape(
+        kind=data.task.kind,
+        outputs=outputs,
+        head=settings.head,
+        width=settings.width,
+        frozen=settings.freeze,
+        class_weights=data.class_weights,
+    )
+    shape.check(config.model.layers)
+    return Described(
+        task=data.task,
+        labels=data.labels,
+        shape=shape,
+        max_length=settings.max_length,
+        stride=settings.stride,
+        long=settings.long,
+        config=config,
+    )
+
+
+# ---- the run
 
 
 @dataclass
@@ -126,7 +196,7 @@ class Best:
 class TaskMeter(Meter):
     """Items and tokens a second, loss and accuracy, between two log lines."""
 
-    def counts_of(self, update: Update) -> dict[str, int]:
+    def counts_of(self, update: TaskUpdate) -> dict[str, int]:
         items = sum(batch.items for batch in update.batches)
         return {"perf/items_per_sec": items, "perf/tokens_per_sec": update.tokens}
 
@@ -134,53 +204,49 @@ class TaskMeter(Meter):
         values = super().drain()
         (kind,) = self._terms
         accuracy = values.pop(f"train/{kind}_accuracy", None)
-        # the loss itself
+        # The only term is the loss itself.
         values.pop(f"train/{kind}_loss", None)
         if accuracy is not None and kind != "score":
             values["train/accuracy"] = accuracy
         return values
 
 
-class Run:
-    """One run in its folder; `train` gives its result, or None where it was asked to stop and has saved."""
+class FineTuning:
+    """One run in its folder; `train` returns its result, or None where it was asked to stop and has saved."""
+
+    shown = Shown()
 
     def __init__(
         self,
-        *,
         folder: Path,
         name: str,
-        config: Config,
-        settings: RunSettings,
-        module: nn.Module,
+        data: Data,
+        start: Pretrained,
+        settings: Settings,
         world: World,
-        items: int,
-        metric: str,
+        log_interval: int = 20,
     ) -> None:
-        """`items` to learn from an epoch; `metric`: the figure of the dev set that says which weights are best."""
-        self.folder, self.name, self.config, self.settings = folder, name, config, settings
-        self.module: Any = module
-        self.world, self.items, self.metric = world, items, metric
-        self.engine = Engine(config, module, world)
+        """`start`: model, weights (unless from scratch) and tokenizer. `log_interval`: updates between two lines."""
+        self.folder, self.name, self.data, self.start = folder, name, data, start
+        self.settings, self.world = settings, world
+        self.metric = data.task.metrics[0]
+        self.described = describe(data, start, settings, world.size, log_interval)
+        self.config, shape = self.described.config, self.described.shape
+        torch.manual_seed(settings.seed)
+        weights = None if settings.from_scratch else start.weights
+        self.module: Any = heads.build(self.config, shape, weights, world.device, DTYPES[self.config.precision])
+        # fp32, under the names of a saved model.
+        self.frozen: dict[str, Tensor] = heads.frozen_weights(self.module, weights) if shape.frozen else {}
+        self.engine = Engine(self.config, self.module, world)
         self.meter = TaskMeter(self.engine.terms)
-        self.best, self.shown = Best(), Shown()
-        per_epoch = steps_per_epoch(items, settings.batch)
+        self.best = Best()
+        self.items = len(data.splits["train"].items)
+        per_epoch = steps_per_epoch(self.items, settings.batch)
         parts = range(1, settings.epochs * settings.evaluations + 1)
         self.evaluate_at = {max(1, round(per_epoch * part / settings.evaluations)) for part in parts}
 
-    def judged(self, progress: Callable[[], None]) -> dict[str, float]:
-        """The module's figures on the dev set, on every rank. A collective."""
-        raise NotImplementedError
-
-    def keep(self, folder: Path, weights: Mapping[str, Tensor], results: Mapping[str, Any]) -> None:
-        """Write the module with `weights` (fp32, by its names), in place of what was there; on rank 0."""
-        raise NotImplementedError
-
-    def scores(self, best: Path, progress: Callable[[], None]) -> dict[str, dict[str, float]]:
-        """Figures of the weights kept in `best` on each split but "train", whose predictions are written. A collective."""
-        raise NotImplementedError
-
     def train(self, stop: Stop, watchdog: Watchdog) -> dict[str, Any] | None:
-        """Trains from the newest checkpoint on, or from the start. Raises BadTraining."""
+        """Trains from the newest checkpoint, or from the start. Raises BadTraining."""
         if self.world.is_main:
             self.folder.mkdir(exist_ok=True)
         checkpoints = Checkpoints(self.folder, self.world, self.config.checkpoint)
@@ -207,8 +273,16 @@ class Run:
 
     def conclude(self, trainer: Trainer) -> dict[str, Any]:
         """Predictions and scores of the best weights; the run is finished. A collective."""
-        self.world.barrier()  # rank 0 has written them
-        found = self.scores(self.folder / "best", trainer.watchdog.progress)
+        # Rank 0 has written them.
+        self.world.barrier()
+        module = save.load(self.folder / "best", self.world.device).module
+        found: dict[str, dict[str, float]] = {}
+        for split in sorted(self.data.splits.keys() - {"train"}):
+            found[split], predictions = self.judge(module, split, trainer.watchdog.progress)
+            if self.world.is_main:
+                ending = scores.SUFFIXES.get(self.data.task.kind, "tsv")
+                path = self.folder / f"predictions-{split}.{ending}"
+                scores.write(self.data.task, self.data.splits[split].examples, predictions, path)
         result = {
             "name": self.name,
             "settings": asdict(self.settings),
@@ -224,11 +298,31 @@ class Run:
             shutil.rmtree(trainer.checkpoints.folder, ignore_errors=True)
         return result
 
+    def judge(
+        self, module: heads.Finetuner, split: str, progress: Callable[[], None]
+    ) -> tuple[dict[str, float], list[Any]]:
+        """A split's scores and predictions, on every rank. A collective."""
+        task, labels, part = self.data.task, self.data.labels, self.data.splits[split]
+        logits = logits_of(module, part.items, self.described.layout, self.world, progress=progress)
+        if not all(np.isfinite(values).all() for values in logits):
+            raise BadTraining(f"{self.folder}: the model's output is not finite; lower --lr")
+        predictions = scores.decode(task, part.examples, part.items, logits, labels)
+        return scores.score(task, part.examples, predictions, labels), predictions
+
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
-    def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[Any]:
+    def updates(self, first: int, share_used: Callable[[int], float]) -> Iterator[TaskUpdate]:
         """This rank's updates from number `first` on, without end."""
-        raise NotImplementedError
+        return updates(
+            items=self.data.splits["train"].items,
+            layout=self.described.layout,
+            seed=self.settings.seed,
+            batch=self.settings.batch,
+            first=first,
+            micro_steps=self.engine.accumulation,
+            rank=self.world.rank,
+            ranks=self.world.size,
+        )
 
     def evaluation_due(self, step: int) -> bool:
         return step in self.evaluate_at
@@ -237,12 +331,12 @@ class Run:
 
     @property
     def satisfied(self) -> bool:
-        """Patience has ended."""
+        """Whether `patience` has ended."""
         return bool(self.settings.patience) and self.best.waited >= self.settings.patience
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
-        found = self.judged(progress)
+        found, _ = self.judge(self.module, "dev", progress)
         value, best = found[self.metric], self.best.scores.get(self.metric, -math.inf)
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
         shown = "  ".join(f"{name} {v:.4f}" for name, v in found.items())
@@ -250,17 +344,17 @@ class Run:
         self.best.waited += 1
         if better:
             self.best = Best(step, found)
-            weights = self.engine.consolidated_weights()
+            weights = {**self.engine.consolidated_weights(), **self.frozen}
             if self.world.is_main:
                 results = {"step": step, "dev": found, "settings": asdict(self.settings)}
-                self.keep(self.folder / "best", weights, results)
+                save.save(self.folder / "best", self.described, weights, self.start.tokenizer, results)
         return {f"dev/{name}": v for name, v in found.items()}
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
-        right = f"  right {values['train/accuracy']:6.2%}" if "train/accuracy" in values else ""
+        accuracy = f"  accuracy {values['train/accuracy']:6.2%}" if "train/accuracy" in values else ""
         return (
             f"{self.name}  step {values['step']:>6,}/{self.config.schedule.total_steps:,}"
-            f"  loss {values['train/loss']:7.4f}{right}  {values['perf/items_per_sec']:7,.1f} items/s"
+            f"  loss {values['train/loss']:7.4f}{accuracy}  {values['perf/items_per_sec']:7,.1f} items/s"
             f"  {values['perf/tokens_per_sec']:8,.0f} tok/s  lr {values['train/lr']:.2e}  ETA {duration(eta_seconds)}"
         )
 

@@ -26,10 +26,10 @@ from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
 from megabert.finetune import encoding, heads
-from megabert.finetune.batches import Layout
-from megabert.finetune.encoding import Item
-from megabert.finetune.examples import Example
-from megabert.finetune.heads import Finetuner, Shape
+from megabert.finetune.batches import ItemLayout
+from megabert.finetune.datasets import Example
+from megabert.finetune.encoding import TaskItem
+from megabert.finetune.heads import Finetuner, HeadShape
 from megabert.finetune.tasks import Task
 from megabert.hf import TOKENIZER_FILES
 
@@ -42,16 +42,16 @@ class Described:
 
     task: Task
     labels: tuple[str, ...]
-    shape: Shape
+    shape: HeadShape
     max_length: int
     stride: int
-    long: Any
+    long: str
     config: Config
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ItemLayout:
         """How its items become batches."""
-        return Layout(self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm")
+        return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal, self.shape.head == "bilstm")
 
     def tree(self) -> dict[str, Any]:
         """As JSON."""
@@ -62,7 +62,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Finetuned:
-    """A model ready to predict, in its compute type and eval mode; `results` are what training said of it."""
+    """A model in its compute dtype and eval mode; `results` are its figures in training."""
 
     folder: Path
     described: Described
@@ -71,11 +71,13 @@ class Finetuned:
     results: dict[str, Any]
     weights_sha256: str
 
-    def items(self, task: Task, examples: Sequence[Example]) -> list[Item]:
-        """Examples as the model was trained on its own; `task` is its own, perhaps with other columns. Raises ValueError as
-        `encoding.encode` does."""
+    def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
+        """Examples encoded as those of training were; `task` is the model's, perhaps with other columns. Errors as of
+        `encoding.encode`."""
         d = self.described
-        return encoding.encode(*(task, examples, self.tokenizer, d.labels, d.max_length), stride=d.stride, long=d.long)
+        return encoding.encode(
+            task, examples, self.tokenizer, d.labels, max_length=d.max_length, stride=d.stride, long=d.long
+        )
 
 
 def save(
@@ -92,15 +94,19 @@ def save(
 
 def find(source: str | Path) -> Path:
     """The folder of a fine-tuned model: `source` or its `best`. Raises ValueError when it is neither."""
-    for folder in (Path(source), Path(source) / "best"):
+    for folder in _places(source):
         if (folder / DESCRIPTION).is_file():
             return folder
-    raise ValueError(f"{source}: is no fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
+    raise ValueError(f"{source}: not a fine-tuned model (no {DESCRIPTION} in it); name OUTPUT/<run>/best")
 
 
 def is_finetuned(source: str | Path) -> bool:
     """Whether `source`, or its `best`, is the folder of a fine-tuned model."""
-    return any((folder / DESCRIPTION).is_file() for folder in (Path(source), Path(source) / "best"))
+    return any((folder / DESCRIPTION).is_file() for folder in _places(source))
+
+
+def _places(source: str | Path) -> tuple[Path, Path]:
+    return Path(source), Path(source) / "best"
 
 
 def load(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
@@ -110,17 +116,18 @@ def load(source: str | Path, device: torch.device, precision: str = "") -> Finet
     path = folder / DESCRIPTION
     try:
         tree = json.loads(path.read_text())
-        task = Task(**_fields(tree["task"]))
         described = Described(
-            task,
-            tuple(tree["labels"]),
-            Shape(**_fields(tree["shape"])),
-            *(tree["max_length"], tree["stride"], tree["long"]),
-            configuration.from_dict(tree["config"]),
+            task=Task(**_fields(tree["task"])),
+            labels=tuple(tree["labels"]),
+            shape=HeadShape(**_fields(tree["shape"])),
+            max_length=tree["max_length"],
+            stride=tree["stride"],
+            long=tree["long"],
+            config=configuration.from_dict(tree["config"]),
         )
         sha256, results = str(tree["tokenizer"]), dict(tree["results"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: describes no fine-tuned model ({error!r:.80})") from None
+        raise ValueError(f"{path}: does not describe a fine-tuned model ({error!r:.80})") from None
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizers:
         raise ValueError(f"{folder}: its tokenizer is missing ({' or '.join(TOKENIZER_FILES)})")

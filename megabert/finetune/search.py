@@ -1,79 +1,38 @@
-"""Search over seeds and a small grid: runs side by side, and figures as means with their spread.
+"""Search over seeds and a small grid of settings: one run each, and scores as means with their deviation.
 
-OUTPUT/settings.json says what all of its runs have in common; a command that differs in any of it is refused, one that
-only adds seeds or values of the grid goes on. Every run has a folder named by its values, and is not run again once its
-result is there.
+OUTPUT/settings.json holds what all of its runs have in common; a command that differs in any of it is refused, one that only adds
+seeds or values of the grid resumes. Every run has a folder named by its values, and is not repeated once its result exists.
+
+    OUTPUT/RUN/            as `megabert.finetune.run` leaves it
+    OUTPUT/summary.json    the command, every point of the grid, every run
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megabert.common.errors import OK
-from megabert.common.logs import log
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
-from megabert.distributed.preemption import REQUEUE, Stop
+from megabert.distributed.preemption import Stop
 from megabert.distributed.process_group import World
 from megabert.distributed.session import Session
 from megabert.distributed.together import together
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune.run import RESULT, Run, RunSettings, write_json
+from megabert.finetune.run import RESULT, FineTuning, write_json
+from megabert.finetune.settings import Settings
 
-AXES = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay")
 COMMON, SUMMARY = "settings.json", "summary.json"
-S = TypeVar("S", bound=RunSettings)
-
-
-def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`["lr=2e-5,3e-5", "batch=16"]` -> the values of each axis. Raises ValueError naming what cannot be read."""
-    kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(RunSettings)}
-    grid: dict[str, list[Any]] = {}
-    for text in texts:
-        name, _, values = text.partition("=")
-        if name not in AXES or name in grid or not values:
-            raise ValueError(f"--grid {text}: write one of {', '.join(AXES)}, once, as lr=2e-5,3e-5")
-        try:
-            grid[name] = [kinds[name](value) for value in values.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--grid {text}: a value of {name} is no {'whole ' * (kinds[name] is int)}number"
-            ) from None
-        if len(set(grid[name])) < len(grid[name]):
-            raise ValueError(f"--grid {text}: a value is there twice")
-    return grid
-
-
-def parse_seeds(values: Sequence[int]) -> list[int]:
-    """One number says how many seeds, several say which. Raises ValueError."""
-    if min(values) < 0 or values == [0] or len(set(values)) < len(values):
-        raise ValueError(f"--seeds {' '.join(map(str, values))}: give how many, or several different ones")
-    return list(range(1, values[0] + 1)) if len(values) == 1 else list(values)
-
-
-def combinations(settings: S, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> dict[str, S]:
-    """Every run's settings by its name, e.g. `lr2e-05-batch16-seed1`; the seeds of a grid point follow each other."""
-    found = {}
-    for values in product(*grid.values()):
-        point = dict(zip(grid, values, strict=True))
-        for seed in seeds:
-            name = "-".join([*(f"{axis}{value:g}" for axis, value in point.items()), f"seed{seed}"])
-            found[name] = replace(settings, seed=seed, **point)
-    return found
 
 
 def refuse(output: Path, common: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the
-    folder holds; one that is empty or does not exist is good."""
+    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the folder
+    holds. A folder that is empty or does not exist passes."""
     path = output / COMMON
     if path.is_file():
         try:
@@ -92,7 +51,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
 
 
 def claim(output: Path, common: Mapping[str, Any]) -> None:
-    """Note what all runs of `output` have in common; errors as of `refuse`."""
+    """Write what all runs of `output` have in common; errors as of `refuse`."""
     refuse(output, common)
     if not (output / COMMON).is_file():
         write_json(output / COMMON, common)
@@ -138,69 +97,45 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
-def train_all(
-    output: Path,
-    runs: Mapping[str, S],
-    begin: Callable[[Path, str, S], Run],
-    common: Mapping[str, Any],
-    axes: Sequence[str],
-    metric: str,
-    ranks: Session,
-    stop: Stop,
-) -> int:
-    """Every run that has no result yet, then the table and `summary.json`; the exit code. A collective.
-
-    `runs`: settings by name; `begin(folder, name, settings)` makes a run; `common`, `axes` and `metric` as in `claim` and
-    `summarise`. Raises ValueError naming what does not fit, before anything is written.
-    """
-    world = ranks.world
-    together(world, lambda: refuse(output, common))
-    run_lock.take(output, world)
-    together(world, lambda: claim(output, common))
+def claim_folder(output: Path, common: Mapping[str, Any], ranks: Session) -> Watchdog:
+    """Lock `output` for runs with `common` settings, and watch the ranks from here on. A collective. Errors as of `refuse`, before
+    anything is written."""
+    together(ranks.world, lambda: refuse(output, common))
+    run_lock.take(output, ranks.world)
+    together(ranks.world, lambda: claim(output, common))
     watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
     ranks.apart = True
-    found = train_missing(output, runs, begin, world, stop, watchdog)
-    if found is None:
-        return REQUEUE
-    results = list(found.values())
-    rows = summarise(results, axes, metric)
-    log.info(table(rows))
-    if world.is_main:
-        write_summary(output, shlex.join(sys.argv), common, rows, results)
-    return OK
+    return watchdog
 
 
 def train_missing(
     output: Path,
-    runs: Mapping[str, S],
-    begin: Callable[[Path, str, S], Run],
+    runs: Mapping[str, Settings],
+    begin: Callable[[Path, str, Settings], FineTuning],
     world: World,
     stop: Stop,
     watchdog: Watchdog,
 ) -> dict[str, dict[str, Any]] | None:
-    """The results of all runs by name, those that have none yet trained in OUTPUT/NAME; None: asked to stop, and saved. A
-    collective. `runs` and `begin` as in `train_all`."""
+    """The results of all runs by name, after training those that have none in OUTPUT/NAME; None: asked to stop, and saved. A
+    collective.
+
+    `runs`: settings by name; `begin(folder, name, settings)` makes a run.
+    """
     results = {}
     for name, chosen in runs.items():
         folder = output / name
         result = world.broadcast(result_of(folder) if world.is_main else None)
         if result is None:
             result = begin(folder, name, chosen).train(stop, watchdog)
-            gc.collect()  # DeepSpeed's engine refers to itself: it would lie on the device beside the next one
+            # DeepSpeed's engine refers to itself: it would stay on the device beside the next one.
+            gc.collect()
         if result is None:
             return None
         results[name] = result
     return results
 
 
-def write_summary(
-    output: Path, command: str, common: Mapping[str, Any], rows: Sequence[Any], results: Sequence[Any]
-) -> None:
-    tree = {"command": command, "settings": dict(common), "points": list(rows), "runs": list(results)}
-    write_json(output / SUMMARY, tree)
-
-
-def common_settings(settings: RunSettings, grid: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What all runs of a command share: `facts` about model, task and files, and the settings off the grid."""
+def common_settings(settings: Settings, grid: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What all runs of a command share: `facts` about model, task and files, and the settings that are not in the grid."""
     plain = {k: v for k, v in asdict(settings).items() if k != "seed" and k not in grid}
     return {**facts, **plain, "grid": sorted(grid)}

@@ -57,18 +57,18 @@ def test_no_article_is_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_entities_count_as_fine_tuning_scores_them(tmp_path: Path) -> None:
-    from megabert.finetune import metrics, tasks
-    from megabert.finetune.examples import Words
+    from megabert.finetune import scores, tasks
+    from megabert.finetune.datasets import SentenceExample
 
     draw = random.Random(3)
     lengths = [draw.randint(1, 9) for _ in range(40)]
     truth, predictions = ([tuple(draw.choices(["O", "B-a", "I-a", "B-b"], k=n)) for n in lengths] for _ in range(2))
-    examples = [Words(str(n), "f", ("w",) * len(tags), tags) for n, tags in enumerate(truth)]
+    examples = [SentenceExample(str(n), "f", ("w",) * len(tags), tags) for n, tags in enumerate(truth)]
     task = tasks.Task("t", "tag", ("word",), "tag")
-    metrics.write(task, examples, predictions, tmp_path / "found.conll")
+    scores.write(task, examples, predictions, tmp_path / "found.conll")
     found = bench.entity_tallies(tmp_path / "unused", tmp_path / "found.conll")
     assert len(found) == 40
-    assert bench.ratio(found) == pytest.approx(metrics.score(task, examples, predictions)["f1"])
+    assert bench.ratio(found) == pytest.approx(scores.score(task, examples, predictions)["f1"])
 
 
 def test_a_question_counts_its_best_answer(tmp_path: Path) -> None:

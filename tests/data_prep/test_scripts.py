@@ -17,7 +17,7 @@ from megabert.data.masking import Masking, Vocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.text import writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
-from megabert.finetune.datasets import Words
+from megabert.finetune.datasets import SentenceExample
 from megabert.finetune.encoding import encode
 from megabert.finetune.tasks import Task
 
@@ -136,7 +136,7 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
     texts = [
         tuple("".join(text.split()) if writes_without_spaces(text[0]) else text.split()) for text in lines(language)
     ]
-    examples = [Words(str(i), "", words, ("O",) * len(words)) for i, words in enumerate(texts)]
+    examples = [SentenceExample(str(i), "", words, ("O",) * len(words)) for i, words in enumerate(texts)]
     task = Task(name="tags", kind="tag", text=("0",), label="1", metrics=("accuracy",))
     for item, words in zip(encode(task, examples, tokenizer, ("O", "X"), SEQ_LEN), texts, strict=True):
         assert len(item.positions) == len(words) and (np.diff(item.positions) > 0).all()

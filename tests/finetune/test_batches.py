@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from megabert.finetune import batches
-from megabert.finetune.batches import Layout, collate, order, updates
+from megabert.finetune.batches import ItemLayout, collate, order, updates
 from tests.helpers import finetune_items
 
 
-def layout(kind: str, **options: object) -> Layout:
-    return Layout(kind, 16, **options)
+def layout(kind: str, **options: object) -> ItemLayout:
+    return ItemLayout(kind, 16, **options)
 
 
 @pytest.mark.parametrize("kind", ["classify", "score", "tag", "span"])
-def test_what_is_read_is_what_the_items_say(kind: str) -> None:
+def test_read_positions_and_targets_are_the_items(kind: str) -> None:
     items = finetune_items.items(kind, 20)
     batch = collate(items, layout(kind))
     flat = batch.packed.input_ids.flatten()
@@ -25,7 +25,7 @@ def test_what_is_read_is_what_the_items_say(kind: str) -> None:
     assert str(batch.targets.dtype) == ("torch.float32" if kind == "score" else "torch.int64")
 
 
-def test_places_say_which_positions_belong_to_an_item() -> None:
+def test_places_of_each_item() -> None:
     items = finetune_items.items("tag", 5)
     batch = collate(items, layout("tag", sequences=True))
     assert batch.places is not None
@@ -37,7 +37,7 @@ def test_places_say_which_positions_belong_to_an_item() -> None:
     assert collate(items, layout("tag")).places is None
 
 
-def test_a_causal_model_is_read_at_the_last_token() -> None:
+def test_causal_model_is_read_at_last_token() -> None:
     items = finetune_items.items("classify", 6)
     batch = collate(items, layout("classify", causal=True))
     assert batch.packed.input_ids.flatten()[batch.read].tolist() == [finetune_items.SEP] * 6
@@ -50,15 +50,15 @@ def test_a_causal_model_is_read_at_the_last_token() -> None:
     assert all((r[1:] == item.positions[1:]).all() for r, item in zip(read, spans, strict=True))
 
 
-def test_rows_are_at_least_as_wide_as_max_length_allows() -> None:
+def test_rows_are_as_wide_as_allowed() -> None:
     items = finetune_items.items("classify", 30)
-    assert collate(items, Layout("classify", 16)).packed.input_ids.shape[1] == 16
-    wide = collate(items, Layout("classify", 512)).packed.input_ids
+    assert collate(items, ItemLayout("classify", 16)).packed.input_ids.shape[1] == 16
+    wide = collate(items, ItemLayout("classify", 512)).packed.input_ids
     assert wide.shape[1] == batches.WIDTH
     assert len(wide) == -(-sum(len(item.ids) for item in items) // batches.WIDTH)  # hardly a pad
 
 
-def test_the_order_is_a_permutation_that_the_seed_and_the_epoch_decide() -> None:
+def test_order_depends_on_seed_and_epoch() -> None:
     one = order(1000, 1, 0)
     assert sorted(one.tolist()) == list(range(1000))
     assert (one == order(1000, 1, 0)).all()
@@ -67,7 +67,7 @@ def test_the_order_is_a_permutation_that_the_seed_and_the_epoch_decide() -> None
 
 
 @pytest.mark.parametrize("ranks, micro_steps", [(1, 1), (2, 1), (1, 4), (2, 2), (3, 1)])
-def test_ranks_and_micro_steps_split_the_same_global_batches(ranks: int, micro_steps: int) -> None:
+def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int) -> None:
     items = finetune_items.items("classify", 29)
     streams = [updates(items, layout("classify"), 5, 12, 0, micro_steps, r, ranks) for r in range(ranks)]
     for step in range(7):  # epochs of 3 updates, the last one of each holds 5 items
@@ -81,18 +81,18 @@ def test_ranks_and_micro_steps_split_the_same_global_batches(ranks: int, micro_s
         assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
 
 
-def test_updates_begin_anywhere() -> None:
+def test_updates_resume_at_any_step() -> None:
     items = finetune_items.items("classify", 29)
-    stream = updates(items, layout("classify"), 5, 12, 0, 1)
+    stream = updates(items, layout("classify"), 5, 12, 0, 1, 0, 1)
     all_of_them = [next(stream) for _ in range(8)]
-    later = updates(items, layout("classify"), 5, 12, 5, 1)
+    later = updates(items, layout("classify"), 5, 12, 5, 1, 0, 1)
     for before in all_of_them[5:]:
         again = next(later)
         assert again.step == before.step
         assert again.batches[0].packed.input_ids.equal(before.batches[0].packed.input_ids)
 
 
-def test_a_batch_without_items_reads_nothing() -> None:
+def test_batch_without_items_reads_nothing() -> None:
     for kind in ("classify", "score", "tag", "span"):
         batch = collate([], layout(kind))
         assert batch.items == 0 and len(batch.read) == 0 and len(batch.targets) == 0

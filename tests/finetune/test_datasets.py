@@ -1,4 +1,4 @@
-"""Each published layout is read as it is, and each mistake in a file is one line that names the file and the place."""
+"""Published layouts are read as they are; a mistake in a file is one line that names the file and the place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
-from megabert.finetune.datasets import Question, Text, Words, for_prediction, read
+from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, for_prediction, read
 from megabert.finetune.tasks import PRESETS, custom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,19 +83,12 @@ GLUE = {
 
 
 @pytest.mark.parametrize("name", GLUE)
-def test_glues_files_are_read_as_published(tmp_path, name) -> None:
+def test_glue_files_are_read_as_published(tmp_path, name) -> None:
     content, label, second = GLUE[name]
     examples = read(PRESETS[name], write(tmp_path, "dev.tsv", content))
     assert [e.id for e in examples] == ["0", "3" if name == "qqp" else "1"]  # numbered as the rows of the file are
     assert (examples[0].label, examples[0].b) == (label, second)
     assert examples[0].a in content
-
-
-def test_the_two_first_columns_are_not_taken_for_the_others(tmp_path) -> None:
-    cola = read(PRESETS["cola"], write(tmp_path, "train.tsv", GLUE["cola"][0]))
-    assert [(e.a, e.label) for e in cola] == [("Our friends won't buy this.", "1"), ("They drank the pub.", "0")]
-    mnli = replace(PRESETS["mnli"], label="label1")
-    assert read(mnli, write(tmp_path, "dev_matched.tsv", GLUE["mnli"][0]))[0].a == "Cream."
 
 
 @pytest.mark.parametrize(
@@ -108,7 +103,7 @@ def test_the_two_first_columns_are_not_taken_for_the_others(tmp_path) -> None:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
+def test_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
     path = write(tmp_path, name, content)
     if packed:
         path = write(tmp_path, f"{name}.gz", gzip.compress(content.encode()))
@@ -117,17 +112,16 @@ def test_the_same_rows_in_any_layout(tmp_path, name, content, packed) -> None:
     assert examples[0].where.startswith(f"{path}, line ")
 
 
-def test_lines_end_where_files_end_them(tmp_path) -> None:
-    """Other line ends of Unicode's are text; in CSV a quoted field may hold a line end."""
+def test_unicode_line_ends_are_text(tmp_path) -> None:
+    """In CSV a quoted field may hold a line end."""
     odd = "one\u2028two\x85three\x0bfour"
     for name, content in {"t.tsv": f"text\tlabel\n{odd}\tx\nb\ty\n", "t.csv": f"text,label\n{odd},x\nb,y\n"}.items():
         assert read(PLAIN, write(tmp_path, name, content))[0].a == odd
     lines = read(PLAIN, write(tmp_path, "l.csv", 'text,label\n"one\ntwo",x\nb,y\n'))
-    assert [e.a for e in lines] == ["one\ntwo", "b"]
-    assert [e.where.rsplit(" ", 1)[1] for e in lines] == ["2", "4"]
+    assert [(e.a, e.where.rsplit(" ", 1)[1]) for e in lines] == [("one\ntwo", "2"), ("b", "4")]
 
 
-def test_labels_and_scores_of_json_keep_their_value(tmp_path) -> None:
+def test_json_labels_and_scores_keep_their_value(tmp_path) -> None:
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": "1"}, {"text": "c", "label": True}]
     path = write(tmp_path, "t.jsonl", "\n".join(map(json.dumps, rows)))
     assert [e.label for e in read(PLAIN, path)] == ["1", "1", "true"]
@@ -135,34 +129,34 @@ def test_labels_and_scores_of_json_keep_their_value(tmp_path) -> None:
     assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
 
 
-def test_without_labels_none_are_needed_or_read(tmp_path) -> None:
+def test_unlabelled_files_need_no_labels(tmp_path) -> None:
     only = write(tmp_path, "test.tsv", "index\tsentence1\tsentence2\n0\tA.\tB.\n")
-    assert read(PRESETS["rte"], only, labelled=False) == [Text("0", f"{only}, line 2", "A.", "B.", None)]
+    assert read(PRESETS["rte"], only, labelled=False) == [TextExample("0", f"{only}, line 2", "A.", "B.", None)]
     both = write(tmp_path, "dev.tsv", "text\tlabel\na\t\n")
     assert read(PLAIN, both, labelled=False)[0].label is None
     words = write(tmp_path, "t.conll", "one\ntwo\n\nthree\n")
     assert read(TAG, words, labelled=False) == [
-        Words("0", f"{words}, line 1", ("one", "two"), None),
-        Words("1", f"{words}, line 4", ("three",), None),
+        SentenceExample("0", f"{words}, line 1", ("one", "two"), None),
+        SentenceExample("1", f"{words}, line 4", ("three",), None),
     ]
     asked = squad({"id": "q", "question": "Who?"})
     (question,) = read(SQUAD2, write(tmp_path, "t.json", json.dumps(asked)), labelled=False)
-    assert question.answers is None and not question.impossible
+    assert question.answers is None
 
 
-def test_conll_2003(tmp_path) -> None:
+def test_conll_2003_file(tmp_path) -> None:
     content = (
         "-DOCSTART- -X- -X- O\n\nEU NNP I-NP I-ORG\nrejects VBZ I-VP O\nGerman JJ I-NP I-MISC\n\n"
         "-DOCSTART- -X- O O\n\n\nPeter NNP I-NP I-PER\n"
     )
     path = write(tmp_path, "eng.train", content)
     assert read(PRESETS["conll2003"], path) == [
-        Words("0", f"{path}, line 3", ("EU", "rejects", "German"), ("I-ORG", "O", "I-MISC")),
-        Words("1", f"{path}, line 10", ("Peter",), ("I-PER",)),
+        SentenceExample("0", f"{path}, line 3", ("EU", "rejects", "German"), ("I-ORG", "O", "I-MISC")),
+        SentenceExample("1", f"{path}, line 10", ("Peter",), ("I-PER",)),
     ]
 
 
-def test_words_and_tags_with_a_tab_between_or_crlf(tmp_path) -> None:
+def test_tags_with_tabs_crlf_and_control_characters(tmp_path) -> None:
     """What parts the sentences may hold a tab or a blank; a word may hold a blank or be but a control character."""
     path = write(tmp_path, "w.conll", "New York\tS-place\r\n\x1f\tO\r\n\r\n\xa0\tB-x\nc\tE-x\n \t\n\t\nd\tO")
     assert [(e.words, e.tags) for e in read(TAG, path)] == [
@@ -174,7 +168,7 @@ def test_words_and_tags_with_a_tab_between_or_crlf(tmp_path) -> None:
     assert read(any_tag, write(tmp_path, "p.conll", "dogs  NOUN\nbark  VERB\n"))[0].tags == ("NOUN", "VERB")
 
 
-def test_squad(tmp_path) -> None:
+def test_squad_file(tmp_path) -> None:
     tree = squad(
         qa("q1", ("Ada", 0), ("Ada met", 0)),
         qa("q2", is_impossible=True, plausible_answers=[{"text": "Rome", "answer_start": 15}]),
@@ -182,56 +176,45 @@ def test_squad(tmp_path) -> None:
     path = write(tmp_path, "dev.json", json.dumps(tree))
     first, second = read(SQUAD2, path)
     where = f"{path}, data[0].paragraphs[0], question q1"
-    assert first == Question("q1", where, "Who?", "Ada met Bob in Rome.", (("Ada", 0), ("Ada met", 0)))
-    assert second.answers == () and second.impossible and not first.impossible
-    with pytest.raises(ValueError, match=r"question q2: has no answer, and squad1\.1 knows no such"):
+    assert first == QuestionExample("q1", where, "Who?", "Ada met Bob in Rome.", (("Ada", 0), ("Ada met", 0)))
+    assert second.answers == ()
+    with pytest.raises(ValueError, match=r"question q2: has no answer, which squad1\.1 does not allow"):
         read(SQUAD, path)
 
 
 BAD_TABLES = {
     "empty file": ("", PLAIN, "bad: is empty"),
-    "blank file": ("\n \r\n", PLAIN, "bad: is empty"),
     "header alone": ("text\tlabel\n", PLAIN, "bad: holds no example"),
     "missing column": ("sentence\tclass\na\tb\n", PLAIN, "bad: no column 'text'; its columns are sentence, class"),
-    "missing label": ("text\tclass\na\tb\n", PLAIN, "no column 'label'; its columns are text, class"),
-    "missing id": ("a\tb\ty\n1\t2\t3\n", PAIR, "no column 'key'; its columns are a, b, y"),
     "missing number": ("a\t1\tx\n", BY_NUMBER, "no column 3; its first line has columns 0 to 2"),
     "missing key": ('{"text": "a", "label": "x"}\n{"text": "b"}', PLAIN, "line 2: no column 'label'; its columns are text"),
     "empty text": ("text\tlabel\na\tx\n \u3000\ty\n", PLAIN, "line 3: column 'text' is empty"),
-    "empty second text": ("a\tb\ty\n1\t\t3\n", SCORE, "line 2: column 'b' is empty"),
     "empty label": ("text\tlabel\na\t\n", PLAIN, "line 2: column 'label' is empty"),
-    "null text": ('{"text": null, "label": "x"}', PLAIN, "line 1: column 'text' is empty"),
     "number for text": ('{"text": 5, "label": "x"}', PLAIN, "line 1: column 'text' holds no text but 5"),
     "list for label": ('{"text": "a", "label": ["x"]}', PLAIN, "line 1: column 'label' holds [\"x\"], which is neither"),
     "too few columns": ("text\tlabel\na\tx\nb\n", PLAIN, "line 3: has 1 columns, the header has 2"),
     "too many columns": ("text\tlabel\na\tb\tx\n", PLAIN, "line 2: has 3 columns, the header has 2"),
     "ragged": ("s\t1\t\ta\ns\t1\ta\n", BY_NUMBER, "line 2: has 3 columns, the first line has 4"),
     "unknown label": ("sentence\tlabel\na\t0\nb\t2\n", PRESETS["sst2"], "line 3: label '2' is none of 0, 1"),
-    "NaN": ("a\tb\ty\n1\t2\t0.5\n1\t2\tnan\n", SCORE, "line 3: score 'nan' in column 'y' is no finite number"),
-    "infinite": ("a\tb\ty\n1\t2\t-inf\n", SCORE, "line 2: score '-inf'"),
-    "no number": ("a\tb\ty\n1\t2\t3,5\n", SCORE, "line 2: score '3,5' in column 'y' is no finite number"),
+    "NaN": ("a\tb\ty\n1\t2\t0.5\n1\t2\tnan\n", SCORE, "line 3: score 'nan' in column 'y' is not a finite number"),
     "true": ('{"a": "x", "b": "y", "y": true}', SCORE, "line 1: score 'True'"),
-    "duplicate id": ("key\ta\tb\ty\n7\t1\t2\tx\n8\t1\t2\tx\n7\t1\t2\tx\n", PAIR, "line 4: id '7' was there before, at "),
+    "duplicate id": ("key\ta\tb\ty\n7\t1\t2\tx\n8\t1\t2\tx\n7\t1\t2\tx\n", PAIR, "line 4: id '7' was used before, at "),
     "not UTF-8": (b"text\tlabel\na\tx\ncaf\xe9\ty\n", PLAIN, "line 3: is not UTF-8; convert"),
     "not JSON": ('{"text": "a", "label": "x"}\n{"text": ', PLAIN, "line 2: is not JSON"),
-    "no object": ('{"text": "a", "label": "x"}\n[1]', PLAIN, "line 2: is no JSON object"),
     "deep": ('{"text": ' + "[" * 100_000, PLAIN, "line 1: is not JSON"),
     "half a character": (r'{"text": "a \ud83d b", "label": "x"}', PLAIN, r"line 1: holds '\ud83d', half a character"),
     "tag without word": ("a\tO\n\tB-x\n", TAG, "line 2: the word in column 0 is empty"),
     "word without tag": ("a\tO\nb\tB-x\nc\n", TAG, "line 3: has 1 columns, the lines before have 2"),
-    "word with no tag": ("a\tO\nb\t\n", TAG, "line 2: the tag in column -1 is empty"),
-    "one column": ("O\nB-x\n", TAG, "line 1: has one column, 'O'; a word and its tag are wanted"),
-    "more tags than words": ("a O\nb O B-x\n", TAG, "line 2: has 3 columns, the lines before have 2"),
+    "one column": ("O\nB-x\n", TAG, "line 1: has one column, 'O'; a word and its tag are needed"),
     "too few for conll": ("a\tO\n", PRESETS["conll2003"], "line 1: has 2 columns, but the tag is in column 3"),
     "no entity tag": ("a NOUN\n", TAG, "line 1: tag 'NOUN' is neither O nor B-, I-, E- or S- and a name"),
-    "nameless tag": ("a B-\n", TAG, "line 1: tag 'B-' is neither"),
     "unknown tag": ("a O\nb B-y\n", replace(TAG, labels=("O", "B-x")), "line 2: label 'B-y' is none of O, B-x"),
     "no sentence": ("-DOCSTART- O\n\n", TAG, "bad: holds no example"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_TABLES)
-def test_a_mistake_in_a_table_or_in_columns_is_one_line(tmp_path, case) -> None:
+def test_mistake_in_a_table_is_one_line(tmp_path, case) -> None:
     content, task, says = BAD_TABLES[case]
     path = write(tmp_path, "bad", content)
     with pytest.raises(ValueError) as caught:
@@ -239,7 +222,7 @@ def test_a_mistake_in_a_table_or_in_columns_is_one_line(tmp_path, case) -> None:
     assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_bad_csv_and_bad_gzip_are_one_line(tmp_path) -> None:
+def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
     path = write(tmp_path, "t.csv", 'text,label\na,x\n"b"c,y\n')
     with pytest.raises(ValueError, match=r"t\.csv, line 3: is not CSV"):
         read(PLAIN, path)
@@ -255,28 +238,21 @@ def test_bad_csv_and_bad_gzip_are_one_line(tmp_path) -> None:
 
 BAD_SQUAD = {
     "outside": (squad(qa("q1", ("Rome.", 16))), "question q1: answer 'Rome.' at 16 is outside its context of 20"),
-    "negative": (squad(qa("q1", ("Ada", -1))), "question q1: answer 'Ada' at -1 is outside its context"),
-    "elsewhere": (squad(qa("q1", ("Bob", 7))), "question q1: answer 'Bob' is not at 7, there stands ' Bo'"),
+    "elsewhere": (squad(qa("q1", ("Bob", 7))), "question q1: answer 'Bob' is not at 7, which holds ' Bo'"),
     "empty answer": (squad(qa("q1", ("", 3))), "question q1: an answer is empty"),
-    "blank answer": (squad(qa("q1", (" ", 3))), "question q1: an answer is empty"),
-    "answer and blanks": (squad(qa("q1", ("Ada ", 1))), "answer 'Ada ' is not at 1, there stands 'da m'"),
     "no answer": (squad(qa("q1")), "question q1: has no answer and is not marked is_impossible"),
     "impossible": (squad(qa("q1", ("Ada", 0), is_impossible=True)), "question q1: is_impossible, but it has answers"),
-    "twice": (squad(qa("q1", ("Ada", 0)), qa("q1", ("Bob", 8))), "question q1: id 'q1' was there before"),
-    "empty question": (squad(qa("q1", ("Ada", 0), question=" ")), "question q1: the question is empty"),
+    "twice": (squad(qa("q1", ("Ada", 0)), qa("q1", ("Bob", 8))), "question q1: id 'q1' was used before"),
     "empty context": (squad(qa("q1", ("Ada", 0)), context="\n"), "data[0].paragraphs[0]: its context is empty"),
     "text for start": (squad(qa("q1", ("Ada", "0"))), "question q1: has no 'answer_start' that is a number"),
-    "true for start": (squad(qa("q1", ("Ada", False))), "question q1: has no 'answer_start' that is a number"),
     "no id": (squad({"question": "Who?"}), "data[0].paragraphs[0]: has no 'id' that is a text"),
     "no data": ({"version": "1"}, "bad.json: has no 'data' that is a list, as SQuAD's JSON has"),
-    "a list": ([1], "bad.json: has no 'data' that is a list"),
-    "no paragraphs": ({"data": [{"title": "x"}]}, "data[0]: has no 'paragraphs' that is a list"),
     "no questions": (squad(), "bad.json: holds no example"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_SQUAD)
-def test_a_mistake_in_squads_json_is_one_line(tmp_path, case) -> None:
+def test_mistake_in_squad_json_is_one_line(tmp_path, case) -> None:
     tree, says = BAD_SQUAD[case]
     path = write(tmp_path, "bad.json", json.dumps(tree))
     with pytest.raises(ValueError) as caught:
@@ -285,7 +261,7 @@ def test_a_mistake_in_squads_json_is_one_line(tmp_path, case) -> None:
 
 
 @pytest.mark.parametrize("name", ["qqp", "mrpc"])
-def test_rows_that_were_cut_are_left_out_where_the_published_file_has_them_alone(tmp_path, name, caplog) -> None:
+def test_cut_rows_are_left_out_of_qqp_alone(tmp_path, name, caplog) -> None:
     task = PRESETS[name]
     header = GLUE[name][0].splitlines()[0].removeprefix("\ufeff")
     row = "\t".join(["1"] * len(header.split("\t")))
@@ -311,7 +287,7 @@ GLUE_TEST = {
 
 
 @pytest.mark.parametrize("name", GLUE_TEST)
-def test_glues_test_files_are_read_as_they_are(tmp_path, name) -> None:
+def test_glue_test_files_are_read(tmp_path, name) -> None:
     content, row = GLUE_TEST[name]
     path = write(tmp_path, "test.tsv", content)
     (example,) = read(for_prediction(PRESETS[name], path), path, labelled=False)
@@ -330,24 +306,78 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_real_files_are_read_whole(name) -> None:
+def test_real_files_are_read_whole(name) -> None:
     task, count = REAL[name]
     if not (DATA / name).is_file():
         pytest.skip(f"{name} is not in {DATA}; MEGABERT_DATA names the folder above")
     assert len(read(task, DATA / name)) == count
 
 
-def test_sentence_polarity_is_read_once_its_two_files_are_a_table(tmp_path) -> None:
-    folder = DATA / "sentence_polarity" / "sentence_polarity"
-    if not folder.is_dir():
-        pytest.skip(f"sentence_polarity is not in {DATA}; MEGABERT_DATA names the folder above")
-    with pytest.raises(ValueError, match=r"rt-polarity\.pos: no column 'text'; its columns are the rock is destined"):
-        read(PLAIN, folder / "rt-polarity.pos")
-    rows = [
-        f"{line}\t{label}"
-        for label in ("neg", "pos")
-        for line in (folder / f"rt-polarity.{label}").read_text("utf-8").split("\n")
-        if line
-    ]
-    examples = read(PLAIN, write(tmp_path, "all.tsv", "\n".join(["text\tlabel", *rows])))
-    assert len(examples) == 2 * 5331 and {e.label for e in examples} == {"neg", "pos"}
+def test_file_to_predict_may_have_its_own_columns(tmp_path) -> None:
+    path = write(tmp_path, "t.tsv", "n\tsaid\nx1\tSo it is.\n")
+    for task in (PRESETS["sst2"], PRESETS["cola"], custom("classify", ["3"], "1"), custom("score", ["a"], "b")):
+        (example,) = read(for_prediction(task, path, ["said"], "n"), path, labelled=False)
+        assert (example.id, example.a) == ("x1", "So it is.")
+    with pytest.raises(ValueError, match=r"no column 'sentence\|content'; its columns are n, said"):
+        read(for_prediction(PRESETS["sst2"], path), path, labelled=False)
+    # in a task of one's own, index is a column like any other
+    own = custom("classify", ["text"], "y")
+    path = write(tmp_path, "i.tsv", "index\ttext\n5\tA.\n5\tB.\n")
+    assert [e.id for e in read(for_prediction(own, path), path, labelled=False)] == ["0", "1"]
+
+
+def test_file_to_predict_may_be_of_another_form(tmp_path) -> None:
+    lines = write(tmp_path, "new.jsonl", '{"tokens": ["Ada", "ran"], "a": "x", "b": "y", "c": "z"}\n')
+    columns = write(tmp_path, "new.conll", "Ada\nran\n")
+    tagger = custom("tag", ["tokens"], "ner_tags")
+    for task, path, text in ((PRESETS["conll2003"], lines, "tokens"), (tagger, columns, "0")):
+        (sentence,) = read(for_prediction(task, path, [text]), path, labelled=False)
+        assert sentence.words == ("Ada", "ran")
+    table = write(tmp_path, "new.tsv", "x\ty\tz\n")
+    by_name, by_number = (custom("choose", *c[:2], choices=c[2]) for c in (("a", "l", "bc"), ("0", "9", "12")))
+    for task, path, names in ((by_name, table, "012"), (by_number, lines, "abc")):
+        (choices,) = read(for_prediction(task, path, names[0], choices=names[1:]), path, labelled=False)
+        assert (choices.a, choices.options) == ("x", ("y", "z"))
+
+
+def test_label_sets_are_commas_or_a_list(tmp_path) -> None:
+    task = custom("multilabel", ["t"], "y")
+    table = write(tmp_path, "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
+    lines = write(tmp_path, "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
+    parquet.write_table(pa.table({"t": ["x", "y", "z"], "y": [["b", "a"], [], ["c"]]}), tmp_path / "a.parquet")
+    for path in (table, lines, tmp_path / "a.parquet"):
+        assert [e.label for e in read(task, path)] == [("b", "a"), (), ("c",)]
+    with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
+        read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
+
+
+SWAG = (
+    ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
+    '0,v,1,"w1 w2. She",w1 w2.,She,gold,"w3, w4",w5,w6 w7,w8,2\n'
+)
+
+
+def test_swag_file(tmp_path) -> None:
+    path = write(tmp_path, "train.csv", SWAG)
+    (example,) = read(PRESETS["swag"], path)
+    assert (example.a, example.label) == ("w1 w2.", "2")
+    assert example.options == ("She w3, w4", "She w5", "She w6 w7", "She w8")
+    write(tmp_path, "train.csv", SWAG.replace(",2\n", ",4\n"))
+    with pytest.raises(ValueError, match=r"train\.csv, line 2: label '4' is none of 0, 1, 2, 3"):
+        read(PRESETS["swag"], path)
+
+
+def test_tags_and_questions_from_tables_of_lists(tmp_path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"tokens": [["a", "b"], ["c"]], "tags": [["O", "B-X"], ["O"]]}), path)
+    task = custom("tag", ["tokens"], "tags")
+    assert [(e.words, e.tags) for e in read(task, path)] == [(("a", "b"), ("O", "B-X")), (("c",), ("O",))]
+    parquet.write_table(pa.table({"tokens": [["a", "b"]], "tags": [["O"]]}), path)
+    with pytest.raises(ValueError, match="row 0: has 2 words and 1 tags"):
+        read(task, path)
+    with pytest.raises(ValueError, match="name its columns of words and tags"):
+        read(PRESETS["conll2003"], path)
+    answers = [{"text": ["b"], "answer_start": [2]}, {"text": [], "answer_start": []}]
+    rows = {"id": ["1", "2"], "question": ["q", "r"], "context": ["a b", "c"], "answers": answers}
+    parquet.write_table(pa.table(rows), path)
+    assert [e.answers for e in read(SQUAD2, path)] == [(("b", 2),), ()]

@@ -1,4 +1,4 @@
-"""Items hold what was asked: the right tokens, every word once, every answer where its characters are."""
+"""Items: tokens and windows, every word once, every answer where its characters are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from megabert.finetune.datasets import Question, Text, Words, read
+from megabert.finetune.datasets import ChoiceExample, QuestionExample, SentenceExample, TextExample, read
 from megabert.finetune.encoding import MAX_QUESTION, encode, labels_of
 from megabert.finetune.tasks import PRESETS, custom
 from tests.helpers import wordpiece
@@ -49,21 +49,21 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     return Tokenizer.load(folder / "tokenizer.model")
 
 
-def text(a: str, b: str | None = None, label: str | float | None = "x") -> Text:
-    return Text("0", "t.tsv, line 2", a, b, label)
+def text(a: str, b: str | None = None, label: str | float | None = "x") -> TextExample:
+    return TextExample("0", "t.tsv, line 2", a, b, label)
 
 
-def question(context: str, *answers: str, asked: str = "Who?", start: int | None = None) -> Question:
+def question(context: str, *answers: str, asked: str = "Who?", start: int | None = None) -> QuestionExample:
     found = [(answer, context.index(answer) if start is None else start) for answer in answers]
-    return Question("q", "dev.json, question q", asked, context, tuple(found))
+    return QuestionExample("q", "dev.json, question q", asked, context, tuple(found))
 
 
-def test_labels_are_the_tasks_or_those_of_the_training_file() -> None:
+def test_labels_of_task_or_training_file() -> None:
     assert labels_of(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
     assert labels_of(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
-    assert labels_of(TAG, [Words("0", "", ("a", "b"), ("O", "B-x")), Words("1", "", ("c",), ("I-x",))]) == (
-        *("B-x", "I-x", "O"),
-    )
+    assert labels_of(
+        TAG, [SentenceExample("0", "", ("a", "b"), ("O", "B-x")), SentenceExample("1", "", ("c",), ("I-x",))]
+    ) == (*("B-x", "I-x", "O"),)
     assert labels_of(PRESETS["stsb"], []) == labels_of(SPAN, []) == ()
     with pytest.raises(ValueError, match="'x' is the only label; two at least"):
         labels_of(PLAIN, [text("a"), text("b")])
@@ -73,7 +73,7 @@ def test_labels_are_the_tasks_or_those_of_the_training_file() -> None:
     assert labels_of(custom("classify", ["text"], "label", ["macro_f1"]), three) == ("x", "y", "z")
 
 
-def test_a_text_and_a_pair_are_laid_out_as_bert_has_them(tokenizer) -> None:
+def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
     a, b = tokenizer.encode_batch(["the quick fox", "sea shells"])
     (item,) = encode(PLAIN, [text("the quick fox", label="y")], tokenizer, ("x", "y"), 64)
     assert item.ids.tolist() == [tokenizer.cls_id, *a, tokenizer.sep_id] and item.second == len(item.ids)
@@ -88,7 +88,7 @@ def test_a_text_and_a_pair_are_laid_out_as_bert_has_them(tokenizer) -> None:
     assert len(bare.targets) == 0
 
 
-def test_a_long_pair_loses_tokens_of_the_longer_part(tokenizer) -> None:
+def test_long_pair_loses_tokens_of_the_longer(tokenizer) -> None:
     rng = random.Random(3)
     for length in (8, 9, 16, 33):
         for _ in range(20):
@@ -101,7 +101,7 @@ def test_a_long_pair_loses_tokens_of_the_longer_part(tokenizer) -> None:
             assert item.ids.tolist() == want and item.second == len(a) + 2
 
 
-def test_long_texts_are_cut_or_pooled_over_windows(tokenizer) -> None:
+def test_long_texts_are_cut_or_windowed(tokenizer) -> None:
     long, short = " ".join(CORPUS[:6]), "sea shells"
     ids, other = tokenizer.encode_batch([long, short])
     examples = [text(short), text(long)]
@@ -121,38 +121,38 @@ def test_long_texts_are_cut_or_pooled_over_windows(tokenizer) -> None:
         assert [t for part in windowed[:-1] for t in part[:10]] + windowed[-1] == ids
 
 
-def test_the_first_piece_of_each_word_carries_its_tag(tokenizer) -> None:
+def test_first_token_of_a_word_carries_its_tag(tokenizer) -> None:
     words, tags = ("the", "foxes", "\x01", "shells"), ("O", "B-x", "O", "I-x")
-    (item,) = encode(TAG, [Words("0", "", words, tags)], tokenizer, ("B-x", "I-x", "O"), 64)
-    pieces = [ids or [tokenizer.unk_id] for ids in tokenizer.encode_batch(words)]
-    assert pieces[2] == [tokenizer.unk_id]
-    assert item.ids.tolist() == [tokenizer.cls_id, *(i for p in pieces for i in p), tokenizer.sep_id]
+    (item,) = encode(TAG, [SentenceExample("0", "", words, tags)], tokenizer, ("B-x", "I-x", "O"), 64)
+    tokens = [ids or [tokenizer.unk_id] for ids in tokenizer.encode_batch(words)]
+    assert tokens[2] == [tokenizer.unk_id]
+    assert item.ids.tolist() == [tokenizer.cls_id, *(i for p in tokens for i in p), tokenizer.sep_id]
     assert item.targets.tolist() == [2, 0, 2, 1] and item.second == len(item.ids)
-    assert [item.ids[p] for p in item.positions] == [p[0] for p in pieces]
-    (bare,) = encode(TAG, [Words("0", "", words, None)], tokenizer, ("B-x", "I-x", "O"), 64)
+    assert [item.ids[p] for p in item.positions] == [p[0] for p in tokens]
+    (bare,) = encode(TAG, [SentenceExample("0", "", words, None)], tokenizer, ("B-x", "I-x", "O"), 64)
     assert bare.targets.tolist() == [] and bare.positions.tolist() == item.positions.tolist()
 
 
 @pytest.mark.parametrize("stride", [1, 5, 9, 1000])
-def test_every_word_is_tagged_once_in_order_and_with_context(tokenizer, stride) -> None:
+def test_every_word_is_tagged_once_with_context(tokenizer, stride) -> None:
     rng = random.Random(stride)
     labels = tuple(f"B-{i}" for i in range(100))
     for length in (8, 12, 20):
         words = rng.choices([*WORDS, "x" * 60, "\x01"], k=60)  # one is longer than a window
-        (example,) = [Words("0", "", tuple(words), labels[:60])]
+        (example,) = [SentenceExample("0", "", tuple(words), labels[:60])]
         items = encode(TAG, [example], tokenizer, labels, length, stride)
         assert np.concatenate([i.targets for i in items]).tolist() == list(range(60))
         assert all(len(i.ids) <= length and i.positions.min() > 0 for i in items)
         first = [ids[0] if ids else tokenizer.unk_id for ids in tokenizer.encode_batch(words)]
         assert [int(i.ids[p]) for i in items for p in i.positions] == first
     plain = rng.choices(WORDS, k=60)
-    items = encode(TAG, [Words("0", "", tuple(plain), None)], tokenizer, labels, 40, 12)
+    items = encode(TAG, [SentenceExample("0", "", tuple(plain), None)], tokenizer, labels, 40, 12)
     if len(items) > 2:  # a word in the middle has neighbours on both sides in its window
         assert all(i.positions[0] > 1 for i in items[1:])
         assert all(i.positions[-1] < len(i.ids) - 2 for i in items[:-1])
 
 
-def test_answers_are_where_their_characters_are(tokenizer) -> None:
+def test_answers_map_to_their_tokens(tokenizer) -> None:
     context = "Café ﬁfty\u00a0foxes  jump;\tthe <sea> of “Ada” shells, \u200bnear (the) river bank!"
     asked = "which foxes?"
     prefix = len(tokenizer.encode_batch([asked])[0]) + 2
@@ -166,7 +166,7 @@ def test_answers_are_where_their_characters_are(tokenizer) -> None:
         assert item.char_spans.shape == (len(item.positions), 2) and item.char_spans[0].tolist() == [0, 0]
 
 
-def test_an_answer_is_in_each_window_that_holds_it_whole(tokenizer) -> None:
+def test_answer_in_each_window_that_holds_it(tokenizer) -> None:
     context = " ".join(CORPUS[:5]) + " zebra stripes " + " ".join(CORPUS[5:9])
     asked = "q " * 200
     items = encode(SPAN, [question(context, "zebra stripes", asked=asked)], tokenizer, (), 48, 7)
@@ -188,22 +188,22 @@ def test_an_answer_is_in_each_window_that_holds_it_whole(tokenizer) -> None:
 
 
 def test_questions_without_answers_or_labels(tokenizer) -> None:
-    none = Question("q", "", "Who?", "The sea.", ())
+    none = QuestionExample("q", "", "Who?", "The sea.", ())
     (item,) = encode(PRESETS["squad2.0"], [none], tokenizer, (), 64)
     assert item.targets.tolist() == [0, 0]
-    (item,) = encode(PRESETS["squad2.0"], [Question("q", "", "Who?", "The sea.", None)], tokenizer, (), 64)
+    (item,) = encode(PRESETS["squad2.0"], [QuestionExample("q", "", "Who?", "The sea.", None)], tokenizer, (), 64)
     assert item.targets.tolist() == []
     vanished = question("sea \u200b shore", "\u200b")  # an answer that no token holds
     (item,) = encode(SPAN, [vanished], tokenizer, (), 64)
     assert item.targets.tolist() == [0, 0] and item.positions[0] == 0
 
 
-def test_a_label_that_training_had_not_is_one_line(tokenizer) -> None:
+def test_unknown_label_is_one_line(tokenizer) -> None:
     with pytest.raises(
         ValueError, match=r"^t\.tsv, line 2: label 'z' is not in the training file, which has x, y; .*--labels"
     ):
         encode(PLAIN, [text("a", label="z")], tokenizer, ("x", "y"), 64)
-    sentence = Words("0", "t.conll, line 9", ("a",), ("B-z",))
+    sentence = SentenceExample("0", "t.conll, line 9", ("a",), ("B-z",))
     with pytest.raises(ValueError, match=r"^t\.conll, line 9: label 'B-z' is not in the training file"):
         encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
     for length, stride, says in ((7, 128, "7 tokens a sequence are too few"), (64, 0, "a stride of 0 tokens")):
@@ -211,7 +211,7 @@ def test_a_label_that_training_had_not_is_one_line(tokenizer) -> None:
             encode(PLAIN, [text("a")], tokenizer, ("x",), length, stride)
 
 
-def test_answers_of_squad_come_back_from_their_tokens() -> None:
+def test_squad_answers_come_back_from_tokens() -> None:
     path = DATA / "squad1.1" / "train-v1.1.json.gz"
     if not path.is_file():
         pytest.skip(f"{path.name} is not in {DATA}; MEGABERT_DATA names the folder above")
@@ -228,3 +228,16 @@ def test_answers_of_squad_come_back_from_their_tokens() -> None:
     assert {i.example for i in with_answer} == set(range(len(examples)))
     assert contained == len(with_answer)
     assert exact > 0.99 * len(with_answer)  # the rest ends or begins inside a word
+
+
+def test_choices_are_one_item_of_several_sequences(tokenizer) -> None:
+    task = custom("choose", ["q"], "y", choices=["a", "b"])
+    example = ChoiceExample("0", "t.tsv, line 2", "the fox", ("sea", "river shells"), "1")
+    (item,) = encode(task, [example], tokenizer, ("0", "1"), 32)
+    q, a, b = tokenizer.encode_batch(["the fox", "sea", "river shells"])
+    cls, sep = tokenizer.cls_id, tokenizer.sep_id
+    assert [ids.tolist() for ids, _ in item.sequences] == [[cls, *q, sep, *part, sep] for part in (a, b)]
+    assert item.targets.tolist() == [1] and item.positions.tolist() == [0, 0]
+    assert [second for _, second in item.sequences] == [len(q) + 2] * 2 and item.tokens == 2 * len(q) + len(a) + len(
+        b
+    ) + 6

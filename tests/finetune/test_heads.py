@@ -1,4 +1,9 @@
+"""Heads: losses by their definitions, packing, frozen encoders, learning under the engine."""
+
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -7,27 +12,28 @@ from torch import nn
 
 from megabert.engine import Engine
 from megabert.finetune import heads
-from megabert.finetune.batches import Layout, Update, collate
-from megabert.finetune.heads import Finetuner, Shape
+from megabert.finetune.batches import ItemLayout, TaskUpdate, collate
+from megabert.finetune.encoding import NO_SPANS, TaskItem
+from megabert.finetune.heads import Finetuner, HeadShape
 from tests.helpers import finetune_items, tiny
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = {
-    "classify": Shape("classify", 2),
-    "score": Shape("score", 1),
-    "tag": Shape("tag", 2),
-    "span": Shape("span", 2),
-    "frozen": Shape("tag", 2, frozen=True),
-    "bilstm": Shape("tag", 2, head="bilstm", width=16, frozen=True),
+    "classify": HeadShape("classify", 2),
+    "score": HeadShape("score", 1),
+    "tag": HeadShape("tag", 2),
+    "span": HeadShape("span", 2),
+    "frozen": HeadShape("tag", 2, frozen=True),
+    "bilstm": HeadShape("tag", 2, head="bilstm", width=16, frozen=True),
 }
 
 
-def layout(shape: Shape) -> Layout:
-    return Layout(shape.kind, 16, sequences=shape.head == "bilstm")
+def layout(shape: HeadShape) -> ItemLayout:
+    return ItemLayout(shape.kind, 16, sequences=shape.head == "bilstm")
 
 
-def build(shape: Shape, seed: int = 3, dtype: torch.dtype = torch.float32, **overrides: object) -> Finetuner:
+def build(shape: HeadShape, seed: int = 3, dtype: torch.dtype = torch.float32, **overrides: object) -> Finetuner:
     cfg = finetune_items.config(**overrides)
     start = finetune_items.weights(cfg)
     torch.manual_seed(seed)
@@ -35,7 +41,7 @@ def build(shape: Shape, seed: int = 3, dtype: torch.dtype = torch.float32, **ove
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_items_packed_together_get_the_logits_they_get_alone(name: str) -> None:
+def test_packed_items_have_the_logits_of_single_ones(name: str) -> None:
     shape = SHAPES[name]
     module = build(shape).eval()
     items = finetune_items.items(shape.kind, 9)
@@ -47,19 +53,57 @@ def test_items_packed_together_get_the_logits_they_get_alone(name: str) -> None:
     assert (together - alone).abs().max() < 1e-6
 
 
-def test_the_loss_of_classes_is_what_plain_torch_says() -> None:
-    items = finetune_items.items("classify", 9)
-    module = build(SHAPES["classify"]).eval()
-    batch = collate(items, layout(SHAPES["classify"]))
-    loss, right = module(**batch.inputs())
-    labels = torch.tensor([int(item.targets[0]) for item in items])
+def label_items(kind: str) -> list[TaskItem]:
+    """Five of 3 labels, or of 3 sequences each."""
+    made = finetune_items.items("classify", 15)
+    draw, found = np.random.default_rng(5), []
+    for i in range(5):
+        first, *rest = made[3 * i : 3 * i + 3] if kind == "choose" else made[i : i + 1]
+        targets = draw.integers(0, 2, 3).astype(np.float32) if kind == "multilabel" else draw.integers(0, 3, 1)
+        others = tuple((item.ids, item.second) for item in rest)
+        found.append(TaskItem(i, first.ids, first.second, np.zeros(1 + len(rest), np.int64), targets, NO_SPANS, others))
+    return found
+
+
+def defined_loss(kind: str, logits: torch.Tensor, items: list[TaskItem], weights: Sequence[float]) -> tuple[float, int]:
+    """The loss and the correct answers by their definitions, one item after the other."""
+    total, correct = 0.0, 0
+    for row, item in zip(logits.view(len(items), -1).double(), items, strict=True):
+        if kind == "multilabel":
+            for value, target, weight in zip(row.tolist(), item.targets.tolist(), weights, strict=True):
+                p = 1 / (1 + math.exp(-value))
+                total -= weight * math.log(p) if target else math.log(1 - p)
+                correct += (value > 0) == bool(target)
+        else:
+            (label,) = item.targets.tolist()
+            total -= weights[label] * float(torch.log_softmax(row, 0)[label])
+            correct += int(row.argmax()) == label
+    return total, correct
+
+
+@pytest.mark.parametrize(
+    "kind, outputs, weights",
+    [
+        ("classify", 3, ()),
+        ("classify", 3, (0.5, 1.0, 4.0)),
+        ("multilabel", 3, ()),
+        ("multilabel", 3, (0.5, 1.0, 4.0)),
+        ("choose", 1, ()),
+    ],
+)
+def test_loss_is_its_definition(kind: str, outputs: int, weights: tuple[float, ...]) -> None:
+    module = build(HeadShape(kind, outputs, class_weights=weights)).eval()
+    nn.init.normal_(module.head.output.weight, 0.0, 1.0)
+    items = label_items(kind)
+    batch = collate(items, ItemLayout(kind, 16))
     logits = module.logits(**batch.reading())
-    assert torch.isclose(loss, nn.functional.cross_entropy(logits, labels, reduction="sum"))
-    assert int(right) == int((logits.argmax(1) == labels).sum())
-    assert module.counts(batch) == (9,)
+    loss, correct = module(**batch.inputs())
+    want, count = defined_loss(kind, logits.detach(), items, weights or (1.0,) * 3)
+    assert float(loss.detach()) == pytest.approx(want, rel=1e-5) and int(correct) == count
+    assert module.counts(batch) == (15 if kind == "multilabel" else 5,)
 
 
-def test_a_text_goes_through_the_pretrained_pooler() -> None:
+def test_text_head_uses_the_pretrained_pooler() -> None:
     cfg = finetune_items.config()
     start = finetune_items.weights(cfg)
     item = finetune_items.items("classify", 1)[0]
@@ -78,27 +122,27 @@ def test_a_text_goes_through_the_pretrained_pooler() -> None:
     assert (found - want).abs().max() < 1e-6
 
 
-def test_a_model_without_pooler_gets_a_new_one() -> None:
+def test_model_without_pooler_gets_a_new_one() -> None:
     module = build(SHAPES["score"], model__nsp=False)
     assert module.head.pooler.weight.std() > 0.01
     assert module.logits(**collate(finetune_items.items("score", 2), layout(SHAPES["score"])).reading()).shape == (2, 1)
 
 
-def test_scores_have_a_squared_loss_and_no_right_answers() -> None:
+def test_score_has_a_squared_loss() -> None:
     items = finetune_items.items("score", 7)
     module = build(SHAPES["score"]).eval()
     batch = collate(items, layout(SHAPES["score"]))
-    loss, right = module(**batch.inputs())
+    loss, correct = module(**batch.inputs())
     predicted = module.logits(**batch.reading())[:, 0].detach().numpy()
     want = sum((p - item.targets[0]) ** 2 for p, item in zip(predicted, items, strict=True))
-    assert abs(float(loss.detach()) - want) < 1e-5 and float(right) == 0
+    assert abs(float(loss.detach()) - want) < 1e-5 and float(correct) == 0
 
 
-def test_the_loss_of_spans_is_over_the_positions_of_each_item_alone() -> None:
+def test_span_loss_is_over_each_items_positions() -> None:
     items = finetune_items.items("span", 8)
     module = build(SHAPES["span"]).eval()
     batch = collate(items, layout(SHAPES["span"]))
-    loss, right = module(**batch.inputs())
+    loss, correct = module(**batch.inputs())
     logits = module.logits(**batch.reading()).detach()
     want, hits, at = 0.0, 0, 0
     for item in items:
@@ -107,10 +151,10 @@ def test_the_loss_of_spans_is_over_the_positions_of_each_item_alone() -> None:
         want -= float(own[start, 0] + own[end, 1]) / 2
         hits += own[:, 0].argmax() == start and own[:, 1].argmax() == end
         at += len(item.positions)
-    assert abs(float(loss.detach()) - want) < 1e-4 and int(right) == hits
+    assert abs(float(loss.detach()) - want) < 1e-4 and int(correct) == hits
 
 
-def test_the_bilstm_reads_both_ways_and_only_its_own_item() -> None:
+def test_bilstm_reads_one_item_both_ways() -> None:
     shape = SHAPES["bilstm"]
     module = build(shape).eval()
     item = finetune_items.items("tag", 1, seed=4)[0]
@@ -127,7 +171,7 @@ def test_the_bilstm_reads_both_ways_and_only_its_own_item() -> None:
 
 
 @pytest.mark.parametrize("name", ["frozen", "bilstm"])
-def test_a_frozen_encoder_neither_learns_nor_drops(name: str) -> None:
+def test_frozen_encoder_neither_learns_nor_drops(name: str) -> None:
     shape = SHAPES[name]
     module = build(shape, model__dropout=0.3, model__attention_dropout=0.3).train()
     encoder = module.fixed[0]
@@ -143,12 +187,12 @@ def test_a_frozen_encoder_neither_learns_nor_drops(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_empty_batch_adds_nothing_but_gives_every_parameter_a_gradient(name: str) -> None:
+def test_empty_batch_gives_zero_gradients(name: str) -> None:
     shape = SHAPES[name]
     module = build(shape, model__dropout=0.1).train()
     batch = collate([], layout(shape))
-    loss, right = module(**batch.inputs())
-    assert float(loss.detach()) == 0 and float(right) == 0 and module.counts(batch) == (0,)
+    loss, correct = module(**batch.inputs())
+    assert float(loss.detach()) == 0 and float(correct) == 0 and module.counts(batch) == (0,)
     loss.backward()
     for parameter_name, parameter in module.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), parameter_name
@@ -171,13 +215,13 @@ def test_saved_weights_are_the_whole_model(name: str) -> None:
 @pytest.mark.parametrize(
     "shape, layers, word",
     [
-        (Shape("tag", 3, head="bilstm"), 4, "--freeze"),
-        (Shape("classify", 3, head="bilstm", frozen=True), 4, "tagging"),
-        (Shape("tag", 3, head="bilstm", frozen=True), 2, "4 layers"),
-        (Shape("tag", 3, width=7), 4, "--width 7"),
+        (HeadShape("tag", 3, head="bilstm"), 4, "--freeze"),
+        (HeadShape("classify", 3, head="bilstm", frozen=True), 4, "tagging"),
+        (HeadShape("tag", 3, head="bilstm", frozen=True), 2, "4 layers"),
+        (HeadShape("tag", 3, width=7), 4, "--width 7"),
     ],
 )
-def test_heads_that_cannot_be(shape: Shape, layers: int, word: str) -> None:
+def test_impossible_heads_are_refused(shape: HeadShape, layers: int, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         shape.check(layers)
 
@@ -193,8 +237,8 @@ def learn(world, name: str, precision: str, stage: int) -> tuple[float, float]:
     items = finetune_items.items(shape.kind, 16)
     share = np.array_split(np.arange(16), world.size)[world.rank]
     batch = collate([items[i] for i in share], layout(shape))
-    lr = 2e-2 if shape.frozen else 3e-3  # random features say less
-    losses = [float(engine.train_update(Update(s, [batch]), lr).losses[0]) for s in range(25)]
+    lr = 2e-2 if shape.frozen else 3e-3
+    losses = [float(engine.train_update(TaskUpdate(s, [batch]), lr).losses[0]) for s in range(25)]
     return float(np.mean(losses[:3])), float(np.mean(losses[-3:]))
 
 
@@ -206,9 +250,7 @@ def learn(world, name: str, precision: str, stage: int) -> tuple[float, float]:
         pytest.param(2, "bf16", 2, ("span", "bilstm"), marks=pytest.mark.slow),
     ],
 )
-def test_heads_learn_their_items_by_heart_under_the_engine(
-    ranks: int, precision: str, stage: int, names: tuple[str, ...]
-) -> None:
+def test_heads_overfit_under_the_engine(ranks: int, precision: str, stage: int, names: tuple[str, ...]) -> None:
     for first, last in run_ranks(ranks, learn_all, precision, stage, names):
         assert (np.array(last) < 0.7 * np.array(first)).all(), (first, last)
 

@@ -13,8 +13,8 @@ import transformers
 
 from megabert.commands import export
 from megabert.distributed.process_group import discover
-from megabert.finetune import datasets, encoding, huggingface, metrics, onnx, save, scores, tasks
-from megabert.finetune.prediction import logits_of, reshape
+from megabert.finetune import datasets, encoding, huggingface, onnx, save, scores, tasks
+from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
 from tests.helpers import finetuned
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 LONG = "she sells sea shells by the sea shore and the shells she sells are surely sea shells " * 2
 TEXTS = ["the quick brown fox", "shells", "the lazy dog sleeps near the river bank", LONG.strip()]
 CONTEXT = "The quick brown fox jumps over the lazy dog near the river bank, 2,666 times. " + LONG
-KINDS = ("classify", "pair", "score", "tag", "span", "multilabel", "ordinal", "choose", "rank")
+KINDS = ("classify", "pair", "score", "tag", "span", "multilabel", "choose")
 AUTO = {
     "tag": transformers.AutoModelForTokenClassification,
     "span": transformers.AutoModelForQuestionAnswering,
@@ -51,13 +51,11 @@ def problem(kind: str, folder: Path) -> tuple[Task, Path]:
         )
         return tasks.custom("tag", metrics=["accuracy"]), path
     labels = {"score": ["1.5", "2", "0", "4"], "multilabel": ["bad,old", "good", "", "bad"]}
-    labels |= {"ordinal": ["1", "3", "10", "2"], "choose": ["0", "1", "1", "0"]}
+    labels |= {"choose": ["0", "1", "1", "0"]}
     label = labels.get(kind, ["bad", "good", "fine", "bad"])
     seconds = ["the dog", LONG.strip(), "the shells", "a fox"]
     rows = [f"{a}\t{b}\t{c}" for a, b, c in zip(TEXTS, seconds, label, strict=True)]
     path.write_text("\n".join(["a\tb\tlabel", *rows]) + "\n")
-    if kind == "rank":
-        return tasks.custom("rank", choices=["a", "b"]), path
     if kind == "choose":
         return tasks.custom("choose", ["a"], "label", choices=["b", "a"]), path
     columns = ["a", "b"] if kind == "pair" else ["a"]
@@ -108,9 +106,7 @@ CLASSES = {"post": "Bert", "pre": "MegatronBert", "modern": "ModernBert"}
 
 @pytest.mark.parametrize("kind, vocabulary, norm", some(SHORT, [case for case in ALL if case not in SHORT]))
 @torch.no_grad()
-def test_logits_are_the_same_on_full_padded_and_windowed_input(
-    kind: str, vocabulary: str, norm: str, tmp_path: Path
-) -> None:
+def test_logits_equal_transformers(kind: str, vocabulary: str, norm: str, tmp_path: Path) -> None:
     fields = MODERN if norm == "modern" else {"norm": norm}
     found, folder, path = exported(kind, tmp_path, vocabulary=vocabulary, fields=fields)
     model = loaded(kind, folder)
@@ -118,7 +114,7 @@ def test_logits_are_the_same_on_full_padded_and_windowed_input(
     _, items = encoded(found, path)
     sizes = {len(item.ids) for item in items}
     assert max(sizes) == finetuned.LENGTH and len(sizes) > 1
-    assert (len(items) > len({i.example for i in items})) != (kind in tasks.COMPARED)
+    assert (len(items) > len({i.example for i in items})) != (kind == "choose")
     ours = logits_of(found.module, items, found.described.layout, discover({}))
     inputs = {name: torch.from_numpy(value) for name, value in onnx.padded(found.described, items).items()}
     outputs = [value.numpy() for value in model(**inputs).to_tuple()]
@@ -127,34 +123,31 @@ def test_logits_are_the_same_on_full_padded_and_windowed_input(
     assert np.ptp(np.concatenate(ours)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", some(["multilabel"], [("classify",), ("pair",), ("score",), ("ordinal",)]))
-def test_the_text_classification_pipeline_predicts_the_same(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", some(["multilabel"], [("classify",), ("pair",), ("score",)]))
+def test_text_classification_pipeline_agrees(kind: str, tmp_path: Path) -> None:
     found, folder, path = exported(kind, tmp_path)
     examples, items = encoded(found, path, "truncate")
-    ours = [x[0] for x in logits_of(found.module, items, found.described.layout, discover({}))]
+    ours = logits_of(found.module, items, found.described.layout, discover({}))
     pipe = transformers.pipeline("text-classification", str(folder), device="cpu")
     texts = [{"text": e.a, "text_pair": e.b} if e.b else e.a for e in examples]
     names = huggingface.names(found.described)
-    decided = metrics.decode(found.described.task, examples, items, ours, found.described.labels)
+    decided = scores.decode(found.described.task, examples, items, ours, found.described.labels)
     for text, logits, prediction in zip(texts, ours, decided, strict=True):
         answer = pipe(text, truncation=True, top_k=None)
         got = {entry["label"]: entry["score"] for entry in answer}
         if kind == "score":
             want = logits
         else:
-            want = scores.sigmoid(logits) if kind in ("multilabel", "ordinal") else scores.softmax(logits)
+            want = scores.sigmoid(logits) if kind == "multilabel" else scores.softmax(logits)
         assert got == pytest.approx(dict(zip(names, want.tolist(), strict=True)), abs=1e-5)
         if kind == "multilabel":
             assert prediction == [name for name in names if got[name] > 0.5]
-        elif kind == "ordinal":  # the card's rule
-            below = [name.removeprefix("above ") for name in names if not got[name] > 0.5]
-            assert prediction == (below or [found.described.labels[-1]])[0]
         elif kind != "score":
             assert prediction == answer[0]["label"]
 
 
 @pytest.mark.parametrize("vocabulary", some(["uncased"], [("unigram",)]))
-def test_the_tagging_pipeline_gives_our_tags_by_the_rule_of_the_card(vocabulary: str, tmp_path: Path) -> None:
+def test_card_code_gives_our_tags(vocabulary: str, tmp_path: Path) -> None:
     """The code of the card itself, on words of several pieces with punctuation in them."""
     found, folder, _ = exported("tag", tmp_path, vocabulary=vocabulary)
     words = ["fox's", "zebra", "U.S.", "2019"]
@@ -163,7 +156,7 @@ def test_the_tagging_pipeline_gives_our_tags_by_the_rule_of_the_card(vocabulary:
     examples, items = encoded(found, path)
     assert len(items[0].ids) > len(words) + 2
     logits = logits_of(found.module, items, found.described.layout, discover({}))
-    (want,) = metrics.decode(found.described.task, examples, items, logits, found.described.labels)
+    (want,) = scores.decode(found.described.task, examples, items, logits, found.described.labels)
     card = (folder / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0]
     code = code.replace(f'"{folder.name}"', repr(str(folder)))
@@ -171,18 +164,17 @@ def test_the_tagging_pipeline_gives_our_tags_by_the_rule_of_the_card(vocabulary:
     scope: dict[str, Any] = {}
     exec(code, scope)
     assert scope["got"] == want
-    assert "tag of its\nfirst piece" in card
 
 
-def test_the_answer_of_the_cards_code_is_ours(tmp_path: Path, capsys) -> None:
+def test_card_code_gives_our_answer(tmp_path: Path, capsys) -> None:
     found, folder, path = exported("span", tmp_path)
     context = "The quick brown fox jumps over the lazy dog"
     tree = {"data": [{"paragraphs": [{"context": context, "qas": [{"id": "1", "question": "who", "answers": []}]}]}]}
     path.write_text(json.dumps(tree))
     examples = datasets.read(found.described.task, path, labelled=False)
     items = encoding.encode(found.described.task, examples, found.tokenizer, (), finetuned.LENGTH)
-    logits = [reshape(x, "span") for x in logits_of(found.module, items, found.described.layout, discover({}))]
-    (want,) = metrics.decode(found.described.task, examples, items, logits, ())
+    logits = logits_of(found.module, items, found.described.layout, discover({}))
+    (want,) = scores.decode(found.described.task, examples, items, logits, ())
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     code = code.replace(f'"{folder.name}"', repr(str(folder))).replace("Where is the Eiffel Tower?", "who")
     code = code.replace("The Eiffel Tower is in Paris.", context)
@@ -191,7 +183,7 @@ def test_the_answer_of_the_cards_code_is_ours(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().out.strip() == want["text"] != ""
 
 
-def test_config_and_card_say_what_the_outputs_are(tmp_path: Path) -> None:
+def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     _, folder, _ = exported("classify", tmp_path)
     tree = json.loads((folder / "config.json").read_text())
     assert tree["architectures"] == ["BertForSequenceClassification"]
@@ -214,19 +206,17 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     "made, said",
     [
         ({"settings": {"head": "bilstm", "freeze": True, "width": 8}, "layers": 4}, "BERT has no BiLSTM head"),
-        ({"causal": True}, "BERT has no left-to-right encoder"),
+        ({"causal": True}, "BERT has no causal encoder"),
     ],
 )
-def test_what_huggingfaces_bert_has_not_is_one_line_and_no_folder(
-    made: dict[str, Any], said: str, tmp_path: Path, capsys
-) -> None:
+def test_unsupported_model_is_refused(made: dict[str, Any], said: str, tmp_path: Path, capsys) -> None:
     task, path = problem("tag", tmp_path)
     source = finetuned.make(tmp_path, task, path, **made)
     assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
     assert said in one_line(capsys) and not (tmp_path / "hf").exists()
 
 
-def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) -> None:
+def test_options_of_other_models_are_refused(tmp_path: Path, capsys) -> None:
     task, path = problem("classify", tmp_path)
     source = finetuned.make(tmp_path, task, path)
     for model, option, said in (
@@ -241,7 +231,7 @@ def test_options_of_the_other_kind_of_model_are_refused(tmp_path: Path, capsys) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnx_in_onnxruntime_and_in_8_bits(kind: str, tmp_path: Path, capsys) -> None:
+def test_onnx_in_onnxruntime_and_int8(kind: str, tmp_path: Path, capsys) -> None:
     import onnxruntime
 
     task, path = problem(kind, tmp_path)
@@ -254,12 +244,12 @@ def test_onnx_in_onnxruntime_and_in_8_bits(kind: str, tmp_path: Path, capsys) ->
     found = save.load(source, CPU)
     examples, items = encoded(found, path, found.described.long)
     ours = logits_of(found.module, items, found.described.layout, discover({}))
-    theirs = onnx.logits_of(tmp_path / "hf" / "onnx" / "model.onnx", found.described, items)
+    theirs = onnx.onnx_logits(tmp_path / "hf" / "onnx" / "model.onnx", found.described, items)
     assert max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1e-4
-    rough = onnx.logits_of(tmp_path / "hf" / "onnx" / "model_quantized.onnx", found.described, items)
+    rough = onnx.onnx_logits(tmp_path / "hf" / "onnx" / "model_quantized.onnx", found.described, items)
     assert 1e-4 < max(np.abs(a - b).max() for a, b in zip(ours, rough, strict=True)) < 2
-    decoded = metrics.decode(task, examples, items, [reshape(x, task.kind) for x in rough], found.described.labels)
-    score = metrics.score(task, examples, decoded, found.described.labels)[metric]
+    decoded = scores.decode(task, examples, items, rough, found.described.labels)
+    score = scores.score(task, examples, decoded, found.described.labels)[metric]
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"| {score:.4f} |" in card and "| | fp32 | int8 | loss |" in card
     session = onnxruntime.InferenceSession(tmp_path / "hf" / "onnx" / "model.onnx")
@@ -267,9 +257,7 @@ def test_onnx_in_onnxruntime_and_in_8_bits(kind: str, tmp_path: Path, capsys) ->
 
 
 @pytest.mark.slow
-def test_an_onnx_file_that_computes_something_else_is_refused_and_nothing_is_written(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_wrong_onnx_logits_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     task, path = problem("classify", tmp_path)
     source = finetuned.make(tmp_path, task, path)
     monkeypatch.setattr(onnx, "TOLERANCE", 0.0)

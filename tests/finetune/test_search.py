@@ -1,3 +1,5 @@
+"""Search: grids, seeds, means and deviations, output folders of other commands."""
+
 from __future__ import annotations
 
 import json
@@ -7,48 +9,47 @@ from typing import Any
 
 import pytest
 
-from megabert.finetune import search
-from megabert.finetune.training import Settings
+from megabert.finetune import search, settings
+from megabert.finetune.settings import Settings
 
 
-def test_a_grid_is_every_combination_with_every_seed() -> None:
-    grid = search.parse_grid(["lr=2e-5,3e-5", "batch=16,32"])
+def test_grid_is_every_combination_and_seed() -> None:
+    grid = settings.parse_grid(["lr=2e-5,3e-5", "batch=16,32"])
     assert grid == {"lr": [2e-5, 3e-5], "batch": [16, 32]}
-    runs = search.combinations(Settings(epochs=4), grid, [1, 2])
+    runs = settings.combinations(Settings(epochs=4), grid, [1, 2])
     assert list(runs)[:3] == ["lr2e-05-batch16-seed1", "lr2e-05-batch16-seed2", "lr2e-05-batch32-seed1"]
     assert len(runs) == 8
     assert runs["lr3e-05-batch16-seed2"] == Settings(epochs=4, lr=3e-5, batch=16, seed=2)
-    assert list(search.combinations(Settings(), {}, [7])) == ["seed7"]
+    assert list(settings.combinations(Settings(), {}, [7])) == ["seed7"]
 
 
 @pytest.mark.parametrize(
     "text", ["lr", "lr=", "lr=a", "batch=1.5", "head=linear", "lr=1e-5,1e-5", "seed=1", "lr=1e-5,"]
 )
-def test_a_grid_that_cannot_be_read_is_named(text: str) -> None:
+def test_bad_grid_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=f"--grid {text}"):
-        search.parse_grid([text])
+        settings.parse_grid([text])
     with pytest.raises(ValueError, match="once"):
-        search.parse_grid(["lr=1e-5", "lr=2e-5"])
+        settings.parse_grid(["lr=1e-5", "lr=2e-5"])
 
 
 def test_seeds_are_counted_or_named() -> None:
-    assert search.parse_seeds([3]) == [1, 2, 3]
-    assert search.parse_seeds([5, 9]) == [5, 9]
+    assert settings.parse_seeds([3]) == [1, 2, 3]
+    assert settings.parse_seeds([5, 9]) == [5, 9]
     for wrong in ([0], [1, 1], [-1]):
         with pytest.raises(ValueError, match="--seeds"):
-            search.parse_seeds(wrong)
+            settings.parse_seeds(wrong)
 
 
 def result(seed: int, lr: float, accuracy: float, f1: float, seconds: float = 10.0) -> dict[str, Any]:
-    settings = {"seed": seed, "lr": lr}
     return {
-        "settings": settings,
+        "settings": {"seed": seed, "lr": lr},
         "scores": {"dev": {"accuracy": accuracy, "f1": f1}, "test": {"accuracy": 0.5, "f1": 0.25}},
         "seconds": seconds,
     }
 
 
-def test_a_point_is_the_mean_and_the_sample_deviation_of_its_seeds() -> None:
+def test_point_is_mean_and_deviation_of_seeds() -> None:
     runs = [result(1, 2e-5, 0.70, 0.9), result(2, 2e-5, 0.74, 0.7), result(1, 5e-5, 0.80, 0.1, 30.0)]
     best, other = search.summarise(runs, ["lr"], "accuracy")
     assert best["point"] == {"lr": 5e-5} and best["runs"] == 1 and best["seconds"] == 30
@@ -65,12 +66,12 @@ def test_a_point_is_the_mean_and_the_sample_deviation_of_its_seeds() -> None:
 
 
 def common(**changes: Any) -> dict[str, Any]:
-    settings = replace(Settings(), **{k: v for k, v in changes.items() if k != "facts"})
+    chosen = replace(Settings(), **{k: v for k, v in changes.items() if k != "facts"})
     facts = {"task": "sst2", "text": ["sentence"]} | changes.get("facts", {})
-    return search.common_settings(settings, {"lr": [1e-5, 2e-5]}, facts)
+    return search.common_settings(chosen, {"lr": [1e-5, 2e-5]}, facts)
 
 
-def test_an_output_folder_goes_on_with_other_seeds_and_values(tmp_path: Path) -> None:
+def test_output_folder_takes_more_seeds_and_values(tmp_path: Path) -> None:
     search.claim(tmp_path, common())
     before = (tmp_path / search.COMMON).read_text()
     search.claim(tmp_path, common(seed=9, lr=1e-3))
@@ -86,18 +87,18 @@ def test_an_output_folder_goes_on_with_other_seeds_and_values(tmp_path: Path) ->
         ({"facts": {"extra": 1}}, "extra=None"),
     ],
 )
-def test_an_output_folder_of_another_command_is_refused(changed: Any, word: str, tmp_path: Path) -> None:
+def test_output_folder_of_another_command_is_refused(changed: Any, word: str, tmp_path: Path) -> None:
     search.claim(tmp_path, common())
     with pytest.raises(ValueError, match=word):
         search.claim(tmp_path, common(**changed))
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_content_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"thesis\.tex"):
         search.claim(tmp_path, common())
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-    search.refuse(tmp_path / "new", common())  # does not exist: good, and is not made
+    search.refuse(tmp_path / "new", common())
     assert not (tmp_path / "new").exists()
     (tmp_path / "thesis.tex").rename(tmp_path / search.COMMON)
     with pytest.raises(ValueError, match="damaged"):

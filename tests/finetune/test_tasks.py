@@ -1,19 +1,17 @@
-"""A task that cannot be is refused in one line when it is described, not when its file is read."""
+"""Tasks: the presets, and tasks refused in one line when they are described."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
-from megabert.finetune import tasks
 from megabert.finetune.tasks import PRESETS, Task, custom, preset
 
 GLUE = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
 
 
-def test_the_presets_are_glues_nine_squad_conll_and_swag() -> None:
+def test_presets_are_glue_squad_conll_and_swag() -> None:
     assert set(PRESETS) == GLUE | {"squad1.1", "squad2.0", "conll2003", "swag"}
     pairs = {name for name in GLUE if PRESETS[name].pair}
     assert pairs == GLUE - {"cola", "sst2"}
@@ -26,14 +24,10 @@ def test_the_presets_are_glues_nine_squad_conll_and_swag() -> None:
     assert {metric for name, metric in first.items() if name in GLUE - {"mrpc", "qqp"}} == {"accuracy"}
     assert preset("mnli").labels == ("contradiction", "entailment", "neutral")
     assert preset("squad2.0").unanswerable and not preset("squad1.1").unanswerable
+    assert {(t.max_length, t.stride) for t in PRESETS.values() if t.kind == "span"} == {(384, 128)}
 
 
-def test_a_preset_takes_other_columns_and_metrics() -> None:
-    mine = replace(preset("sst2"), text=("content",), metrics=("f1", "accuracy"))
-    assert (mine.text, mine.label, mine.metrics) == (("content",), "label", ("f1", "accuracy"))
-
-
-def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
+def test_custom_task_defaults() -> None:
     tagged = custom("tag")
     assert (tagged.text, tagged.label, tagged.metrics) == (("0",), "-1", ("f1",))
     assert custom("score", text=["a", "b"], label="y").metrics == ("pearson",)
@@ -44,7 +38,7 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kind": "cluster"}, "'cluster' is none of classify, multilabel, ordinal, score, tag, span, choose, rank"),
+        ({"kind": "cluster"}, "'cluster' is none of classify, multilabel, score, tag, span, choose"),
         ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
         ({"text": ()}, "one or two text columns and a label column"),
         ({"text": ("a", "b", "c")}, "one or two text columns"),
@@ -58,28 +52,20 @@ def test_a_task_of_ones_own_needs_no_more_than_its_columns() -> None:
         ({"kind": "tag", "metrics": (), "text": ("0",), "label": "1", "id": "2"}, "have no id"),
         ({"kind": "tag", "metrics": (), "text": ("0", "1"), "label": "2"}, "one text column"),
         ({"kind": "span", "metrics": ()}, "no columns to name"),
-        ({"choices": ("b", "c")}, "choices are for choose and rank"),
-        ({"kind": "choose", "metrics": ()}, "one or two text columns, two or more choices and a label column"),
+        ({"choices": ("b", "c")}, "choices are for choose"),
+        ({"kind": "choose", "metrics": ()}, "two or more choices"),
         ({"kind": "choose", "metrics": (), "choices": ("b",)}, "two or more choices"),
         ({"kind": "choose", "metrics": (), "choices": ("b", "1")}, "all columns by name or all by number"),
         ({"kind": "choose", "metrics": (), "choices": ("b", "c"), "labels": ("x",)}, "1 labels for 2 choices"),
-        ({"kind": "rank", "metrics": (), "choices": ("b", "c")}, "at most one text column, and no label"),
-        ({"kind": "rank", "metrics": (), "label": ""}, "the better and the worse text as choices"),
         ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),
     ],
 )
-def test_what_cannot_be_is_one_line(changes, says) -> None:
+def test_contradictory_task_is_refused(changes, says) -> None:
     with pytest.raises(ValueError) as caught:
         replace(Task("mine", "classify", ("a",), "y"), **changes)
     assert says in str(caught.value) and "\n" not in str(caught.value) and "task mine" in str(caught.value)
 
 
-def test_an_unknown_preset_lists_the_known() -> None:
+def test_unknown_preset_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"no task 'sst-2'; known are cola, sst2, .*conll2003"):
         preset("sst-2")
-
-
-def test_every_kind_has_metrics() -> None:
-    assert set(tasks.METRICS) == set(get_args(tasks.Kind))
-    for kind, metrics in tasks.METRICS.items():
-        assert metrics and len(set(metrics)) == len(metrics), kind

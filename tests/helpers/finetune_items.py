@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megabert.config import Config
-from megabert.finetune.encoding import Item
+from megabert.finetune.encoding import TaskItem
 from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 
@@ -22,7 +22,7 @@ def weights(cfg: Config, seed: int = 7) -> dict[str, torch.Tensor]:
     return BertForPreTraining(cfg.model, cfg.ops).state_dict()
 
 
-def items(kind: str, count: int, seed: int = 1, longest: int = 12) -> list[Item]:
+def items(kind: str, count: int, seed: int = 1, longest: int = 12) -> list[TaskItem]:
     """Texts of 3 to `longest` random tokens; class = parity of the first, score = its id / 40, tags = parities, the
     answer is the first token from 30 on and the one behind it."""
     draw = np.random.default_rng(seed)
@@ -40,5 +40,5 @@ def items(kind: str, count: int, seed: int = 1, longest: int = 12) -> list[Item]
         else:
             targets = (inner if kind == "tag" else inner[:1]) % 2
         spans = np.zeros((len(positions) if kind == "span" else 0, 2), np.int64)
-        found.append(Item(example, ids, len(ids), positions.astype(np.int64), targets, spans))
+        found.append(TaskItem(example, ids, len(ids), positions.astype(np.int64), targets, spans))
     return found

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megabert import hf as pretrained
-from megabert.finetune import datasets, encoding, heads, save, training
+from megabert.finetune import datasets, heads, run, save
+from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
-from megabert.finetune.training import Data, Settings, Split
 from tests.helpers import runs
 
 LENGTH = 24
@@ -18,17 +18,19 @@ LENGTH = 24
 
 def make(
     base: Path, task: Task, file: Path, settings: Any = None, vocabulary: str = "uncased",
-    fields: dict[str, Any] | None = None, **run: Any,
+    fields: dict[str, Any] | None = None, **model: Any,
 ) -> Path:  # fmt: skip
     """`base/best`, a model of `task` with the labels of `file`, on the encoder of `runs.make`; `fields`: of the model."""
-    runs.make(base / "run", vocabulary, fields=fields, **run)
+    runs.make(base / "run", vocabulary, fields=fields, **model)
+    return save_untrained(base, task, file, **{"max_length": LENGTH, "stride": 8} | (settings or {}))
+
+
+def save_untrained(base: Path, task: Task, file: Path, **settings: Any) -> Path:
+    """`base/best`, a model of `task` on the run `base/run`, whose head is random."""
     start = pretrained.load(base / "run")
-    examples = datasets.read(task, file)
-    labels = encoding.labels_of(task, examples)
-    chosen = Settings(**{"max_length": LENGTH, "stride": 8, "precision": "fp32"} | (settings or {}))
-    items = encoding.encode(task, examples, start.tokenizer, labels, LENGTH, stride=8)
-    data = Data(task, labels, {"train": Split(examples, items)})
-    described = training.describe(data, start, chosen, 1)
+    chosen = Settings(precision="fp32", **settings)
+    data = run.encode_splits(task, {"train": datasets.read(task, file)}, start.tokenizer, chosen)
+    described = run.describe(data, start, chosen, 1)
     torch.manual_seed(1)
     module = heads.build(described.config, described.shape, start.weights, torch.device("cpu"), torch.float32)
     for parameter in module.head.parameters():

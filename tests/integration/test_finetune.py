@@ -41,7 +41,7 @@ def best(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "best" / "model.safetensors")
 
 
-def test_a_grid_with_seeds_then_predictions(base, tmp_path) -> None:
+def test_grid_with_seeds_then_predictions(base, tmp_path) -> None:
     output = tmp_path / "out"
     metrics = ("--metric", "accuracy", "--metric", "macro_f1", "--test", base / "test.tsv", "--epochs", 1)
     given = texts(base, output, *metrics, "--grid", "lr=1e-3,1e-4")
@@ -72,7 +72,7 @@ def test_a_grid_with_seeds_then_predictions(base, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_terminated_goes_on_where_it_was(base, tmp_path) -> None:
+def test_terminated_run_resumes(base, tmp_path) -> None:
     whole = command(*texts(base, tmp_path / "whole", "--epochs", 30), **ONE_THREAD)
     assert whole.returncode == 0, whole.stderr
     given = [sys.executable, *texts(base, tmp_path / "parts", "--epochs", 30)]
@@ -93,7 +93,7 @@ def test_a_run_that_is_terminated_goes_on_where_it_was(base, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_command_does_not_write_into_the_same_folder(base, tmp_path) -> None:
+def test_second_command_on_one_folder_is_refused(base, tmp_path) -> None:
     given = texts(base, tmp_path / "out", "--epochs", 2000)
     environment = os.environ | ONE_THREAD | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen([sys.executable, *given], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -113,7 +113,7 @@ def test_a_second_command_does_not_write_into_the_same_folder(base, tmp_path) ->
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
+def test_two_ranks_of_torchrun_and_deepspeed(base, tmp_path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     deepspeed = Path(sys.executable).with_name("deepspeed")
     heads = {
@@ -151,7 +151,7 @@ def test_two_ranks_of_torchrun_and_of_deepspeed(base, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_dead_rank_is_named_and_ends_the_others(base, tmp_path) -> None:
+def test_dead_rank_is_named(base, tmp_path) -> None:
     given = texts(base, tmp_path / "out", "--epochs", 500, "--evaluations", 1)
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     base_env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | ONE_THREAD | master

@@ -1,4 +1,4 @@
-"""Several labels, an order, choices and ranked pairs, learned by the command from Parquet, JSON lines and CSV, and predicted."""
+"""Label sets and choices, learned by the command from Parquet and CSV, and predicted."""
 
 from __future__ import annotations
 
@@ -33,26 +33,22 @@ TRAINED = (
 
 
 def rows(kind: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """What is wanted is told by a sentence's first word alone, by whether it is even or how high its number is."""
+    """The label is a function of a sentence's first word: whether it is even, how high its number is."""
     words = finetune_problem.sentences(2 * count, seed)
     for one, two in zip(words[::2], words[1::2], strict=True):
         first = int(one[0][1:])
         a, b = (" ".join(sentence[:4]) for sentence in (one, two))
         if kind == "multilabel":
             yield {"t": {"text": a}, "y": ["even"] * (first % 2 == 0) + ["high"] * (first >= 20)}
-        elif kind == "ordinal":
-            yield {"t": {"text": a}, "y": 5 * (first // 14)}
         else:
             even, odd = (f"w{first - first % 2} {b}", f"w{first - first % 2 + 1} {b}")
-            swapped = int(two[0][1:]) % 2 if kind == "choose" else 0
+            swapped = int(two[0][1:]) % 2
             yield {"q": "w1", "x": (even, odd)[swapped], "z": (odd, even)[swapped], "y": swapped}
 
 
 def write(path: Path, table: list[dict[str, Any]]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(table), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in table))
     else:
         with path.open("w", newline="") as file:
             out = csv.DictWriter(file, table[0])
@@ -66,12 +62,10 @@ def write(path: Path, table: list[dict[str, Any]]) -> Path:
     "kind, ending, columns, metric, least",
     [
         ("multilabel", ".parquet", "--text t.text --label y --class-weights balanced", "micro_f1", 0.85),
-        ("ordinal", ".jsonl", "--text t.text --label y --class-weights 1 1 2", "kappa", 0.6),
         ("choose", ".csv", "--text q --choices x z --label y", "accuracy", 0.8),
-        ("rank", ".parquet", "--text q --choices x z", "accuracy", 0.8),
     ],
 )
-def test_a_new_kind_of_task_is_learned_and_predicted(
+def test_other_kinds_are_learned_and_predicted(
     kind: str, ending: str, columns: str, metric: str, least: float, tmp_path: Path
 ) -> None:
     finetune_problem.write_run(tmp_path / "run")

@@ -1,3 +1,5 @@
+"""Saved models, the logits of items, and predictions of files."""
+
 from __future__ import annotations
 
 import json
@@ -5,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,16 @@ import torch
 from megabert import hf as pretrained
 from megabert.config import OpsConfig
 from megabert.distributed.process_group import World, discover
-from megabert.finetune import datasets, encoding, heads, huggingface, prediction, save, tasks, training
+from megabert.finetune import datasets, encoding, heads, huggingface, prediction, save, tasks
 from megabert.finetune.batches import collate
 from megabert.finetune.run import configure
+from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
-from megabert.finetune.training import Data, Settings, Split
 from tests.conftest import ROOT
-from tests.helpers import finetune_problem
+from tests.helpers import finetune_problem, finetuned
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-def save_untrained(base: Path, task: Task, file: Path) -> Path:
-    """`base/best`, a model of `task` that was never trained; gives `base`."""
-    finetune_problem.write_run(base / "run")
-    start = pretrained.load(base / "run")
-    examples = datasets.read(task, file)
-    labels = encoding.labels_of(task, examples)
-    items = encoding.encode(task, examples, start.tokenizer, labels, 32)
-    data = Data(task, labels, {"train": Split(examples, items)})
-    settings = Settings(max_length=32, precision="fp32")
-    described = training.describe(data, start, settings, 1)
-    torch.manual_seed(1)
-    module = heads.build(described.config, described.shape, start.weights, CPU, torch.float32)
-    save.save(base / "best", described, module.state_dict(), start.tokenizer, {"step": 3})
-    return base
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +36,18 @@ def folder(tmp_path_factory) -> Path:
     return save_untrained(base, task, finetune_problem.write_texts(base / "texts.tsv", 50, 1))
 
 
-def test_what_was_saved_is_what_is_loaded(folder: Path) -> None:
+def save_untrained(base: Path, task: Task, file: Path) -> Path:
+    """`base`, whose `best` is a model of `task` that was never trained."""
+    finetune_problem.write_run(base / "run")
+    finetuned.save_untrained(base, task, file, max_length=32)
+    return base
+
+
+def test_saved_model_is_loaded(folder: Path) -> None:
     found = save.load(folder, CPU)  # the folder above `best` will do
-    assert found.results == {"step": 3} and found.described.labels == ("even", "odd")
+    assert found.results["step"] == 3 and found.described.labels == ("even", "odd")
     assert found.described.task == tasks.custom("classify", text=["text"], label="label")
-    assert found.described.shape == heads.Shape("classify", 2) and found.described.max_length == 32
+    assert found.described.shape == heads.HeadShape("classify", 2) and found.described.max_length == 32
     start = pretrained.load(folder / "run")
     assert found.tokenizer.sha256 == start.tokenizer.sha256
     weights = found.module.encoder.state_dict()
@@ -63,7 +55,7 @@ def test_what_was_saved_is_what_is_loaded(folder: Path) -> None:
     assert not found.module.training
 
 
-def test_a_backend_that_this_device_has_not_stays_behind(folder: Path, tmp_path: Path) -> None:
+def test_backends_are_this_devices(folder: Path, tmp_path: Path) -> None:
     """That of pre-training, in a model saved before, and in one that is fine-tuned now."""
     shutil.copytree(folder / "best", tmp_path / "best")
     path = tmp_path / "best" / save.DESCRIPTION
@@ -87,16 +79,16 @@ def test_saving_again_replaces_the_folder(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file, content, word",
     [
-        ("task.json", b"", "is no fine-tuned model"),
-        ("task.json", b"{}", "describes no fine-tuned model"),
-        ("task.json", b"\xff", "describes no fine-tuned model"),
+        ("task.json", b"", "not a fine-tuned model"),
+        ("task.json", b"{}", "does not describe a fine-tuned model"),
+        ("task.json", b"\xff", "does not describe a fine-tuned model"),
         ("model.safetensors", b"", "cannot be read|does not hold"),
         ("model.safetensors", b"\x80\x04N.", "does not hold"),
         ("vocab.txt", b"", "tokenizer is missing"),
         ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nw\n", "is not the tokenizer of this model"),
     ],
 )
-def test_a_damaged_folder_is_named(file: str, content: bytes, word: str, folder: Path, tmp_path: Path) -> None:
+def test_damaged_folder_is_named(file: str, content: bytes, word: str, folder: Path, tmp_path: Path) -> None:
     for path in (folder / "best").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / file).write_bytes(content) if content else (tmp_path / file).unlink()
@@ -104,7 +96,7 @@ def test_a_damaged_folder_is_named(file: str, content: bytes, word: str, folder:
         save.load(tmp_path, CPU)
 
 
-def test_predictions_are_those_of_each_text_alone(folder: Path, tmp_path: Path) -> None:
+def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> None:
     world = discover({})
     count = prediction.predict_file(folder / "best", folder / "texts.tsv", tmp_path / "out.tsv", world)
     assert count == 50
@@ -139,7 +131,7 @@ def test_ranks_share_the_items(folder: Path) -> None:
             assert max(np.abs(a - b).max() for a, b in zip(alone, found, strict=True)) < 1e-6
 
 
-def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> None:
+def test_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new.tsv").write_text("text\nw1 w2\nw2 w1\n")
     assert prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({})) == 2
     lines = (tmp_path / "out").read_text().splitlines()
@@ -151,7 +143,7 @@ def test_a_file_without_labels_is_predicted(folder: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out2").read_text() == f"index\tprediction\nx\t{answers[0]}\ny\t{answers[1]}\n"
 
 
-def test_a_file_that_is_read_is_not_written(folder: Path, tmp_path: Path) -> None:
+def test_input_file_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     path, content = tmp_path / "new.tsv", "text\nw1 w2\n"
     path.write_text(content)
     (tmp_path / "link.tsv").symlink_to(path)
@@ -163,15 +155,13 @@ def test_a_file_that_is_read_is_not_written(folder: Path, tmp_path: Path) -> Non
     ):
         behind = str(tmp_path / scores) if scores else ""
         with pytest.raises(ValueError, match=said):
-            prediction.predict_file(folder, path, tmp_path / output, discover({}), scores=behind)
+            prediction.predict_file(folder, path, tmp_path / output, discover({}), probabilities=behind)
     assert path.read_text() == content and not (tmp_path / "out.tsv").exists()
 
 
 @pytest.mark.parametrize("kind", ["classify", "tag", "span"])
-def test_a_prediction_that_was_stopped_goes_on_to_the_same_bytes(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """50 examples, 8 at a time, stopped behind the second time and again behind the next."""
+def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """50 examples, 8 at a time; a prediction that is stopped writes nothing."""
     if kind == "classify":
         model, file = folder, folder / "texts.tsv"
     elif kind == "tag":
@@ -181,38 +171,30 @@ def test_a_prediction_that_was_stopped_goes_on_to_the_same_bytes(
     else:
         file = finetune_problem.write_questions(tmp_path / "questions.json", 50, 1)
         model = save_untrained(tmp_path, tasks.preset("squad2.0"), file)
+    one, other = (tmp_path / f"{name}.json" for name in ("one", "other"))
+
+    def predict(output: Path, **options: Any) -> int | None:
+        lines = str(output.with_suffix(".jsonl"))
+        return prediction.predict_file(model, file, output, discover({}), probabilities=lines, **options)
+
+    assert predict(one) == 50
     monkeypatch.setattr(prediction, "CHUNK", 8)
-    world, (whole, output) = discover({}), (tmp_path / f"{name}.json" for name in ("whole", "output"))
-    scores = [path.with_suffix(".jsonl") for path in (whole, output)]
-    assert prediction.predict_file(model, file, whole, world, scores=str(scores[0])) == 50
-    encoded: list[int] = []
-    encode = encoding.encode
-
-    def counted(task: Task, examples: list, *more: Any, **named: Any) -> Any:
-        encoded.append(len(examples))
-        return encode(task, examples, *more, **named)
-
-    monkeypatch.setattr(encoding, "encode", counted)
-    for chunks in (2, 1):
-        answers = iter([False] * (chunks - 1) + [True])
-        assert (
-            prediction.predict_file(model, file, output, world, scores=str(scores[1]), stopped=partial(next, answers))
-            is None
-        )
-        assert not output.exists()
-    encoded.clear()
-    assert prediction.predict_file(model, file, output, world, scores=str(scores[1])) == 50
-    assert sum(encoded) == 50 - 3 * 8 and output.read_bytes() == whole.read_bytes()
-    assert scores[0].read_bytes() == scores[1].read_bytes()
-    assert len(scores[0].read_text().splitlines()) == 50
+    answers = iter([False, True])
+    assert predict(other, stopped=lambda: next(answers)) is None
+    assert not list(tmp_path.glob("*other*")) and not list(tmp_path.glob(".*"))
+    assert predict(other) == 50
+    first, second = (
+        [json.loads(line) for line in p.with_suffix(".jsonl").read_text().splitlines()] for p in (one, other)
+    )
+    assert [line["prediction"] for line in first] == [line["prediction"] for line in second] and len(first) == 50
+    assert one.read_bytes() == other.read_bytes()
     if kind == "span":
-        beside = [path.with_name(f"{path.stem}.no_answer.json") for path in (whole, output)]
-        assert beside[0].read_bytes() == beside[1].read_bytes() and json.loads(beside[0].read_text())
-    assert not list(tmp_path.glob(".*"))
+        beside = [path.with_name(f"{path.stem}.no_answer.json") for path in (one, other)]
+        assert json.loads(beside[0].read_text()) == pytest.approx(json.loads(beside[1].read_text()), abs=1e-5)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file_that_is_predicted(folder: Path, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path) -> None:
     """Ten times the texts, 12 MB of them, take less than 8 MB more."""
     program = (
         "import resource, sys\nfrom megabert.finetune.__main__ import main\n"
@@ -233,14 +215,14 @@ def test_memory_does_not_grow_with_the_file_that_is_predicted(folder: Path, tmp_
     assert len((tmp_path / "large.out").read_text().splitlines()) == 130_001
 
 
-def test_an_id_that_is_there_twice_is_named_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+def test_duplicate_id_is_named_and_nothing_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new.tsv").write_text("n\ttext\nx\tw1 w2\ny\tw2\nx\tw1\n")
-    with pytest.raises(ValueError, match=r"line 4: id 'x' was there before, at .*line 2"):
+    with pytest.raises(ValueError, match=r"line 4: id 'x' was used before, at .*line 2"):
         prediction.predict_file(folder, tmp_path / "new.tsv", tmp_path / "out", discover({}), identity="n")
     assert [path.name for path in tmp_path.iterdir()] == ["new.tsv"]
 
 
-def test_the_threshold_decides_what_has_no_answer(tmp_path: Path) -> None:
+def test_null_threshold_decides(tmp_path: Path) -> None:
     file = finetune_problem.write_questions(tmp_path / "questions.json", 20, 1)
     base = save_untrained(tmp_path, tasks.preset("squad2.0"), file)
     empty = []
@@ -258,3 +240,49 @@ def test_the_threshold_decides_what_has_no_answer(tmp_path: Path) -> None:
 def test_a_description_is_json_of_its_own(folder: Path) -> None:
     tree = json.loads((folder / "best" / "task.json").read_text())
     assert tree["task"]["kind"] == "classify" and tree["labels"] == ["even", "odd"]
+
+
+@pytest.mark.parametrize("kind", ["classify", "multilabel", "choose"])
+def test_probabilities_of_texts(kind: str, tmp_path: Path) -> None:
+    labels = {"multilabel": ["a,b", "a", ""], "choose": ["0", "1", "0"]}.get(kind, "xyx")
+    rows = [f"{t}\t{u}\t{y}" for t, u, y in zip(("w1 w2", "w3", "w4"), ("w5", "w6 w7", "w8"), labels, strict=True)]
+    path = tmp_path / "t.tsv"
+    path.write_text("\n".join(["t\tu\ty", *rows]) + "\n")
+    choices = ["u", "t"] if kind == "choose" else []
+    base = save_untrained(tmp_path, tasks.custom(kind, ["t"], "y", choices=choices), path)  # type: ignore[arg-type]
+    output, lines = tmp_path / "out.tsv", tmp_path / "new" / "scores.jsonl"
+    assert prediction.predict_file(base, path, output, discover({}), probabilities=str(lines)) == 3
+    head, *written = output.read_text().splitlines()
+    assert head == "index\tprediction"
+    for row, entry in zip(written, map(json.loads, lines.read_text().splitlines()), strict=True):
+        chances = entry["probabilities"]
+        assert tuple(chances) == save.load(base, CPU).described.labels
+        if kind == "multilabel":
+            assert entry["prediction"] == [label for label, p in chances.items() if p > 0.5]
+            assert row.split("\t")[1] == ",".join(entry["prediction"])
+        else:
+            assert entry["prediction"] == row.split("\t")[1] == max(chances, key=lambda label: chances[label])
+            assert sum(chances.values()) == pytest.approx(1)
+
+
+def test_probabilities_of_tags_and_answers(tmp_path: Path) -> None:
+    (tmp_path / "t.conll").write_text("w1 O\nw2 B-A\n\nw3 O\n")
+    (tmp_path / "tags").mkdir()
+    (tmp_path / "spans").mkdir()
+    tagger = save_untrained(tmp_path / "tags", tasks.custom("tag"), tmp_path / "t.conll")
+    lines = tmp_path / "scores.jsonl"
+    prediction.predict_file(
+        tagger, tmp_path / "t.conll", tmp_path / "out.conll", discover({}), probabilities=str(lines)
+    )
+    first, second = map(json.loads, lines.read_text().splitlines())
+    assert first["words"] == ["w1", "w2"] and second["words"] == ["w3"]
+    tags = [line.split(" ")[-1] for line in (tmp_path / "out.conll").read_text().split("\n") if line]
+    for tag, chances in zip(tags, first["probabilities"] + second["probabilities"], strict=True):
+        assert sum(chances.values()) == pytest.approx(1) and tag == max(chances, key=lambda label: chances[label])
+    path = finetune_problem.write_questions(tmp_path / "q.json", 2, 1)
+    reader = save_untrained(tmp_path / "spans", tasks.preset("squad1.1"), path)
+    prediction.predict_file(reader, path, tmp_path / "out.json", discover({}), probabilities=str(lines))
+    answers = json.loads((tmp_path / "out.json").read_text())
+    for line in map(json.loads, lines.read_text().splitlines()):
+        assert answers[line["id"]] == line["prediction"] == line["n_best"][0]["text"]
+        assert 0 <= line["no_answer_probability"] <= 1

@@ -1,4 +1,4 @@
-"""Figures equal their published rules, worked by hand or by another way of counting, where rules are easily got wrong."""
+"""Scores equal their published rules, worked by hand or counted by an oracle."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megabert.finetune.datasets import Question, Text, Words, read
-from megabert.finetune.encoding import Item
-from megabert.finetune.metrics import decode, normalized, overlap, score, write
+from megabert.finetune.datasets import QuestionExample, SentenceExample, TextExample, read
+from megabert.finetune.encoding import TaskItem
+from megabert.finetune.scores import decode, normalized, overlap, score, write
 from megabert.finetune.tasks import METRICS, PRESETS, custom
 
 CLASSES = custom("classify", ["text"], "label", METRICS["classify"])
@@ -22,22 +22,22 @@ TAG = custom("tag", metrics=METRICS["tag"])
 SQUAD, SQUAD2 = PRESETS["squad1.1"], PRESETS["squad2.0"]
 
 
-def texts(labels) -> list[Text]:
-    return [Text(str(i), f"t.tsv, line {i + 2}", "a", None, label) for i, label in enumerate(labels)]
+def texts(labels) -> list[TextExample]:
+    return [TextExample(str(i), f"t.tsv, line {i + 2}", "a", None, label) for i, label in enumerate(labels)]
 
 
-def sentences(tags) -> list[Words]:
-    return [Words(str(i), f"line {i}", ("w",) * len(t), tuple(t)) for i, t in enumerate(tags)]
+def sentences(tags) -> list[SentenceExample]:
+    return [SentenceExample(str(i), f"line {i}", ("w",) * len(t), tuple(t)) for i, t in enumerate(tags)]
 
 
-def questions(answers) -> list[Question]:
+def questions(answers) -> list[QuestionExample]:
     return [
-        Question(f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found))
+        QuestionExample(f"q{i}", f"question q{i}", "Who?", "c", None if found is None else tuple((a, 0) for a in found))
         for i, found in enumerate(answers)
     ]
 
 
-def said(text: str, probability: float = 0.0, best: str | None = None) -> dict:
+def predicted(text: str, probability: float = 0.0, best: str | None = None) -> dict:
     n_best = [{"text": text if best is None else best, "start": 0, "probability": 1.0}]
     return {"text": text, "no_answer_probability": probability, "n_best": n_best}
 
@@ -45,7 +45,7 @@ def said(text: str, probability: float = 0.0, best: str | None = None) -> dict:
 # ---- classes
 
 
-def test_figures_of_two_classes_by_hand() -> None:
+def test_two_classes_by_hand() -> None:
     truth, found = "1111100000", "1110011000"  # 3 true positives, 2 misses, 2 false alarms, 3 true negatives
     figures = score(CLASSES, texts(truth), list(found), ("0", "1"))
     assert list(figures) == ["accuracy", "f1", "macro_f1", "matthews"]
@@ -57,7 +57,7 @@ def test_figures_of_two_classes_by_hand() -> None:
     assert f1 == pytest.approx({("0", "1"): 2 * 2 / (5 + 2), ("1", "0"): 2 * 5 / (5 + 8)})
 
 
-def test_constant_predictions_and_none_of_a_class() -> None:
+def test_constant_predictions_score_zero() -> None:
     """Nothing is divided by: the figure is 0, as scikit-learn has it."""
     for found, accuracy, f1 in (("1111", 0.5, 2 / 3), ("0000", 0.5, 0.0)):
         figures = score(CLASSES, texts("1100"), list(found), ("0", "1"))
@@ -67,7 +67,7 @@ def test_constant_predictions_and_none_of_a_class() -> None:
     )
 
 
-def test_a_missing_prediction_is_a_wrong_one() -> None:
+def test_missing_prediction_counts_as_wrong() -> None:
     figures = score(CLASSES, texts("1100"), ["1", None, "0", None], ("0", "1"))
     # f1: one true positive, one miss, no false alarm; macro: both classes have that
     assert figures["accuracy"] == 0.5
@@ -76,7 +76,7 @@ def test_a_missing_prediction_is_a_wrong_one() -> None:
     assert score(CLASSES, texts("10"), [None, None], ("0", "1")) == dict.fromkeys(METRICS["classify"], 0.0)
 
 
-def test_matthews_of_several_classes_is_gorodkins() -> None:
+def test_matthews_of_several_classes() -> None:
     """R_K of Gorodkin 2004 from the confusion matrix, on random cases."""
     rng = random.Random(5)
     task = custom("classify", ["text"], "label", ["matthews"])
@@ -91,12 +91,20 @@ def test_matthews_of_several_classes_is_gorodkins() -> None:
         assert score(task, texts(truth), found, "abc")["matthews"] == pytest.approx(want)
 
 
-def test_f1_of_two_classes_needs_to_know_them() -> None:
+def test_f1_needs_two_known_classes() -> None:
     assert score(replace(CLASSES, labels=("no", "yes")), texts(["no", "yes"]), ["no", "yes"])["f1"] == 1.0
     with pytest.raises(AssertionError):
         score(CLASSES, texts("10"), list("10"))
-    with pytest.raises(ValueError, match=r"t\.tsv, line 2: has no label, so nothing can be scored"):
+    with pytest.raises(ValueError, match=r"t\.tsv, line 2: has no label to score against"):
         score(CLASSES, texts([None]), ["1"], ("0", "1"))
+
+
+def test_label_sets_by_hand() -> None:
+    task = custom("multilabel", ["t"], "y", ["micro_f1", "macro_f1", "accuracy"])
+    truth = texts([("a",), ("a", "b"), (), ("b",)])
+    found = score(task, truth, [["a"], ["a"], ["b"], None], ("a", "b"))
+    # a: 2 true positives; b: 1 false positive, 2 misses
+    assert found == {"micro_f1": pytest.approx(2 * 2 / (2 * 2 + 1 + 2)), "macro_f1": 0.5, "accuracy": 0.25}
 
 
 # ---- scores
@@ -122,14 +130,14 @@ def test_correlations_with_ties() -> None:
     assert score(SCORE, texts([1.0, 2.0]), [5.0, 3.0]) == pytest.approx({"pearson": -1.0, "spearman": -1.0})
 
 
-def test_constant_scores_correlate_with_nothing() -> None:
+def test_constant_scores_have_no_correlation() -> None:
     for truth, found in (([1.0, 2.0, 3.0], [2.0] * 3), ([2.0] * 3, [1.0, 2.0, 3.0]), ([1.0], [1.0])):
         assert score(SCORE, texts(truth), found) == {"pearson": 0.0, "spearman": 0.0}
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_a_correlation_needs_every_score(bad) -> None:
-    with pytest.raises(ValueError, match=r"t\.tsv, line 3: prediction .* is no finite number"):
+def test_correlation_needs_every_score(bad) -> None:
+    with pytest.raises(ValueError, match=r"t\.tsv, line 3: prediction .* is not a finite number"):
         score(SCORE, texts([1.0, 2.0]), [1.0, bad])
 
 
@@ -151,13 +159,8 @@ def conlleval(tags: list[str]) -> set[tuple[str, int, int]]:
     return chunks
 
 
-def test_the_oracle_on_cases_by_hand() -> None:
-    assert conlleval(["I-A", "I-A", "B-A", "I-B", "O"]) == {("A", 0, 1), ("A", 2, 2), ("B", 3, 3)}
-    assert conlleval(["S-A", "B-A", "E-A", "E-A", "I-A"]) == {("A", 0, 0), ("A", 1, 2), ("A", 3, 3), ("A", 4, 4)}
-
-
 @pytest.mark.parametrize("prefixes", ["BI", "I", "BIES", "IES"])
-def test_entities_are_conllevals(prefixes) -> None:
+def test_entities_equal_conlleval(prefixes) -> None:
     rng = random.Random(prefixes)
     tags = ["O", *(f"{p}-{kind}" for p in prefixes for kind in ("PER", "creative-work"))]
     for _ in range(50):
@@ -173,7 +176,7 @@ def test_entities_are_conllevals(prefixes) -> None:
         assert figures["accuracy"] == pytest.approx(np.mean(words))
 
 
-def test_no_entity_at_all_and_missing_sentences() -> None:
+def test_no_entities_and_missing_sentences() -> None:
     none = {"f1": 0.0, "precision": 0.0, "recall": 0.0}
     assert score(TAG, sentences([["O", "O"]]), [["O", "O"]]) == none | {"accuracy": 1.0}
     assert score(TAG, sentences([["O", "O"]]), [["B-A", "I-A"]]) == none | {"accuracy": 0.0}
@@ -199,7 +202,7 @@ def test_answers_are_normalized_as_squad_does() -> None:
         assert normalized(text) == want, text
 
 
-def test_overlap_counts_words_as_often_as_both_have_them() -> None:
+def test_overlap_counts_words() -> None:
     assert overlap("the cat sat", "a cat sat down", False) == pytest.approx(2 * (2 / 2) * (2 / 3) / (1 + 2 / 3))
     assert overlap("no no no", "no no", False) == pytest.approx(2 * (2 / 3) * 1 / (2 / 3 + 1))
     assert overlap("cat", "dog", False) == overlap("cat", "dog", True) == 0.0
@@ -213,42 +216,48 @@ def test_overlap_counts_words_as_often_as_both_have_them() -> None:
         assert (overlap(one, other, False), overlap(one, other, True)) == (by_1, by_2), (one, other)
 
 
-def test_squad_takes_the_best_of_the_answers_and_counts_what_is_missing() -> None:
+def test_squad_takes_the_best_answer() -> None:
     asked = questions([["Denver Broncos", "The Broncos"], ["1999"], ["a cat", "the"], ["x"]])
-    figures = score(SQUAD, asked, [said("broncos"), said("in 1999"), said(""), None])
+    figures = score(SQUAD, asked, [predicted("broncos"), predicted("in 1999"), predicted(""), None])
     # 1 and 1; 0 and 2/3; the third equals "the" once normalised, but shares no word with it; the last is missing
     assert figures == pytest.approx({"f1": (1 + 2 / 3 + 0 + 0) / 4, "em": 2 / 4})
     with pytest.raises(ValueError, match="question q0: has no label"):
-        score(SQUAD, questions([None]), [said("x")])
+        score(SQUAD, questions([None]), [predicted("x")])
 
 
-def test_squad_2_has_questions_without_answers() -> None:
+def test_squad_2_without_answers() -> None:
     task = replace(SQUAD2, metrics=("em", "f1"))
     asked = questions([[], [], [], ["the"], ["Rome", "the"], ["Rome"]])
-    given = [said(""), said("Rome"), None, said(""), said(""), said("")]
+    given = [predicted(""), predicted("Rome"), None, predicted(""), predicted(""), predicted("")]
     # right; wrong; missing; its answer is nothing once normalised, so none is right; "the" is dropped; wrong
     assert score(task, asked, given) == {"em": 2 / 6, "f1": 2 / 6}
-    assert score(task, asked[4:5], [said("in Rome")]) == pytest.approx({"em": 0.0, "f1": 2 / 3})
+    assert score(task, asked[4:5], [predicted("in Rome")]) == pytest.approx({"em": 0.0, "f1": 2 / 3})
 
 
-def test_the_best_threshold_by_hand() -> None:
+def test_best_threshold_by_hand() -> None:
     task = replace(SQUAD2, metrics=("best_f1",))
     asked = questions([["Rome"], [], ["sea"], ["old bank"], []])
     given = [
-        *(said("", 0.1, "Rome"), said("", 0.2, "x"), said("", 0.3, "sea"), said("", 0.6, "bank"), said("", 0.9, "y"))
+        *(
+            predicted("", 0.1, "Rome"),
+            predicted("", 0.2, "x"),
+            predicted("", 0.3, "sea"),
+            predicted("", 0.6, "bank"),
+            predicted("", 0.9, "y"),
+        )
     ]
     # nothing answered: 2 right; + Rome 3; - q1 2; + sea 3; + bank's 2/3; - the last
     figures = score(task, asked, given)
     assert figures == pytest.approx({"best_f1": (3 + 2 / 3) / 5, "best_f1_threshold": 0.6})
     assert list(figures) == ["best_f1", "best_f1_threshold"]
     # with that threshold as SQuAD's script applies it (above it: no answer), F1 is what was promised
-    applied = [said(p["n_best"][0]["text"] if p["no_answer_probability"] <= 0.6 else "") for p in given]
+    applied = [predicted(p["n_best"][0]["text"] if p["no_answer_probability"] <= 0.6 else "") for p in given]
     assert score(replace(SQUAD2, metrics=("f1",)), asked, applied)["f1"] == pytest.approx(figures["best_f1"])
     # an answer that is nothing once normalised is one: giving none is right, and costs nothing to leave out
-    assert score(task, questions([["the"], []]), [said("", 0.1, ""), said("", 0.2, "x")]) == pytest.approx(
+    assert score(task, questions([["the"], []]), [predicted("", 0.1, ""), predicted("", 0.2, "x")]) == pytest.approx(
         {"best_f1": 1.0, "best_f1_threshold": 0.1}
     )
-    never = [said("", 0.5, "wrong"), said("", 0.5, "wrong"), None]
+    never = [predicted("", 0.5, "wrong"), predicted("", 0.5, "wrong"), None]
     assert score(task, questions([["Rome"], [], []]), never) == pytest.approx(
         {"best_f1": 1 / 3, "best_f1_threshold": 0.0}
     )
@@ -257,10 +266,10 @@ def test_the_best_threshold_by_hand() -> None:
 # ---- logits to predictions
 
 
-def item(example: int, tokens: int = 1, spans: list[tuple[int, int]] | None = None) -> Item:
+def item(example: int, tokens: int = 1, spans: list[tuple[int, int]] | None = None) -> TaskItem:
     char_spans = np.array([(0, 0), *(spans or [])], np.int64)
     positions = np.arange(len(char_spans) if spans else tokens)
-    return Item(example, np.zeros(9, np.int32), 9, positions, np.zeros(0, np.int64), char_spans)
+    return TaskItem(example, np.zeros(9, np.int32), 9, positions, np.zeros(0, np.int64), char_spans)
 
 
 def test_windows_of_a_text_are_averaged() -> None:
@@ -272,7 +281,7 @@ def test_windows_of_a_text_are_averaged() -> None:
         decode(CLASSES, texts("abc"), items, [*logits[:3], logits[3] * np.nan], "xyz")
 
 
-def test_tags_of_windows_are_joined_in_order() -> None:
+def test_tags_of_windows_are_joined() -> None:
     items = [item(0, 2), item(0, 1), item(1, 2)]
     logits = [np.eye(3)[[1, 0]], np.eye(3)[[2]], np.eye(3)[[0, 1]]]
     found = decode(TAG, sentences([["O"] * 3, ["O"] * 2]), items, logits, ("O", "B-A", "I-A"))
@@ -293,12 +302,12 @@ def span_logits(null: float = 0.0, **values: tuple[float, float]) -> np.ndarray:
 
 
 def answer(task, *logits: np.ndarray, **more) -> dict:
-    asked = [Question("q", "question q", "Who?", CONTEXT, None)]
+    asked = [QuestionExample("q", "question q", "Who?", CONTEXT, None)]
     (found,) = decode(task, asked, [item(0, spans=SPANS) for _ in logits], list(logits), (), **more)
     return found
 
 
-def test_an_answer_is_a_slice_of_its_context() -> None:
+def test_answer_is_a_slice_of_its_context() -> None:
     assert answer(SQUAD, span_logits(t1=(3, 0), t2=(0, 3)))["text"] == "Ada  met"
     backwards = answer(SQUAD, span_logits(t5=(3, -5), t1=(-4, 9)))  # an end before its start is no answer
     assert backwards["text"] == "Ada" and all(b["text"] for b in backwards["n_best"])
@@ -310,7 +319,7 @@ def test_an_answer_is_a_slice_of_its_context() -> None:
     assert [b["text"] for b in n_best[1:3]] == ["Ada  met Bob in Rome", "Rome"]
 
 
-def test_no_answer_wins_where_it_may() -> None:
+def test_no_answer_wins_where_allowed() -> None:
     logits = span_logits(null=8, t3=(3, 3))
     assert answer(SQUAD, logits)["text"] == "Bob"
     found = answer(SQUAD2, logits)
@@ -322,7 +331,7 @@ def test_no_answer_wins_where_it_may() -> None:
     assert answer(SQUAD2, span_logits(null=2000, t3=(3, 3)))["no_answer_probability"] == 1.0
 
 
-def test_the_best_window_answers() -> None:
+def test_best_window_answers() -> None:
     sure, unsure = span_logits(null=1, t5=(4, 4)), span_logits(null=9, t1=(2, 2))
     for windows in ((sure, unsure), (unsure, sure)):
         found = answer(SQUAD2, *windows)
@@ -331,18 +340,18 @@ def test_the_best_window_answers() -> None:
     assert len({(b["text"], b["start"]) for b in answer(SQUAD, sure, sure)["n_best"]}) == 20
 
 
-def test_an_answer_is_neither_long_nor_blank() -> None:
+def test_answer_is_neither_long_nor_blank() -> None:
     context = " ".join("w" for _ in range(60))
     spans = [(2 * i, 2 * i + 1) for i in range(60)]
     logits = np.zeros((61, 2))
     logits[1, 0] = logits[31, 1] = 9  # 31 tokens
     logits[30, 1] = 8  # 30 tokens
-    asked = [Question("q", "", "Who?", context, None)]
+    asked = [QuestionExample("q", "", "Who?", context, None)]
     (found,) = decode(SQUAD, asked, [item(0, spans=spans)], [logits], ())
     assert found["text"] == context[:59]
-    (none,) = decode(SQUAD, [Question("q", "", "Who?", " \u200b ", None)], [item(0)], [np.zeros((1, 2))], ())
+    (none,) = decode(SQUAD, [QuestionExample("q", "", "Who?", " \u200b ", None)], [item(0)], [np.zeros((1, 2))], ())
     assert none == {"text": "", "no_answer_probability": 1.0, "n_best": []}
-    (blank,) = decode(SQUAD, [Question("q", "", "Who?", "a  b", None)], [item(0, spans=[(0, 1), (3, 3), (3, 4)])],
+    (blank,) = decode(SQUAD, [QuestionExample("q", "", "Who?", "a  b", None)], [item(0, spans=[(0, 1), (3, 3), (3, 4)])],
                       [np.array([[0, 0], [0, 0], [9, 9], [0, 1]])], ())  # fmt: skip
     assert [b["text"] for b in blank["n_best"]] == ["b", "a", "a  b"]
 
@@ -350,23 +359,23 @@ def test_an_answer_is_neither_long_nor_blank() -> None:
 # ---- files
 
 
-def test_each_kind_of_predictions_has_its_file(tmp_path) -> None:
+def test_predictions_file_of_each_kind(tmp_path) -> None:
     path = tmp_path / "new" / "p.tsv"
     write(CLASSES, texts("xyz"), ["x", None, "z"], path)
     assert path.read_text() == "index\tprediction\n0\tx\n1\t\n2\tz\n"
     write(SCORE, texts([1.0]), [0.1], path)
     assert path.read_text() == "index\tprediction\n0\t0.1\n"
-    sentence = [Words("0", "", ("Ada", "ran"), ("B-A", "O")), Words("1", "", ("x",), ("O",))]
+    sentence = [SentenceExample("0", "", ("Ada", "ran"), ("B-A", "O")), SentenceExample("1", "", ("x",), ("O",))]
     write(TAG, sentence, [["B-A", "I-A"], None], path)
     assert path.read_text() == "Ada B-A B-A\nran O I-A\n\nx O O\n"
-    write(TAG, [Words("0", "", ("Ada",), None)], [["B-A"]], path)
+    write(TAG, [SentenceExample("0", "", ("Ada",), None)], [["B-A"]], path)
     assert path.read_text() == "Ada B-A\n"
-    named = [Words("0", "", ("Hà Nội", "đẹp"), ("B-A", "O")), Words("1", "", ("x",), ("O",))]
+    named = [SentenceExample("0", "", ("Hà Nội", "đẹp"), ("B-A", "O")), SentenceExample("1", "", ("x",), ("O",))]
     write(TAG, named, [["B-A", "O"], ["O"]], path)
     assert path.read_text() == "Hà Nội\tB-A\tB-A\nđẹp\tO\tO\n\nx O O\n"
     assert [s.words for s in read(TAG, path)] == [s.words for s in named]
-    write(SQUAD2, questions([["a"], [], []]), [said("Café", 0.25), said("", 0.75), None], tmp_path / "p.json")
+    write(SQUAD2, questions([["a"], [], []]), [predicted("Café", 0.25), predicted("", 0.75), None], tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text()) == {"q0": "Café", "q1": ""}
     assert json.loads((tmp_path / "p.no_answer.json").read_text()) == {"q0": 0.25, "q1": 0.75}
-    write(SQUAD, questions([["a"]]), [said("a")], tmp_path / "one.json")
+    write(SQUAD, questions([["a"]]), [predicted("a")], tmp_path / "one.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "one.json", "p.json", "p.no_answer.json"]

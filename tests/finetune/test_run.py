@@ -1,3 +1,5 @@
+"""Runs: resumed bit for bit, seeds, ranks, patience, frozen encoders."""
+
 from __future__ import annotations
 
 import json
@@ -15,8 +17,10 @@ from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
 from megabert.distributed.process_group import World
 from megabert.distributed.watchdog import Watchdog
-from megabert.finetune import datasets, encoding, save, search, tasks, training
-from megabert.finetune.training import Data, FineTuning, Settings, Split
+from megabert.finetune import datasets, run, save, search, tasks
+from megabert.finetune.run import Data, FineTuning
+from megabert.finetune.scores import SUFFIXES
+from megabert.finetune.settings import Settings
 from megabert.hf import Pretrained
 from tests.helpers import finetune_problem
 from tests.helpers.loop import StopAt
@@ -46,16 +50,12 @@ def base(tmp_path_factory) -> Path:
 
 
 def data_of(base: Path, kind: str, start: Pretrained, settings: Settings = SETTINGS) -> Data:
-    task, splits = TASKS[kind], {}
+    task = TASKS[kind]
     examples = {name: datasets.read(task, base / f"{kind}.{name}") for name in ("train", "dev")}
-    labels = encoding.labels_of(task, examples["train"])
-    for name, part in examples.items():
-        lengths = (settings.max_length, settings.stride)
-        splits[name] = Split(part, encoding.encode(task, part, start.tokenizer, labels, *lengths))
-    return Data(task, labels, splits)
+    return run.encode_splits(task, examples, start.tokenizer, settings)
 
 
-def run(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
+def fine_tune(base: Path, kind: str, folder: Path, world: World, settings: Settings, stop: Any = None) -> Any:
     start = pretrained.load(base / "run")
     data = data_of(base, kind, start, settings)
     return FineTuning(folder, "name", data, start, settings, world, 2).train(stop or StopAt(), unwatched(world))
@@ -75,9 +75,9 @@ def change(**values: Any) -> Settings:
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_path, world) -> None:
+def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world) -> None:
     settings = change(epochs=3 if kind == "tag" else 1, evaluations=2)
-    result = run(base, kind, tmp_path, world, settings)
+    result = fine_tune(base, kind, tmp_path, world, settings)
     per_epoch = -(-len(data_of(base, kind, pretrained.load(base / "run")).splits["train"].items) // 8)
     assert result["steps"] == settings.epochs * per_epoch
     assert json.loads((tmp_path / "result.json").read_text()) == result
@@ -88,7 +88,7 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
     assert result["scores"]["dev"][main] == max(dev)  # the best weights, as they were saved
     assert [line["step"] for line in lines if "train/loss" in line][-1] == result["steps"]
     assert not (tmp_path / "checkpoints").exists()
-    assert (tmp_path / f"predictions-dev.{training.SUFFIXES[kind]}").stat().st_size > 100
+    assert (tmp_path / f"predictions-dev.{SUFFIXES.get(kind, 'tsv')}").stat().st_size > 100
     found = save.load(tmp_path, world.device)
     assert (
         found.results["dev"] == result["scores"]["dev"]
@@ -98,29 +98,29 @@ def test_a_run_leaves_a_model_its_figures_and_its_predictions(kind, base, tmp_pa
         assert result["scores"]["dev"]["f1"] > 0.8  # a word's tag is a function of the word
 
 
-def test_a_finished_run_is_gone_when_the_next_one_begins(base, tmp_path, world) -> None:
+def test_finished_run_is_freed(base, tmp_path, world) -> None:
     start, settings = pretrained.load(base / "run"), change(epochs=1, batch=60)
     data = data_of(base, "classify", start)
     before: list[weakref.ref[Any]] = []
 
     def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
         assert not any(module() for module in before)
-        run = FineTuning(folder, name, data, start, chosen, world, 2)
-        before.append(weakref.ref(run.module))
-        return run
+        begun = FineTuning(folder, name, data, start, chosen, world, 2)
+        before.append(weakref.ref(begun.module))
+        return begun
 
     runs = {f"seed{seed}": replace(settings, seed=seed) for seed in (1, 2)}
     found = search.train_missing(tmp_path, runs, begin, world, cast(Any, StopAt()), unwatched(world))
     assert found is not None and len(found) == len(before) == 2
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world) -> None:
+def test_stopped_run_ends_with_the_same_weights(base, tmp_path, world) -> None:
     settings = change(evaluations=2, dropout=0.1)
-    whole = run(base, "classify", tmp_path / "whole", world, settings)
+    whole = fine_tune(base, "classify", tmp_path / "whole", world, settings)
     for ask in (1, 4, 6, 6):  # before the first update, inside a window, after an evaluation, inside a window
-        stopped = run(base, "classify", tmp_path / "parts", world, settings, StopAt(ask))
+        stopped = fine_tune(base, "classify", tmp_path / "parts", world, settings, StopAt(ask))
         assert stopped is None
-    parts = run(base, "classify", tmp_path / "parts", world, settings)
+    parts = fine_tune(base, "classify", tmp_path / "parts", world, settings)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -139,16 +139,16 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(base, tmp_path, world
     assert dev_lines(tmp_path / "whole") == dev_lines(tmp_path / "parts")
 
 
-def test_seeds_differ_and_a_seed_repeats(base, tmp_path, world) -> None:
+def test_seed_decides_the_weights(base, tmp_path, world) -> None:
     found = []
     for number, seed in enumerate((1, 1, 2)):
-        run(base, "classify", tmp_path / str(number), world, change(epochs=1, seed=seed, dropout=0.1))
+        fine_tune(base, "classify", tmp_path / str(number), world, change(epochs=1, seed=seed, dropout=0.1))
         found.append(weights(tmp_path / str(number)))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert not torch.equal(found[0]["head.output.weight"], found[2]["head.output.weight"])
 
 
-def test_from_scratch_begins_elsewhere(base, tmp_path, world) -> None:
+def test_from_scratch_starts_with_random_weights(base, tmp_path, world) -> None:
     start = pretrained.load(base / "run")
     data = data_of(base, "classify", start)
     name = "embeddings.position"
@@ -158,8 +158,8 @@ def test_from_scratch_begins_elsewhere(base, tmp_path, world) -> None:
     assert not torch.equal(new.module.encoder.state_dict()[name], start.weights[name])
 
 
-def test_patience_ends_a_run_and_the_best_weights_stay(base, tmp_path, world) -> None:
-    result = run(base, "classify", tmp_path, world, change(lr=1e-12, epochs=9, patience=2))
+def test_patience_ends_a_run(base, tmp_path, world) -> None:
+    result = fine_tune(base, "classify", tmp_path, world, change(lr=1e-12, epochs=9, patience=2))
     per_epoch = 8
     assert result["steps"] == 3 * per_epoch and result["best_step"] == per_epoch
     start = pretrained.load(base / "run").weights["embeddings.position"]
@@ -168,20 +168,20 @@ def test_patience_ends_a_run_and_the_best_weights_stay(base, tmp_path, world) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["linear", "bilstm"])
-def test_a_frozen_run_keeps_the_encoder_and_saves_it(head, base, tmp_path, world) -> None:
+def test_frozen_run_keeps_the_encoder(head, base, tmp_path, world) -> None:
     settings = change(freeze=True, head=head, width=32, lr=5e-2, epochs=8)
-    stopped = run(base, "tag", tmp_path, world, settings, StopAt(12))
+    stopped = fine_tune(base, "tag", tmp_path, world, settings, StopAt(12))
     assert stopped is None
     saved_names, _ = load_weights(tmp_path)
     assert all(name.startswith("head.") for name in saved_names)
-    result = run(base, "tag", tmp_path, world, settings)
+    result = fine_tune(base, "tag", tmp_path, world, settings)
     start, found = pretrained.load(base / "run").weights, weights(tmp_path)
     for name in ("embeddings.word.weight", "layers.3.feed_forward.weight"):
         assert torch.equal(found[f"encoder.{name}"], start[name])
     assert result["scores"]["dev"]["f1"] > 0.5
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
+def test_nonfinite_loss_ends_the_run(base, tmp_path, world) -> None:
     start = pretrained.load(base / "run")
     start.weights["embeddings.norm_weight"][0] = float("nan")
     data = data_of(base, "classify", start)
@@ -197,15 +197,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(base, tmp_path, world) -> None:
         (change(head="bilstm"), "--head bilstm"),
     ],
 )
-def test_settings_that_do_not_fit(settings, word, base) -> None:
+def test_settings_that_do_not_fit_are_named(settings, word, base) -> None:
     start = pretrained.load(base / "run")
     data = data_of(base, "classify", start)
     with pytest.raises(ValueError, match=word):
-        training.describe(data, start, settings, 1)
+        run.describe(data, start, settings, 1)
 
 
 def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> dict[str, Any]:
-    return run(Path(base), "classify", Path(folder), world, settings)
+    return fine_tune(Path(base), "classify", Path(folder), world, settings)
 
 
 @pytest.mark.slow
@@ -213,9 +213,25 @@ def train_on_ranks(world: World, base: str, folder: str, settings: Settings) -> 
 def test_ranks_and_micro_steps_train_the_same_model(base, tmp_path, world) -> None:
     # 60 items in batches of 8: the last update of an epoch holds 4, fewer than there are ranks x micro-steps
     alone, settings = tmp_path / "alone", change(zero=1, dropout=0.0)
-    run(base, "classify", alone, world, settings)
+    fine_tune(base, "classify", alone, world, settings)
     results = run_ranks(2, train_on_ranks, str(base), str(tmp_path / "ranks"), replace(settings, micro_batch=1))
     assert results[0] == results[1]
     one, other = weights(alone), weights(tmp_path / "ranks")
     worst = max(float((one[name] - other[name]).abs().max()) for name in one)
     assert worst < 2e-4, worst
+
+
+def test_class_weights_are_given_or_balanced(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv"
+    path.write_text("t\ty\na\tx\nb\tx\nc\tx\nd\ty\n")
+    task, several = tasks.custom("classify", ["t"], "y"), tasks.custom("multilabel", ["t"], "y")
+    train, texts = datasets.read(task, path), datasets.read(several, path)
+    weights = run.class_weights_of(["balanced"], task, ("x", "y"), train)
+    assert weights == (4 / (2 * 3), 4 / (2 * 1)) and run.class_weights_of([], task, ("x", "y"), train) == ()
+    assert run.class_weights_of(["1", "2.5"], task, ("x", "y"), train) == (1.0, 2.5)
+    assert run.class_weights_of(["balanced"], several, ("x", "y"), texts) == (1 / 3, 3 / 1)
+    for given in (["1"], ["1", "0"], ["even", "1"]):
+        with pytest.raises(ValueError, match=r"--class-weights .*a number above 0 for each of x, y"):
+            run.class_weights_of(given, task, ("x", "y"), train)
+    with pytest.raises(ValueError, match=r"squad1\.1 is span"):
+        run.class_weights_of(["balanced"], tasks.preset("squad1.1"), (), [])
