@@ -1,4 +1,4 @@
-"""Arguments of `data_prep`: the options of its commands, and what a build makes of them."""
+"""Arguments of `data_prep`: the options of its commands, and how they become the options of a build."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 
 from data_prep.common.errors import BadInput
+from data_prep.common.records import Corpus, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
 from data_prep.options import DEDUP, BuildOptions
-from data_prep.readers.tasks import Corpus, ReadOptions
-from data_prep.text import masking
+from data_prep.text import clean
 from megabert.common.arguments import Parser, called_as
 from megabert.data.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", metavar="[NAME=]PATH",
         help="files, folders, globs (each also at a URL: s3://, gs://, hf://, https://), or the word pydoc: MediaWiki XML dumps, "
         "WikiExtractor output, text, JSONL (each also .gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; "
-        "NAME= begins a corpus of that name")  # fmt: skip
+        "NAME= starts a corpus of that name")  # fmt: skip
     add("--output", metavar="DIR",
         help="folder of the dataset")  # fmt: skip
     add("--seq-len", type=int, nargs="+", default=list(d.seq_lens), metavar="N",
@@ -53,18 +53,18 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("tokenizer")
     add = g.add_argument
     add("--tokenizer", metavar="FILE", help="use this tokenizer.model or vocab.txt and train none")
-    add("--vocab-size", type=int, default=d.vocab_size, help="pieces of the tokenizer to train")
+    add("--vocab-size", type=int, default=d.vocab_size, help="tokens of the tokenizer to train")
     add("--tokenizer-case", choices=("cased", "uncased"),
-        help="of a vocab.txt that no tokenizer_config.json beside it tells of: uncased text is lower-cased")  # fmt: skip
+        help="of a vocab.txt without a tokenizer_config.json beside it: uncased text is lower-cased")  # fmt: skip
     add("--tokenizer-accents", choices=("keep", "strip"),
         help="likewise: strip drops all non-spacing marks, vowel signs too (default: strip what is uncased)")  # fmt: skip
     add("--model-type", choices=("unigram", "bpe", "wordpiece"), default=d.model_type,
         help="of the tokenizer to train; wordpiece makes a vocab.txt")  # fmt: skip
     add("--character-coverage", type=float, default=d.character_coverage, metavar="SHARE",
-        help="of the sample's characters that get a piece; 1 for small alphabets and code")  # fmt: skip
-    add("--byte-fallback", action="store_true", help="pieces for bytes in place of [UNK]")
+        help="of the sample's characters that get a token; 1 for small alphabets and code")  # fmt: skip
+    add("--byte-fallback", action="store_true", help="tokens for bytes in place of [UNK]")
     add("--keep-whitespace", action="store_true",
-        help="runs of spaces, tabs and line ends become tokens that decode to what they were, for code and formulas; takes "
+        help="runs of spaces, tabs and line ends become tokens that decode to the same whitespace, for code and formulas; takes "
         "--normalization none")  # fmt: skip
     add("--lowercase", action="store_true", help="train an uncased tokenizer")
     add("--sample-megabytes", type=int, default=d.sample_megabytes, help="text to train the tokenizer on")
@@ -73,29 +73,34 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("reading and cleaning")
     add = g.add_argument
     add("--format", choices=ReadOptions.choices("format"), default=r.format, help="auto: by content")
-    add("--encoding", default=r.encoding, metavar="NAME", help="auto: UTF-8, or what charset-normalizer is sure of")
+    add(
+        "--encoding",
+        default=r.encoding,
+        metavar="NAME",
+        help="auto: UTF-8, or what charset-normalizer detects with confidence",
+    )
     add("--text-documents", choices=ReadOptions.choices("text_documents"), default=r.text_documents,
-        help="what a document is in plain text; auto: by the opening of each file, blank-line where it has a sentence or a "
+        help="what a document is in plain text; auto: by the first bytes of each file, blank-line where it has a sentence or a "
         "paragraph a line and blank lines between, else file, cut every 8 MiB")  # fmt: skip
     add("--text-field", default=r.text_field, metavar="NAME",
-        help="field or column that holds the text; article.body is inside another, title+abstract joins two")  # fmt: skip
+        help="field or column that holds the text; article.body is nested, title+abstract joins two")  # fmt: skip
     add("--split", default=r.split, metavar="NAME",
         help="of a saved dataset that has several, the one that is read; all: every one")  # fmt: skip
     add("--keep-titles", action="store_true", help="keep the title line of WikiExtractor documents")
     add("--normalization", choices=("NFC", "NFKC", "none"),
         help="Unicode normal form of the text, and of the tokenizer to train; none changes no character and no entity "
-        "(default: NFC, and a tokenizer that takes NFKC: m² and m2 are one)")  # fmt: skip
+        "(default: NFC, and a tokenizer with NFKC: m² and m2 are equal)")  # fmt: skip
     add("--filters", nargs="+", default=["off"], metavar="RULE", help="gopher, c4, or rules: NAME=LIMIT (listed below)")
     add("--language-model", metavar="FILE",
-        help="fastText model that tells languages, such as lid.176.ftz: documents that are not in --language are dropped")  # fmt: skip
+        help="fastText model of languages, such as lid.176.ftz: documents that are not in --language are dropped")  # fmt: skip
     add("--language", nargs="+", default=[], metavar="LABEL", help="labels of that model to keep")
     add("--min-language", type=float, default=0.65, metavar="P", help="least probability of these together")
     add("--quality-model", metavar="FILE",
-        help="fastText model that tells good documents from others: those that are not of --quality-label are dropped")  # fmt: skip
+        help="fastText model of quality: documents that are not of --quality-label are dropped")  # fmt: skip
     add("--quality-label", nargs="+", default=[], metavar="LABEL", help="labels of that model to keep")
     add("--min-quality", type=float, default=0.5, metavar="P", help="least probability of these together")
-    add("--mask", nargs="+", default=[], choices=masking.KINDS,
-        help="put reserved addresses in the place of e-mail and IP addresses, take away citation marks: [12], [edit]")  # fmt: skip
+    add("--mask", nargs="+", default=[], choices=clean.MASK_KINDS,
+        help="replace e-mail and IP addresses by reserved ones, remove citation marks: [12], [edit]")  # fmt: skip
     add("--dedup", nargs="+", default=list(d.dedup), choices=("none", *DEDUP),
         help="drop repeated documents, near duplicates (MinHash), repeated paragraphs")  # fmt: skip
     add("--on-error", choices=("stop", "skip"), default="stop", help="bad input: stop, or drop and count it")
@@ -107,7 +112,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="tokens; longer sentences are split at the best place where pairs are made; 0: only where a fifth of a text is "
         "in sentences longer than a row")  # fmt: skip
     add("--allow", action="store_true",
-        help="go on where more than 60%% of the pairs are random or more than 20%% of the tokens are cut off")  # fmt: skip
+        help="continue where more than 60%% of the pairs are random or more than 20%% of the tokens are cut off")  # fmt: skip
     add("--held-out", type=float, default=d.held_out, help="share of documents kept for evaluation")
     add("--max-sequences", type=int, default=d.max_sequences,
         help="packed in a row at most; 0: as few as fill rows within half a percent of the best")  # fmt: skip
@@ -117,16 +122,16 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     add = g.add_argument
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
     add("--add", action="store_true",
-        help="build what is not yet in DIR into its next version, by its tokenizer and options (its recipe is read first)")  # fmt: skip
+        help="build the input that is not yet in DIR into its next version, with its tokenizer and options (its recipe is read first)")  # fmt: skip
     add("--print-recipe", action="store_true", help="print the recipe of this build and build nothing")
     add(
         "--overwrite",
         action="store_true",
-        help="replace what is in DIR; an unfinished build by the same options is gone on with",
+        help="replace the dataset in DIR; an unfinished build with the same options is resumed",
     )
     add("--part", metavar="K/N", help="read one of N parts of the input, as one of N independent jobs")
-    add("--merge", action="store_true", help="when all parts are read: the rest of the build")
-    add("--json", metavar="FILE", help="write the summary there too; of a dataset that is whole already, its report")
+    add("--merge", action="store_true", help="the rest of the build, when all parts are read")
+    add("--json", metavar="FILE", help="write the summary there too; of a dataset that is complete already, its report")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -147,13 +152,13 @@ def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
         if named[1] not in paths:
             raise BadInput(f"--weight {item}: no corpus of that name; --input names {', '.join(paths)}")
         factors[named[1]] = float(named[2])
-    return [Corpus(name, tuple(found), factors.get(name, 1.0)) for name, found in paths.items()]
+    return [Corpus(name, tuple(items), factors.get(name, 1.0)) for name, items in paths.items()]
 
 
 def options_of(args: argparse.Namespace) -> BuildOptions:
-    """What decides the bytes of a build. Raises BadInput for a rule that is none and for what does not go together."""
+    """The options of a build. Raises BadInput for an unknown rule and for options that exclude each other."""
     if "none" in args.dedup and len(args.dedup) > 1:
-        raise BadInput("--dedup: none stands alone")
+        raise BadInput("--dedup: none excludes the others")
     return BuildOptions(
         seq_lens=tuple(args.seq_len),
         max_sequences=args.max_sequences,
@@ -169,7 +174,7 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
         rules=rules.parse(args.filters),
         language=_classifier("language", args.language_model, args.language, args.min_language),
         quality=_classifier("quality", args.quality_model, args.quality_label, args.min_quality),
-        mask=tuple(name for name in masking.KINDS if name in args.mask),
+        mask=tuple(name for name in clean.MASK_KINDS if name in args.mask),
         dedup=tuple(name for name in DEDUP if name in args.dedup),
         keep_whitespace=args.keep_whitespace,
         vocab_size=args.vocab_size,
@@ -189,10 +194,10 @@ def options_of(args: argparse.Namespace) -> BuildOptions:
     )
 
 
-def _classifier(name: str, path: str | None, labels: list[str], least: float) -> Classifier | None:
+def _classifier(name: str, path: str | None, labels: list[str], minimum: float) -> Classifier | None:
     if labels and not path:
-        raise BadInput(f"--{name}: {' '.join(labels)} takes --{name}-model")
-    return Classifier(path, tuple(labels), least) if path else None
+        raise BadInput(f"--{name}: {' '.join(labels)} needs --{name}-model")
+    return Classifier(path, tuple(labels), minimum) if path else None
 
 
 def workers_of(args: argparse.Namespace) -> int | None:
@@ -207,22 +212,20 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
     case, accents = args.tokenizer_case, args.tokenizer_accents
     if args.tokenizer is None:
         if case or accents:
-            raise BadInput("--tokenizer-case, --tokenizer-accents: are of --tokenizer, which names none")
+            raise BadInput("--tokenizer-case, --tokenizer-accents: need --tokenizer")
         return None
-    found = Tokenizer.load(
+    tokenizer = Tokenizer.load(
         args.tokenizer,
         lowercase=None if case is None else case == "uncased",
         strip_accents=None if accents is None else accents == "strip",
     )
-    if found.kind != "wordpiece" and (case or accents):
+    if tokenizer.kind != "wordpiece" and (case or accents):
+        raise BadInput(f"--tokenizer {args.tokenizer}: a SentencePiece model has its own rules of case and accents")
+    if doubt := tokenizer.doubt():
         raise BadInput(
-            f"--tokenizer {args.tokenizer}: a SentencePiece model says itself what it does to case and accents"
+            f"--tokenizer {doubt}; give --tokenizer-case cased, or uncased with --tokenizer-accents keep or strip"
         )
-    if doubt := found.doubt():
-        raise BadInput(
-            f"--tokenizer {doubt}; say --tokenizer-case cased, or uncased with --tokenizer-accents keep or strip"
-        )
-    return found
+    return tokenizer
 
 
 def part_of(args: argparse.Namespace) -> tuple[int, int] | None:
@@ -233,14 +236,14 @@ def part_of(args: argparse.Namespace) -> tuple[int, int] | None:
     if not named or not 1 <= int(named[1]) <= int(named[2]):
         raise BadInput(f"--part {args.part}: give K/N with K from 1 to N")
     if args.merge or args.overwrite:
-        raise BadInput("--part: goes neither with --merge nor with --overwrite")
+        raise BadInput("--part: excludes --merge and --overwrite")
     if args.json:
         raise BadInput("--json: a part has no summary; give it with --merge")
     return int(named[1]), int(named[2])
 
 
 def actions() -> dict[str, argparse.Action]:
-    """The options of build by the names of their values."""
+    """The options of build by their names."""
     build = argparse.ArgumentParser(add_help=False)
     _add_build(build)
     return {action.dest: action for action in build._actions}

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.common.errors import BadInput
+from data_prep.common.records import Corpus, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
-from data_prep.filters.rules import Rules
-from data_prep.readers.tasks import Corpus, ReadOptions
 from data_prep.text.clean import Form
 from megabert.data.tokenizer import Tokenizer
 
 BLOCK_ROWS = 256
-SHORTEST_SENTENCE = 8  # tokens
+# least value of --max-sentence, tokens
+SHORTEST_SENTENCE = 8
 DEDUP = ("documents", "near", "paragraphs")
 TRAINING = (
     *("vocab_size", "model_type", "lowercase", "sample_megabytes", "sample_alpha"),
@@ -25,43 +25,54 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """What each corpus may have of its own."""
+    """Options that a corpus may have of its own. `rules`: limits of quality rules by name."""
 
     read: ReadOptions
-    rules: Rules
+    rules: dict[str, float]
     language: Classifier | None = None
-
-    def folds(self) -> bool:
-        """Whether a rule looks at folded words."""
-        return any(getattr(self.rules, name) is not None for name in rules.FOLDED_RULES)
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """Options of `data_prep build` but its inputs, output and number of workers."""
 
-    seq_lens: tuple[int, ...] = (128,)  # tokens a row; a dataset each
-    max_sequences: int = 0  # packed in a row at most; 0 chooses by the corpus (shuffle.choose_slots)
-    nsp: bool = True  # sentence pairs; without, full sentences
-    short_share: float = 0.1  # of pairs that aim at a shorter, uniform length
-    held_out: float = 0.01  # of documents, by a hash of their words
+    # tokens a row; a dataset each
+    seq_lens: tuple[int, ...] = (128,)
+    # sequences a row at most; 0 chooses by the corpus (shuffle.choose_slots)
+    max_sequences: int = 0
+    # sentence pairs; without, rows are filled with text
+    nsp: bool = True
+    # of pairs that aim at a shorter, uniform length
+    short_share: float = 0.1
+    # share of documents, by a hash of their words
+    held_out: float = 0.01
     seed: int = 0
     normalization: Form = "NFC"
-    language: Classifier | None = None  # documents of other languages are dropped
-    quality: Classifier | None = None  # and those that a model of the user's judges to be no good
-    mask: tuple[str, ...] = ()  # what is masked in texts: text.masking.KINDS
-    rules: Rules = field(default_factory=Rules)
+    # a model and its labels by which documents of other languages, or of poor quality, are dropped
+    language: Classifier | None = None
+    quality: Classifier | None = None
+    # what is masked in texts, of clean.MASK_KINDS
+    mask: tuple[str, ...] = ()
+    # limits of quality rules by name
+    rules: dict[str, float] = field(default_factory=dict)
     dedup: tuple[str, ...] = ("documents",)
     vocab_size: int = 30_000
     model_type: str = "unigram"
-    model_form: Form = "NFKC"  # what a SentencePiece model that is trained does to characters itself
-    character_coverage: float = 0.9995  # of the sample's characters; the rest is [UNK]
-    byte_fallback: bool = False  # pieces for bytes in place of [UNK]
-    keep_whitespace: bool = False  # runs of spaces, tabs and line feeds become tokens, for code
+    # Unicode normal form in a SentencePiece model that is trained
+    model_form: Form = "NFKC"
+    # of the sample's characters; the rest is [UNK]
+    character_coverage: float = 0.9995
+    # tokens for bytes in place of [UNK]
+    byte_fallback: bool = False
+    # runs of spaces, tabs and line feeds become tokens, for code
+    keep_whitespace: bool = False
     lowercase: bool = False
-    sample_megabytes: int = 20  # text the tokenizer is trained on
-    sample_alpha: float = 1.0  # a corpus' share of it goes with its bytes to this power
-    max_sentence: int = 0  # tokens; longer ones are split where pairs are made. 0: where much of a text is far longer
+    # text that the tokenizer is trained on
+    sample_megabytes: int = 20
+    # a corpus' share of it grows with its bytes to this power
+    sample_alpha: float = 1.0
+    # tokens; longer sentences are split where pairs are made. 0: where much of a text is in far longer ones
+    max_sentence: int = 0
     rows_per_shard: int = 65_536
     read: ReadOptions = field(default_factory=ReadOptions)
 
@@ -98,7 +109,7 @@ class BuildOptions:
                 "--model-type wordpiece"
             )
         if self.byte_fallback and self.kind == "wordpiece":
-            raise BadInput("--byte-fallback: is SentencePiece's; WordPiece has none")
+            raise BadInput("--byte-fallback: WordPiece has no tokens for bytes; take --model-type unigram or bpe")
 
         if self.keep_whitespace and self.kind == "wordpiece":
             raise BadInput("--keep-whitespace: WordPiece forgets whitespace; take --model-type unigram or bpe")
@@ -106,7 +117,7 @@ class BuildOptions:
             raise BadInput("--keep-whitespace: takes --normalization none, which changes no character")
 
     def check_tokenizer(self, given: Tokenizer) -> None:
-        """Raises BadInput where a tokenizer does with whitespace other than these options say."""
+        """Raises BadInput where a tokenizer and these options treat whitespace differently."""
         if given.keeps_whitespace == self.keep_whitespace:
             return
         if self.keep_whitespace:
@@ -116,15 +127,15 @@ class BuildOptions:
 
     @property
     def kind(self) -> str:
-        """Of the tokenizer that is trained, as `Tokenizer.kind` says it."""
+        """The kind of the tokenizer that is trained, as `Tokenizer.kind`."""
         return "wordpiece" if self.model_type == "wordpiece" else "sentencepiece"
 
     def shared(self) -> CorpusOptions:
-        """Those of a corpus that has none of its own."""
+        """Options of a corpus that has none of its own."""
         return CorpusOptions(self.read, self.rules, self.language)
 
     def of(self, corpus: Corpus) -> CorpusOptions:
-        """Options of a corpus: its own where it has some. Raises BadInput for a filter that is none."""
+        """Options of a corpus: its own where it has some. Raises BadInput for an unknown filter."""
         own = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
         language = self.language
         if corpus.languages is not None:
@@ -134,10 +145,10 @@ class BuildOptions:
         return CorpusOptions(corpus.read or self.read, own, language)
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """As manifests and accounts list them, equal to what is read back; a reused tokenizer makes the options of its training void."""
+        """The options as manifests and build.json list them; without those of training where a tokenizer was given."""
         listed = asdict(self)
         if not trained:
             for name in TRAINING:
                 listed.pop(name, None)
-        as_read_back: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists, at any depth
-        return as_read_back
+        as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists, at any depth
+        return as_json

@@ -1,8 +1,6 @@
-"""Errors of bad input, and the policy of a build towards it.
+"""Errors of bad input, and the policy of a build for it.
 
-Bad input is one line that names the file and the byte, or a count: never silence. `BadInput` is the user's mistake (a
-ValueError). `Problems` carries the policy of a build: `stop` raises at the first bad place, `skip` drops the bad part and
-counts it under a short reason. What a rule leaves out of good input (a redirect, an empty field) is counted under both.
+Bad input is reported in one line that names the file and the byte, or counted: it is never silent.
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ class BadInput(ValueError):
 
 
 class Unfinished(BadInput):
-    """Something outside of the options stopped a build, which goes on where it was when it is started again."""
+    """The build stopped for a reason outside of its options; the same command resumes it."""
 
 
 class WorkerDied(Unfinished):
-    """A worker process is gone: nobody's mistake, and the same command goes on."""
+    """A worker process died, which is nobody's mistake; the same command resumes the build."""
 
     exit_code = FAILED
 
 
 class Problems:
-    """Policy and counts for bad input, and counts of what was left out by rule.
+    """Policy for bad input, and counts of what was left out.
 
-    `policy` is "stop" or "skip". `counts` maps a reason to how often it was met, only under "skip" (an empty file
-    counts always); `dropped` maps a rule to the documents it left out; `noted` counts what
-    is no problem and yet to be told.
+    Policy "stop" raises at the first bad place, "skip" drops the bad part. `counts` maps a reason to its number of bad places
+    under "skip" (an empty file is counted under both); `dropped` maps a rule to the documents of good input that it left out, a
+    redirect for example; `noted` counts what the summary mentions though it is no problem.
     """
 
     def __init__(self, policy: str) -> None:
@@ -44,11 +42,11 @@ class Problems:
         """Report one bad place. `at` counts `unit`s from 0: bytes of the unpacked file or rows; None: no place."""
         if self.policy == "stop":
             where = path if at is None else f"{path}: {unit} {at}"
-            raise Unfinished(f"{where}: {detail or reason} (--on-error skip drops it and goes on)")
+            raise Unfinished(f"{where}: {detail or reason} (--on-error skip drops it and continues)")
         self.counts[reason] += 1
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
-        """Report a file or folder that can't be read. A network that fails is no bad input: its error is raised again."""
+        """Report a file or folder that can't be read. A network failure is not bad input: it is raised again."""
         if isinstance(error, Failed):
             raise error
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")

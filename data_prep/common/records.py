@@ -1,4 +1,4 @@
-"""Records of the input: a corpus has inputs, a task pieces of files, a piece documents."""
+"""Records of the input: a corpus names files, a task reads ranges of files, a range holds documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 class ReadOptions:
     """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
 
-    `text_field` is as `megabert.common.fields` takes it, `split` the part of a saved dataset that is read, or "all".
+    `text_field` is as `megabert.common.fields` takes it, `split` the split of a saved dataset that is read, or "all".
     """
 
     format: str = AUTO
@@ -26,7 +26,7 @@ class ReadOptions:
 
     @staticmethod
     def choices(name: str) -> tuple[str, ...]:
-        """What the option of that name may be; () for any text."""
+        """The values of the option of that name; () for any text."""
         return {"format": (AUTO, *FORMATS), "text_documents": TEXT_DOCUMENTS}.get(name, ())
 
 
@@ -34,7 +34,7 @@ class ReadOptions:
 class Corpus:
     """Inputs (files, folders, globs or the word pydoc) that belong together, and how often they are read.
 
-    `read`, `filters` (as `--filters` takes them) and `languages` are its own; None: those of the build.
+    `read`, `filters` (as `--filters` takes them) and `languages` replace those of the build where they are not None.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a file: its bytes, its bzip2 streams that start in its bytes, its row groups or batches [start, end).
+class FileRange:
+    """Range [start, end) of a file: of its bytes, its bzip2 streams by their first byte, its row groups or batches.
 
-    All of it when `end` is None. `format` may be "auto" where only opening or unpacking tells. With `index`, a name in the
-    work folder, [start, end) are bytes of the unpacked text, which that index says where to find (`readers.unpacked`).
+    The whole file when `end` is None. `format` may be "auto" where only opening or unpacking tells. With `index`, a name in
+    the work folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.spools`).
     """
 
     path: str
@@ -58,33 +58,42 @@ class Piece:
     format: str = AUTO
     start: int = 0
     end: int | None = None
-    size: int = 0  # bytes on disk, for the progress bar
+    # bytes on disk, for the progress bar
+    size: int = 0
     encoding: str = AUTO
-    stamp: tuple[int, int] | None = None  # (bytes, time of the last change in ns) of the file when it was planned
-    opened: bool = True  # False: planned by its name and size alone
-    documents: str = ""  # what a document is in a text file, once its opening was seen: file or blank-line
-    told: bool = True  # whether the opening says so, or the rule for what can't be told
-    stream: bool = False  # a large file that is unpacked before it can be cut
+    # (bytes, time of the last change in ns) of the file when it was planned
+    stamp: tuple[int, int] | None = None
+    # False: planned by its name and size alone
+    opened: bool = True
+    # what a document is in a text file, once its first bytes were read: file or blank-line
+    documents: str = ""
+    # whether the first bytes decide that, or the default for files where they don't
+    decided: bool = True
+    # a large file that is unpacked before it can be cut
+    unpack_first: bool = False
     index: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReadTask:
+    """Ranges of files that one worker reads at a time; `corpus` is the corpus's place among the corpora."""
+
     index: int
-    pieces: tuple[Piece, ...]
-    corpus: int = 0  # its place among the corpora
+    ranges: tuple[FileRange, ...]
+    corpus: int = 0
 
     @property
     def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
+        return sum(part.size for part in self.ranges)
 
 
 @dataclass(frozen=True)
-class Document:
+class RawDocument:
     """One document as read. `text` is str when a parser already decoded it, else UTF-8 bytes to be checked.
 
     `offset` is in bytes of the unpacked (and recoded) file, for a table a row. In a range of a bzip2 file it counts
-    from the first stream of the range, which `path` then names after the file.
+    from the first stream of the range, which `path` then names after the file. `markup`: extracted from markup, so that its
+    paragraphs are lines.
     """
 
     path: str

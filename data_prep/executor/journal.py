@@ -1,9 +1,9 @@
-"""Journal of finished items of work, by which a build that was killed goes on.
+"""Journal of finished items of work, from which a build that was killed resumes.
 
-A finished item is never done twice: it is taken over, checked. An item is known by a key: what is done (function, options,
-item) and the digest of all that the stages before reported, CRC-32 of their files included. So a record fits exactly when
-doing the item again would give the same bytes, whatever changed in between. Records are small JSON files, replaced
-atomically; the files they name are compared before use.
+A finished item is never computed twice: its record is checked and used. Its key is the digest of function, options and item,
+and of all results of the stages before, CRC-32 of their files included. So a record matches exactly when computing the
+item again would give the same bytes, whatever changed in between. Records are small JSON files, replaced atomically; the files they
+name are compared before use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool, Progress
-from data_prep.executor.work_files import Done, Job
+from data_prep.executor.work_files import BuildJob, ItemResult, total
 from megabert.common.files import sync, write_whole
 
 FOLDER = "journal"
-# Bytes of a stage from which on its files go as soon as nothing needs them. Before that, what was made of them must be on the
-# disk, which takes a build of 200 MB a tenth of its time; the files of small stages go with the work folder.
+# Bytes of a stage from which on its files are deleted as soon as nothing needs them. What was made of them must be synced to the
+# disk before, which takes a build of 200 MB a tenth of its time; files of small stages are deleted with the work folder.
 SWEPT = 1 << 30
 
 
@@ -43,46 +47,48 @@ def _load(path: Path) -> Any:
 
 
 def _digest(*values: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for value in values:  # one at a time: items name millions of files
-        found.update(repr(value).encode() + b"\0")
-    return found.hexdigest()
+        digest.update(repr(value).encode() + b"\0")
+    return digest.hexdigest()
 
 
-def _record_of(job: Job, stage: str, index: int) -> Path:
+def _record_of(job: BuildJob, stage: str, index: int) -> Path:
     return Path(job.work, FOLDER, stage, f"{index:07d}.json")
 
 
-def _run(function: Callable[[Job, Any], Done], job: Job, stage: str, digest: str, numbered: tuple[int, Any]) -> Done:
-    """One item, in whatever process: taken over from its record, or done and recorded."""
+def _run(
+    function: Callable[[BuildJob, Any], ItemResult], job: BuildJob, stage: str, digest: str, numbered: tuple[int, Any]
+) -> ItemResult:
+    """The result of one item, from its record or computed and recorded. Runs in any worker."""
     index, item = numbered
     path = _record_of(job, stage, index)
     key = _digest(function.__name__, job, item, digest)
     record = _load(path)
     if record and record["key"] == key:
-        done = Done.from_json(record["done"])
-        if work_files.is_whole(job.work, done.files):
-            return done
-    done = function(job, item)
-    done.peak = work_files.peak_memory()
-    # Not forced to the disk: what a loss of power leaves of a record, or of the files it names, counts for nothing.
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(json.dumps({"key": key, "done": done.as_json()}, sort_keys=True).encode())
-    fresh.replace(path)
-    return done
+        result = ItemResult.from_json(record["result"])
+        if work_files.is_whole(job.work, result.files):
+            return result
+    result = function(job, item)
+    result.peak = work_files.peak_memory()
+    # Not synced: a record, or a file it names, that a loss of power truncated does not match.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(json.dumps({"key": key, "result": result.as_json()}, sort_keys=True).encode())
+    temporary.replace(path)
+    return result
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that ended: its results in the order of its items."""
+    """A finished stage: its results in the order of its items."""
 
     name: str
     key: str
-    results: list[Done]
+    results: list[ItemResult]
 
 
 class Journal:
-    """Runs stages over an executor and keeps what they finished in the folder `work`."""
+    """Runs stages over an executor and records their items in the folder `work`."""
 
     def __init__(self, work: Path, executor: Pool) -> None:
         self._work, self._executor = work, executor
@@ -95,87 +101,132 @@ class Journal:
         return any((self._work / FOLDER).rglob("*.json"))
 
     def map(
-        self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any], progress: Progress
+        self,
+        name: str,
+        function: Callable[[BuildJob, Any], ItemResult],
+        job: BuildJob,
+        items: Sequence[Any],
+        progress: Progress,
     ) -> Stage:
-        """`function(job, item)` of every item; `progress` is told of each result as it arrives.
+        """`function(job, item)` of every item; `progress` is called with each result as it arrives.
 
-        A build calls the same stages in the same order every time: what one reports decides what fits the next.
+        A build calls the same stages in the same order every time: the results of one are part of the key of the next.
         """
         key = _digest(name, function.__name__, job, self._digest, *items)
         record = _load(self._work / FOLDER / f"{name}.json")
         if record and record["key"] == key:
-            results = [Done.from_json(raw) for raw in record["results"]]
-            for done in results:
-                progress(done)
+            results = [ItemResult.from_json(raw) for raw in record["results"]]
+            for result in results:
+                progress(result)
         else:
             (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
             call = partial(_run, function, job, name, self._digest)
             results = self._executor.map(call, list(enumerate(items)), progress)
-        self._digest = _digest(json.dumps([key, [done.identity() for done in results]], sort_keys=True))
+        self._digest = _digest(json.dumps([key, [result.identity() for result in results]], sort_keys=True))
         return Stage(name, key, results)
 
-    def do_part(
+    def map_part(
         self,
         name: str,
-        function: Callable[[Job, Any], Done],
-        job: Job,
+        function: Callable[[BuildJob, Any], ItemResult],
+        job: BuildJob,
         items: Sequence[Any],
         part: tuple[int, int],
         progress: Progress,
-    ) -> list[Done]:
-        """Every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the others of the stage."""
+    ) -> list[ItemResult]:
+        """Results of every n-th item from the k-th on, for `part` (k, n) with k from 1; other jobs do the rest of the stage."""
         (self._work / FOLDER / name).mkdir(parents=True, exist_ok=True)
         call = partial(_run, function, job, name, self._digest)
         return self._executor.map(call, list(enumerate(items))[part[0] - 1 :: part[1]], progress)
 
-    def missing(self, name: str, function: Callable[[Job, Any], Done], job: Job, items: Sequence[Any]) -> list[int]:
-        """The numbers of items that nobody has a fitting record of."""
+    def missing(
+        self, name: str, function: Callable[[BuildJob, Any], ItemResult], job: BuildJob, items: Sequence[Any]
+    ) -> list[int]:
+        """The numbers of items without a matching record."""
         key = _digest(name, function.__name__, job, self._digest, *items)
         record = _load(self._work / FOLDER / f"{name}.json")
         if record and record["key"] == key:
             return []
-        found = []
+        missing = []
         for index, item in enumerate(items):
             record = _load(_record_of(job, name, index))
             if not record or record["key"] != _digest(function.__name__, job, item, self._digest):
-                found.append(index)
-        return found
+                missing.append(index)
+        return missing
 
     def keep(self, stage: Stage) -> None:
-        """Record the results of a stage whose files stay: other processes take them over without reading the files."""
-        self._write_results(stage)
-
-    def _write_results(self, stage: Stage) -> None:
-        results = [done.as_json() for done in stage.results]
+        """Record all results of a stage, so that other processes use them without reading its files."""
+        results = [result.as_json() for result in stage.results]
         write_json(self._work / FOLDER / f"{stage.name}.json", {"key": stage.key, "results": results})
 
     def consume(self, stage: Stage, *makers: Stage) -> None:
-        """Delete the files of `stage`, if they are large: nothing reads them any more now that `makers` have ended.
+        """Delete the files of `stage`, if they are large: nothing reads them after `makers`, which have ended.
 
-        What was made of them is on the disk first with its records, and then the results of `stage`, so that it is never asked for again.
-        Waiting for the disk is done in a thread; `settle` raises what went wrong there.
+        The files of `makers` and their records are synced to the disk first, then the results of `stage` are recorded. A thread
+        waits for the disk; `flush` raises its errors.
         """
-        if sum(size for done in stage.results for size, _ in done.files.values()) >= SWEPT:
+        if sum(size for result in stage.results for size, _ in result.files.values()) >= SWEPT:
             self._sweeping.append(self._sweeper.submit(self._consume, stage, makers))
 
-    def settle(self) -> None:
-        """Wait until everything consumed is gone. Raises OSError when the disk is full."""
+    def flush(self) -> None:
+        """Wait until all consumed files are deleted. Raises OSError when the disk is full."""
         while self._sweeping:
             self._sweeping.pop(0).result()
 
     def close(self) -> None:
-        """End the thread, whatever became of what it does: the work folder may go afterwards."""
+        """End the thread, so that the work folder may be deleted."""
         self._sweeper.shutdown(wait=True, cancel_futures=True)
 
     def _consume(self, stage: Stage, makers: tuple[Stage, ...]) -> None:
         for maker in makers:
             records = self._work / FOLDER / maker.name
-            made = (self._work / name for done in maker.results for name in done.files)
+            made = (self._work / name for result in maker.results for name in result.files)
             for path in (*made, *records.glob("*.json"), records):
-                if path.exists():  # else it was consumed itself
+                if path.exists():  # else consumed before
                     sync(path)
-        self._write_results(stage)
-        for done in stage.results:
-            for name in done.files:
+        self.keep(stage)
+        for result in stage.results:
+            for name in result.files:
                 (self._work / name).unlink(missing_ok=True)
         shutil.rmtree(self._work / FOLDER / stage.name, ignore_errors=True)
+
+
+class Stages:
+    """Runs stages with a progress bar each on stderr; `everything` is the sum of what they report."""
+
+    def __init__(self, journal: Journal, progress: bool) -> None:
+        self.journal, self._progress = journal, progress
+        self.everything = ItemResult()
+        # of each stage: seconds, and bytes of its largest process
+        self.figures: dict[str, dict[str, float]] = {}
+
+    def map(
+        self, name: str, function: Any, job: BuildJob, items: Sequence[Any], unit: str = "part", size: int | None = None
+    ) -> Stage:
+        """`function(job, item)` of every item, or its recorded result; the bar has `size` steps."""
+        began = time.perf_counter()
+        with self._bar(name, len(items) if size is None else size, unit) as bar:
+            stage = self.journal.map(name, function, job, items, lambda result: bar.update(result.size or 1))
+        peak = max((result.peak for result in stage.results), default=0)
+        self.figures[name] = {"seconds": time.perf_counter() - began, "peak_memory": peak}
+        self.everything = total([self.everything, *stage.results])
+        return stage
+
+    def map_part(
+        self, name: str, function: Any, job: BuildJob, items: Sequence[Any], part: tuple[int, int]
+    ) -> ItemResult:
+        """The sum of the results of part (k, n) of the items, which have a `size` in bytes."""
+        size = sum(item.size for item in items[part[0] - 1 :: part[1]])
+        with self._bar(name, size, "B") as bar:
+            return total(self.journal.map_part(name, function, job, items, part, lambda r: bar.update(r.size)))
+
+    def _bar(self, name: str, size: int, unit: str) -> tqdm[Any]:
+        return tqdm(
+            total=size,
+            desc=f"{name:13}",
+            unit=unit,
+            unit_scale=unit == "B",
+            disable=not self._progress,
+            file=sys.stderr,
+            leave=False,
+        )

@@ -1,7 +1,7 @@
-"""Output folder of a build: empty, unfinished or whole, and what is whole is never touched without being told to.
+"""Output folder of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
 
-Unfinished means a work folder with `build.json`, the account of what is being built. A build with the same account goes
-on there; a whole dataset with the same account is left as it is; any other account is refused, and says what differs.
+Unfinished means a work folder with `build.json`, the account of what is being built. A build with the same account resumes
+there; a complete dataset with the same account is left as it is; any other account is refused with the differences.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ RECIPE = "recipe.toml"
 INPUTS = "inputs.bin"
 REPORT = "report.json"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
-FILES = (
-    "input files"  # the account's entry that an unfinished build may differ in: what it read is checked item by item
-)
+# the entry of an account in which an unfinished build may differ: what it read is checked item by item
+FILES = "input files"
 
 
 def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
@@ -55,15 +54,15 @@ def _is_ours(path: Path) -> bool:
 
 
 def clear(output: Path) -> None:
-    """Remove what a build made of a folder, manifests first, so that nothing is ever whole in name and mixed in content.
+    """Remove the files of a build, manifests first, so that no dataset is ever mixed.
 
-    The account goes last: after a kill it still says that a build was here, and nobody goes on in the work folder.
+    The account is removed last: after a kill it still marks the folder as one of a build, whose work folder is not resumed.
     """
     for path in sorted(output.rglob(MANIFEST)):
         path.unlink()
     account = output / ACCOUNT
-    if (begun := output / WORK / ACCOUNT).exists():
-        os.replace(begun, account)
+    if (unfinished := output / WORK / ACCOUNT).exists():
+        os.replace(unfinished, account)
     for path in sorted(output.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
@@ -73,7 +72,7 @@ def clear(output: Path) -> None:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], name: str = "") -> Iterator[str]:
-    """What differs between two accounts, one text each."""
+    """Differences between two accounts, one text each."""
     for key in sorted(old.keys() | new.keys()):
         label = f"{name}{key.replace('_', ' ')}"
         a, b = old.get(key), new.get(key)
@@ -87,39 +86,42 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except ValueError:
-        raise BadInput(f"{path}: not valid JSON; --overwrite builds anew") from None
+        raise BadInput(f"{path}: not valid JSON; --overwrite starts again") from None
 
 
 def account(output: Path) -> dict[str, Any]:
-    """The account of a whole dataset. Raises BadInput where there is none."""
+    """The account of a complete dataset. Raises BadInput where there is none."""
     if not (output / ACCOUNT).is_file() or (output / WORK / ACCOUNT).exists():
-        raise BadInput(f"--output {output}: holds no whole dataset to add to")
+        raise BadInput(f"--output {output}: holds no complete dataset to add to")
     return _load(output / ACCOUNT)
 
 
 def tokenizer(output: Path, seq_lens: tuple[int, ...]) -> Path:
-    """The tokenizer file of a whole dataset."""
+    """The tokenizer file of a complete dataset."""
     folder = folders(output, seq_lens)[seq_lens[0]]
     return folder / Manifest.load(folder).tokenizer["file"]
 
 
 def versions(output: Path, seq_lens: tuple[int, ...]) -> tuple[list[Path], Path]:
-    """(folders of a whole dataset and of all that was added to it, the folder of what comes next)."""
-    whole = [output]
-    while _is_whole(added := output / ADDED.format(len(whole)), seq_lens) and not (added / WORK / ACCOUNT).exists():
-        whole.append(added)
-    return whole, added
+    """(folders of a complete dataset and of all versions added to it, the folder of the next version)."""
+    versions_there = [output]
+    while (
+        _is_complete(added := output / ADDED.format(len(versions_there)), seq_lens)
+        and not (added / WORK / ACCOUNT).exists()
+    ):
+        versions_there.append(added)
+    return versions_there, added
 
 
-def _is_whole(output: Path, seq_lens: tuple[int, ...]) -> bool:
+def _is_complete(output: Path, seq_lens: tuple[int, ...]) -> bool:
     return (output / ACCOUNT).is_file() and all(
         (folder / MANIFEST).is_file() for folder in folders(output, seq_lens).values()
     )
 
 
 def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -> bool:
-    """Whether `output` holds the whole dataset of `account`. Raises BadInput where it holds that of another."""
-    if not _is_whole(output, seq_lens) or (output / WORK / ACCOUNT).exists():
+    """Whether `output` holds the complete dataset of `account`. Raises BadInput where it holds another one."""
+    if not _is_complete(output, seq_lens) or (output / WORK / ACCOUNT).exists():
         return False
     if changed := list(differences(_load(output / ACCOUNT), account)):
         raise BadInput(
@@ -129,11 +131,11 @@ def _is_done(output: Path, account: dict[str, Any], seq_lens: tuple[int, ...]) -
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raises BadInput for what is no part of a dataset: where no build was, whatever its name is."""
+    """Raises BadInput for files that are not of a dataset; where no build was, for any file."""
     paths = sorted(output.iterdir())
     for path in paths:
         if not _is_ours(path):
-            raise BadInput(f"--output {output}: holds {path.name}, which is no part of a dataset; name another folder")
+            raise BadInput(f"--output {output}: holds {path.name}, which is not of a dataset; name another folder")
     if _was_built_in(output):
         return
     for path in paths:
@@ -152,7 +154,8 @@ def _was_built_in(output: Path) -> bool:
 def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
     """Raises BadInput where a file that a build reads lies in the folder that it may have to clear."""
     top = os.path.join(os.path.realpath(output), "")
-    real: dict[str, str] = {}  # of folders: an input has millions of files in few of them
+    # real paths of folders: an input has millions of files in few of them
+    real: dict[str, str] = {}
     for path in sources:
         folder, name = os.path.split(path)
         if folder not in real:
@@ -163,47 +166,47 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
             )
 
 
-def _refuse_others(output: Path, begun: dict[str, Any], account: dict[str, Any]) -> None:
-    if changed := list(differences(begun, account)):
+def _refuse_others(output: Path, unfinished: dict[str, Any], account: dict[str, Any]) -> None:
+    if changed := list(differences(unfinished, account)):
         raise BadInput(
             f"--output {output}: holds an unfinished build with other options ({'; '.join(changed)}); "
-            "give those to go on, or --overwrite to begin anew"
+            "give those to resume it, or --overwrite to start again"
         )
 
 
-def _is_begun(output: Path, account: dict[str, Any]) -> bool:
+def _is_unfinished(output: Path, account: dict[str, Any]) -> bool:
     """Whether `output` holds an unfinished build of `account`."""
     try:
-        begun = json.loads((output / WORK / ACCOUNT).read_bytes())
+        unfinished = json.loads((output / WORK / ACCOUNT).read_bytes())
     except (FileNotFoundError, ValueError):
         return False
-    return not any(differences({**begun, FILES: account[FILES]}, account))
+    return not any(differences({**unfinished, FILES: account[FILES]}, account))
 
 
 def _prepare(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str]
 ) -> bool:
-    """Leave `output` empty but for its work folder, new or the one to go on in. False when it is whole already.
+    """Prepare `output`: empty but for its work folder, new or the one to resume. False when the dataset is complete.
 
-    With `overwrite` an unfinished build of the same account was begun by the same command, and is gone on with.
+    With `overwrite` an unfinished build of the same account was started by the same command, and is resumed.
     """
     _refuse_foreign(output)
     if not overwrite and _is_done(output, account, seq_lens):
-        if (output / WORK).exists():  # killed while it was removed
+        if (output / WORK).exists():  # killed while removing it
             _remove_work(output)
         return False
     _refuse_sources(output, sources)
-    if overwrite and not _is_begun(output, account):
+    if overwrite and not _is_unfinished(output, account):
         clear(output)
-    begun = output / WORK / ACCOUNT
-    if begun.exists():
-        _refuse_others(output, {**_load(begun), FILES: account[FILES]}, account)
-        write_json(begun, account)
+    unfinished = output / WORK / ACCOUNT
+    if unfinished.exists():
+        _refuse_others(output, {**_load(unfinished), FILES: account[FILES]}, account)
+        write_json(unfinished, account)
         return True
     _refuse_dataset(output)
     clear(output)
     (output / WORK).mkdir()
-    write_json(begun, account)
+    write_json(unfinished, account)
     return True
 
 
@@ -213,16 +216,16 @@ def _refuse_dataset(output: Path) -> None:
 
 
 def _remove_work(output: Path) -> None:
-    """Remove the work folder of a dataset that is whole. On NFS a file that some process still has open stays, as `.nfs…`."""
+    """Remove the work folder of a complete dataset. On NFS a file that some process still has open stays, as `.nfs…`."""
     try:
         shutil.rmtree(output / WORK)
     except OSError as error:
-        log.warning(f"the dataset is whole, but {describe(error)}: remove {output / WORK} by hand")
+        log.warning(f"the dataset is complete, but {describe(error)}: remove {output / WORK} by hand")
 
 
 @contextlib.contextmanager
 def alone(work: Path) -> Iterator[None]:
-    """One of several jobs at a time, in a work folder that they share; the others wait."""
+    """Run one of several jobs that share a work folder at a time; the others wait."""
     with open(work / "lock", "w") as file:
         lock(file.fileno(), work / "lock", "start its parts one after another", wait=True)
         yield
@@ -232,10 +235,10 @@ def alone(work: Path) -> Iterator[None]:
 def joined(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
-    """The work folder of a build that several jobs do a part of each, at the same time or not; None when it is done already.
+    """The work folder of a build whose parts several jobs read, at the same time or not; None when it is complete.
 
-    Nothing is ever removed: the job that merges, which is `opened`, does that. Raises BadInput where a build of its own is
-    at work, or the account is not that of the other parts.
+    Nothing is removed: the job that merges, which is `opened`, does that. Raises BadInput where a whole build is running
+    there, or the account is not that of the other parts.
     """
     output.mkdir(parents=True, exist_ok=True)
     handle = os.open(output, os.O_RDONLY)
@@ -243,20 +246,20 @@ def joined(
         try:
             lock(handle, output, "start no whole build there", shared=True)
         except BlockingIOError:
-            raise BadInput(f"--output {output}: another build is writing there, which is no part") from None
+            raise BadInput(f"--output {output}: another build is writing there, not a part") from None
         _refuse_foreign(output)
         if _is_done(output, account, seq_lens):
             yield None
             return
         _refuse_sources(output, sources)
         (output / WORK).mkdir(exist_ok=True)
-        begun = output / WORK / ACCOUNT
+        unfinished = output / WORK / ACCOUNT
         with alone(output / WORK):
-            if begun.exists():
-                _refuse_others(output, _load(begun), account)
+            if unfinished.exists():
+                _refuse_others(output, _load(unfinished), account)
             else:
                 _refuse_dataset(output)
-                write_json(begun, account)
+                write_json(unfinished, account)
         yield output / WORK
     finally:
         os.close(handle)
@@ -266,13 +269,12 @@ def joined(
 def opened(
     output: Path, account: dict[str, Any], seq_lens: tuple[int, ...], overwrite: bool, sources: Iterable[str] = ()
 ) -> Iterator[Path | None]:
-    """The work folder of the build that `account` tells of, or None when it is done already. One build at a time.
+    """The work folder of the build of `account`, or None when it is complete. One build at a time.
 
-    `sources` are the files that the build reads: none may lie in `output`, which is cleared at need.
+    `sources` are the files that the build reads: none may lie in `output`, which may be cleared.
 
-    When the build ends, the work folder goes and the account stays. BadInput, which the user mends by other options,
-    leaves nothing; after any other error (a full disk, an interruption, a fault of ours or of a library) what was done
-    stays and the same command goes on.
+    When the build ends, the work folder is removed and the account stays. After BadInput, which the user corrects by other
+    options, nothing stays; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
     """
     if output.exists() and not output.is_dir():
         raise BadInput(f"--output {output}: is a file; name a folder")
@@ -296,7 +298,7 @@ def opened(
             if created:
                 output.rmdir()
             raise
-        (output / WORK / ACCOUNT).unlink()  # first: nobody goes on in a work folder of which a part is gone
+        (output / WORK / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed
         _remove_work(output)
     finally:
         os.close(handle)

@@ -1,6 +1,6 @@
 """Pool of workers: this process alone, processes forked from it, or MPI ranks.
 
-Nothing that a result holds may depend on which of them made it. Only this file knows of mpi4py.
+No result may depend on the worker that computed it. Only this file imports mpi4py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from data_prep.common.errors import BadInput, WorkerDied
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[Any], object]
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+# what launchers put in the environment; srun --mpi=pmix has no size among MPI's variables
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
-PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"  # srun --mpi=pmix says no size of MPI's
+PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
 
 
 def default_workers() -> int:
@@ -33,12 +35,12 @@ def default_workers() -> int:
 
 
 def collect_seldom() -> None:
-    """Words and their ids are millions of small lists in no cycle: looking for one costs a twentieth of the time."""
+    """Run the garbage collector rarely: words and their ids are millions of small lists without cycles, whose search costs 5%."""
     gc.set_threshold(200_000, 50, 100)
 
 
 def _begin_worker(parent: int) -> None:
-    """Runs first in a worker: it ends with its parent, or it would write beside the build that goes on."""
+    """First call in a worker, which must end with its parent: else it would write beside the resumed build."""
     collect_seldom()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
     if prctl is not None:
@@ -48,7 +50,7 @@ def _begin_worker(parent: int) -> None:
 
 
 def launched_ranks() -> int:
-    """How many ranks mpirun or srun started of this program, by what they put in the environment; 0 without them."""
+    """Number of ranks that mpirun or srun started of this program, by their environment variables; 0 without them."""
     sizes = [int(os.environ[name]) for name in MPI_SIZES if os.environ.get(name)]
     if not sizes and PMIX in os.environ:
         return int(os.environ.get(SRUN_SIZE) or 0)
@@ -56,25 +58,25 @@ def launched_ranks() -> int:
 
 
 class Pool:
-    """`size` workers: this process alone, processes forked from it, or MPI ranks, of which rank 0 runs the build and works too."""
+    """`size` workers: this process alone, processes forked from it, or MPI ranks; rank 0 runs the build and works too."""
 
     def __init__(self, size: int, executor: Executor | None = None, root_works: bool = False) -> None:
         self.size = size
         self._executor, self._root_works = executor, root_works
 
-    def map(self, function: Callable[[Item], Result], items: Sequence[Item], done: Progress) -> list[Result]:
-        """Results in the order of `items`; `done(result)` is called as each arrives.
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
+        """Results in the order of `items`; `progress(result)` is called as each arrives.
 
-        After an error no further item is begun, and what other workers have begun has ended when it is raised: nobody may
+        After an error no further item is started, and those of other workers have ended when it is raised: no worker may
         still be writing when the caller removes the work folder.
         """
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         numbers: dict[Future[Result], int] = {}
         ended: SimpleQueue[Future[Result]] = SimpleQueue()
 
         def take(index: int, result: Result) -> None:
-            found[index] = result
-            done(result)
+            results[index] = result
+            progress(result)
 
         def take_next() -> None:
             future = ended.get()
@@ -84,35 +86,35 @@ class Pool:
         if self._executor is None:
             for index, item in enumerate(items):
                 take(index, function(item))
-            return list(found.values())
+            return list(results.values())
         try:
             for index, item in enumerate(items):
                 numbers[self._executor.submit(function, item)] = index
             for future in numbers:
                 future.add_done_callback(ended.put)
-            # Items are begun from the first on: the last one that is waiting is rank 0's own.
+            # Workers start from the first item; rank 0 takes the last one that is waiting.
             for future, index in reversed(numbers.items()) if self._root_works else ():
                 if not future.cancel():
                     break
                 take(index, function(items[index]))
                 while not ended.empty():
                     take_next()
-            while len(found) < len(items):
+            while len(results) < len(items):
                 take_next()
         except BrokenProcessPool:
             raise WorkerDied(
-                "a worker process died (killed for memory?); the same command goes on, with fewer --workers perhaps"
+                "a worker process died (killed for memory?); the same command resumes, with fewer --workers perhaps"
             ) from None
         finally:
             wait([future for future in numbers if not future.cancel()])
-        return [found[i] for i in range(len(items))]
+        return [results[i] for i in range(len(items))]
 
 
 @contextlib.contextmanager
 def opened(workers: int | None) -> Iterator[Pool | None]:
     """MPI ranks when mpirun or srun started several of them, else `workers` processes (default: the cores).
 
-    None in a rank other than 0, which by then has worked until rank 0 left the block.
+    None in a rank other than 0, after it worked until rank 0 left the block.
     """
     launched = launched_ranks()
     if launched > 1:
@@ -123,18 +125,18 @@ def opened(workers: int | None) -> Iterator[Pool | None]:
 
         if MPI.COMM_WORLD.Get_size() == 1:
             raise BadInput(
-                f"{launched} ranks were started, but MPI sees one: mpi4py's MPI does not know this launcher; use the mpirun "
+                f"{launched} ranks were started, but MPI sees one: mpi4py's MPI does not support this launcher; use the mpirun "
                 "that belongs to it, or independent jobs with --part K/N"
             )
         with MPICommExecutor(MPI.COMM_WORLD, root=0) as entered:
-            ranks: Any = entered  # an executor on rank 0, else None; the stub calls it an MPICommExecutor
+            ranks: Any = entered  # an executor on rank 0, else None; typed as MPICommExecutor
             yield None if ranks is None else Pool(MPI.COMM_WORLD.Get_size(), ranks, root_works=True)
         return
     workers = default_workers() if workers is None else workers
     if workers == 1:
         yield Pool(1)
         return
-    # Forked before this process has threads of its own: nothing is imported a second time, which takes a worker a second.
+    # Forked before this process has threads, so that no worker spends a second on imports.
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),)) as processes:
         processes.submit(os.getpid).result()
         yield Pool(workers, processes)

@@ -1,7 +1,7 @@
-"""Files that pass between the stages of a build: plain arrays in the work folder, each known by its size and CRC-32.
+"""Files between the stages of a build: plain arrays in the work folder, each recorded with its size and CRC-32.
 
-A stage maps a function over items of work; an item reads files that earlier stages wrote and reports a `Done`. A document
-is known by its number: the task it was read by, then its place among the documents that task kept.
+A stage maps a function over items of work; an item reads files that earlier stages wrote and returns an `ItemResult`. A
+document is identified by its number: the task that read it, then its place among the documents which that task kept.
 """
 
 from __future__ import annotations
@@ -19,41 +19,51 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.filters.rules import needs_folded
 from data_prep.options import BuildOptions, CorpusOptions
 from megabert.data.tokenizer import Tokenizer
 
-TASK_SHIFT = 32  # a document's number is task << TASK_SHIFT | place; a paragraph's likewise
-# Of files by the readers of one stage: at 30 microseconds each 16 s of a build that takes an hour.
+# a document's number is task << TASK_SHIFT | place; a paragraph's likewise
+TASK_SHIFT = 32
+# files that the readers of one stage may open: at 30 microseconds each 16 s of a build that takes an hour
 MAX_OPENS = 1 << 19
-MERGED_RUNS = 64  # to which runs are merged where that would be more
-EXAMPLES = 3  # of what was dropped under a reason, from one item of work
+# number of runs to which they are merged where readers would open more files
+MERGED_RUNS = 64
+# texts shown of what was dropped for a reason, from one item of work
+EXAMPLES = 3
 EXAMPLE_CHARACTERS = 300
 
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u4"), ("sentences", "<u4"), ("tokens", "<u4"), ("paragraphs", "<u4")])
 PARAGRAPH = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
-KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])  # a key to group by and who has it
+# a key to group by, and the number of the document or paragraph that has it
+KEYED = np.dtype([("key", "<u8"), ("number", "<u8")])
 SEQUENCE = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u2"), ("first", "<u2"), ("label", "i1")])
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every item of every stage needs to know. Its repr is part of what a finished item is known by."""
+class BuildJob:
+    """The inputs of every item of every stage. Its repr is part of the key of a finished item."""
 
     options: BuildOptions
-    tokenizer: str = field(repr=False)  # a path; `tokenizer_sha256` stands for its content
+    # a path; `tokenizer_sha256` stands for its content
+    tokenizer: str = field(repr=False)
     work: str = field(repr=False)
-    on_error: str = field(repr=False)  # an item that finished under "stop" is the same under "skip"
+    # an item that finished under "stop" is the same under "skip"
+    on_error: str = field(repr=False)
     tokenizer_sha256: str = ""
-    held_limit: int = 0  # documents whose 64-bit hash is below are held out
-    weights: tuple[float, ...] = (1.0,)  # of the corpora
-    own: tuple[CorpusOptions, ...] = ()  # of the corpora, where one has options of its own
+    # documents whose 64-bit hash is below are held out
+    held_limit: int = 0
+    # of the corpora
+    weights: tuple[float, ...] = (1.0,)
+    # of the corpora, where one has options of its own
+    own: tuple[CorpusOptions, ...] = ()
 
     def options_of(self, corpus: int) -> CorpusOptions:
         return self.own[corpus] if self.own else self.options.shared()
 
-    def folds(self) -> bool:
+    def needs_folded(self) -> bool:
         """Whether a rule of some corpus looks at folded words."""
-        return any(own.folds() for own in self.own or (self.options_of(0),))
+        return any(needs_folded(options.rules) for options in self.own or (self.options_of(0),))
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)
@@ -64,11 +74,11 @@ def _seconds() -> dict[str, float]:
 
 
 @dataclass
-class Done:
-    """What one item of work reports, and the sum of many.
+class ItemResult:
+    """What one item of work reports, or the sum of many.
 
     `counts` are documents, sentences, tokens and the like; `dropped` maps a reason to documents; `histograms` maps a
-    name to counts by value; `facts` is for one item alone: numbers that the next stage plans with.
+    name to counts by value; `facts` are numbers of one item that the next stage plans with.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -77,27 +87,30 @@ class Done:
     examples: dict[str, list[str]] = field(default_factory=dict)
     histograms: dict[str, Counter[int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> bytes, CRC-32
-    size: int = 0  # input bytes on disk, for the progress bar
+    # name -> bytes, CRC-32
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # input bytes on disk, for the progress bar
+    size: int = 0
     seconds: dict[str, float] = field(default_factory=_seconds)
-    peak: int = 0  # bytes of memory, of the process that did it
+    # bytes of memory of the process
+    peak: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> Done:
-        done = Done(**raw)
-        done.counts, done.problems, done.dropped = map(Counter, (done.counts, done.problems, done.dropped))
-        done.histograms = {
+    def from_json(raw: dict[str, Any]) -> ItemResult:
+        result = ItemResult(**raw)
+        result.counts, result.problems, result.dropped = map(Counter, (result.counts, result.problems, result.dropped))
+        result.histograms = {
             name: Counter({int(value): n for value, n in counts.items()}) for name, counts in raw["histograms"].items()
         }
-        done.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
-        done.seconds = defaultdict(float, raw["seconds"])
-        return done
+        result.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
+        result.seconds = defaultdict(float, raw["seconds"])
+        return result
 
     def identity(self) -> dict[str, Any]:
-        """All of it that follows from the input and the options: not how long it took and where."""
+        """What follows from the input and the options: all but times and memory."""
         return {name: value for name, value in self.as_json().items() if name not in ("seconds", "peak")}
 
     def drop(self, reason: str, documents: int, sentences: int, tokens: int, examples: list[str]) -> None:
@@ -119,25 +132,24 @@ class Done:
         self.count(name, rounded)
 
     def count(self, name: str, values: np.ndarray) -> None:
-        found, counts = np.unique(values, return_counts=True)
-        self.histograms.setdefault(name, Counter()).update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        distinct, counts = np.unique(values, return_counts=True)
+        self.histograms.setdefault(name, Counter()).update(dict(zip(distinct.tolist(), counts.tolist(), strict=True)))
 
 
-def total(results: list[Done]) -> Done:
+def total(results: list[ItemResult]) -> ItemResult:
     """The sum of what items report; `facts` and `files` are left out."""
-    whole = Done()
-    for done in results:
-        for mine, its in (
-            (whole.counts, done.counts), (whole.problems, done.problems), (whole.dropped, done.dropped),
-        ):  # fmt: skip
-            mine.update(its)
-        for reason, texts in done.examples.items():
+    whole = ItemResult()
+    for result in results:
+        whole.counts.update(result.counts)
+        whole.problems.update(result.problems)
+        whole.dropped.update(result.dropped)
+        for reason, texts in result.examples.items():
             whole.example(reason, texts)
-        for name, counts in done.histograms.items():
+        for name, counts in result.histograms.items():
             whole.histograms.setdefault(name, Counter()).update(counts)
-        for name, seconds in done.seconds.items():
+        for name, seconds in result.seconds.items():
             whole.seconds[name] += seconds
-        whole.peak = max(whole.peak, done.peak)
+        whole.peak = max(whole.peak, result.peak)
     return whole
 
 
@@ -150,16 +162,16 @@ def peak_memory() -> int:
     line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
     if line is not None:
         return int(line.split()[1]) * 1024
-    # gVisor says none in its /proc. ru_maxrss begins with what the parent had when it started this process.
+    # gVisor has no VmHWM. ru_maxrss starts at the parent's value at the fork.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 class Writer:
-    """Appends arrays to a file of the work folder and leaves its size and CRC-32 in `done`."""
+    """Appends arrays to a file of the work folder and records its size and CRC-32 in `result`."""
 
-    def __init__(self, job: Job, name: str, done: Done) -> None:
-        self._done, self._name = done, name
+    def __init__(self, job: BuildJob, name: str, result: ItemResult) -> None:
+        self._done, self._name = result, name
         self._size, self._crc = 0, 0
         self._file = open(job.path(name), "wb")  # noqa: SIM115 - closed by __exit__
 
@@ -177,12 +189,12 @@ class Writer:
         self._done.files[self._name] = (self._size, self._crc)
 
 
-def write(job: Job, name: str, array: np.ndarray, done: Done) -> None:
-    with Writer(job, name, done) as file:
+def write(job: BuildJob, name: str, array: np.ndarray, result: ItemResult) -> None:
+    with Writer(job, name, result) as file:
         file.write(array)
 
 
-def read(job: Job, name: str, dtype: np.dtype | str, first: int = 0, count: int = -1) -> np.ndarray:
+def read(job: BuildJob, name: str, dtype: np.dtype | str, first: int = 0, count: int = -1) -> np.ndarray:
     """Items [first, first + count) of a file of the work folder; all of them by default."""
     dtype = np.dtype(dtype)
     return np.fromfile(job.path(name), dtype, count, offset=first * dtype.itemsize)
@@ -199,20 +211,20 @@ def by_key(records: np.ndarray) -> np.ndarray:
     return records[np.argsort(records["key"], kind="stable")]
 
 
-def mapped(job: Job, name: str, dtype: np.dtype | str) -> np.ndarray:
-    """Items of a file of the work folder, read from the disk where they are looked at; `copy_of` copies some."""
+def mapped(job: BuildJob, name: str, dtype: np.dtype | str) -> np.ndarray:
+    """Items of a file of the work folder, read from the disk on access; `copy_of` copies some."""
     dtype = np.dtype(dtype)
     path = job.path(name)
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
 def copy_of(items: np.ndarray, chosen: Any) -> np.ndarray:
-    """A copy of the chosen items of a mapped file, which counts to this process's memory no more afterwards.
+    """A copy of the chosen items of a mapped file, whose pages are then released from this process's memory.
 
-    A look at one page maps all that the system keeps with it, since Linux 6.18 up to megabytes: looks at many files together
-    would take what the files have.
+    Access to one page maps the whole folio that caches it, since Linux 6.18 up to megabytes: access to many files would map
+    all of them.
     """
-    # what is looked up by its places is a copy already
+    # items chosen by an array of places are a copy already
     copy = np.array(items[chosen], copy=isinstance(chosen, slice) or None)
     if isinstance(items, np.memmap):
         items._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -226,7 +238,7 @@ def key_range(records: np.ndarray, index: int, count: int) -> np.ndarray:
     return copy_of(records, slice(bisect_left(keys, low), bisect_left(keys, high)))
 
 
-class Merge(NamedTuple):
+class MergeGroup(NamedTuple):
     """Runs [first, first + runs), to be merged into one `ranges` key ranges at a time."""
 
     first: int
@@ -234,7 +246,7 @@ class Merge(NamedTuple):
     ranges: int
 
 
-def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[Merge]:
+def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[MergeGroup]:
     """How neighbouring runs are merged before `readers` of key ranges meet them; none where each may open every run.
 
     A merge looks at about `at_once` of all `records` at a time.
@@ -243,7 +255,7 @@ def plan_merges(runs: int, readers: int, records: int, at_once: int) -> list[Mer
         return []
     size = -(-runs // MERGED_RUNS)
     ranges = max(1, round(records * size / runs / at_once))
-    return [Merge(first, min(size, runs - first), ranges) for first in range(0, runs, size)]
+    return [MergeGroup(first, min(size, runs - first), ranges) for first in range(0, runs, size)]
 
 
 def task_and_place(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,1 +1,21 @@
-"""Quality filters of documents."""
+"""Quality rules of documents and of their lines, and filters by a model.
+
+A rule is one file and one line. The file holds its `QualityRule`s, each a measure of all documents of a batch at once:
+
+    # data_prep/filters/long_words.py
+    from data_prep.filters.measures import QualityRule, segment_sums, share_of
+
+    RULES = (
+        QualityRule(
+            "max-long-words",
+            "words of more than 30 characters",
+            lambda m: share_of(segment_sums(m.characters_of > 30, m.documents), m.words),
+            share=True,
+        ),
+    )
+
+The line is `*long_words.RULES` in `RULES` of `data_prep/filters/rules.py`. `--filters max-long-words=0.1`, `--help`, the report
+and the totals take the rule from there. A `min-` rule drops what lies below its limit, a `max-` rule what lies above it. A
+measure reads facts of words (`measures.FACTS`: hash, characters, flags), never text; a flag that no rule had before is set once
+for each distinct word in `measures.describe_words`.
+"""

@@ -1,6 +1,6 @@
-"""Verdicts of fastText models that the user names: the language of a document, or a quality that a model was trained to tell.
+"""Filters by fastText models that the user names: the language of a document, or its quality.
 
-A document stays whose probabilities of the wanted labels together reach a least one. fastText (Joulin et al. 2017, "Bag of
+A document is kept whose probabilities of the wanted labels together reach a minimum. fastText (Joulin et al. 2017, "Bag of
 Tricks for Efficient Text Classification") is a package that is needed only here, and only to predict.
 """
 
@@ -13,38 +13,40 @@ from typing import Any
 
 from data_prep.common.errors import BadInput
 
-PREFIX = "__label__"  # before a label in a model's file
-READ = 10_000  # characters of a document that are judged
+# before a label in a model's file
+PREFIX = "__label__"
+# characters of a document that are judged
+READ = 10_000
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model file, the labels to keep (without their prefix) and the least probability of these together."""
+    """A model file, the labels to keep (without their prefix) and the minimum of their probabilities together."""
 
     path: str
     labels: tuple[str, ...]
-    least: float
+    minimum: float
 
     def keeps(self, text: str) -> bool:
-        """Whether a document stays. Its line ends are blanks: a model judges one line."""
+        """Whether a document is kept. It is judged as one line."""
         model = _load(self.path)
         line = " ".join(text[:READ].split())
-        found, shares = model.predict(line, k=-1)
+        labels, shares = model.predict(line, k=-1)
         wanted = {PREFIX + label for label in self.labels}
-        return sum(p for label, p in zip(found, shares, strict=True) if label in wanted) >= self.least
+        return sum(p for label, p in zip(labels, shares, strict=True) if label in wanted) >= self.minimum
 
     def check(self) -> None:
         """Raises BadInput where there is no such model or label, or no package to read it with."""
         model = _load(self.path)
         known = sorted(label.removeprefix(PREFIX) for label in model.predict("a", k=-1)[0])
         for label in self.labels:
-            if known and label not in known:  # of an unknown word some models tell none
+            if known and label not in known:  # some models give no label for an unknown word
                 shown = ", ".join(known[:20]) + ", …" * (len(known) > 20)
                 raise BadInput(f"{self.path}: has no label {label!r}; it has {shown}")
         if not self.labels:
             raise BadInput(f"{self.path}: name the labels of the documents to keep")
-        if not 0 <= self.least <= 1:
-            raise BadInput(f"{self.path}: a least probability lies in 0..1, not {self.least:g}")
+        if not 0 <= self.minimum <= 1:
+            raise BadInput(f"{self.path}: the minimum probability lies in 0..1, not {self.minimum:g}")
 
 
 @lru_cache(maxsize=4)

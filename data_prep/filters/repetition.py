@@ -1,8 +1,8 @@
 """Shares of repeated n-grams in documents, as Gopher limits them.
 
-They cost a count a word, since only a document that could break a limit is sorted. The screen counts n-grams in a table of
-places: a place's count is never below that of an n-gram in it, so a document that stays within its limits by those counts
-does so by the true ones. Legend: w words, d documents. Whitespace is no character.
+They cost a count a word, since only the n-grams of documents that could break a limit are sorted. The screen counts n-grams in
+a hash table without keys: a slot's count is never below that of an n-gram in it, so a document within its limits by those counts
+is within them by the true ones. Legend: w words, d documents. Whitespace is no character.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import numpy as np
 
 from megabert.common.random_numbers import GOLDEN64, mix64
 
-TOP = (2, 3, 4)  # orders for which the most frequent n-gram counts
-AGAIN = (5, 6, 7, 8, 9, 10)  # orders for which every n-gram counts that occurs more than once
+# orders for which the most frequent n-gram counts, and for which every n-gram counts that occurs more than once
+TOP = (2, 3, 4)
+REPEATED = (5, 6, 7, 8, 9, 10)
 
 
 def shares(
@@ -23,11 +24,11 @@ def shares(
 
     hashes: uint64 [w]; characters: [w]; documents: int64 [d + 1]; limits: n -> largest share, an n left out has none.
     For n in `TOP`: occurrences times characters of the n-gram that occurs most often and more than once (of several,
-    the longest); occurrences that overlap count in full, so a share can pass 1. For n in `AGAIN`: words inside
+    the longest); occurrences that overlap count in full, so a share can pass 1. For n in `REPEATED`: words inside
     any n-gram that the document has more than once, each counted once. An n-gram may cross lines.
     """
     count = len(documents) - 1
-    found = {n: np.zeros(count) for n in TOP + AGAIN}
+    found = {n: np.zeros(count) for n in TOP + REPEATED}
     if not len(hashes):
         return found
     before = np.zeros(len(hashes) + 1, np.int64)  # characters before each word
@@ -66,7 +67,7 @@ def _screen(
         full = documents[1:] > documents[:-1]
         most = np.maximum.reduceat(np.append(bound * size, 0), documents[:-1][full])
         suspect[full] = most + 1 > top * total[full]
-    again = min((limits[n] for n in AGAIN if n in limits), default=None)
+    again = min((limits[n] for n in REPEATED if n in limits), default=None)
     if again is not None and words >= 5:
         twice = bound > 1
         at = np.flatnonzero(twice[:-3] & twice[1:-2] & twice[2:-1] & twice[3:])
@@ -99,7 +100,7 @@ def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges
     end = np.repeat(edges[1:], lengths)
     at, keys = np.arange(len(hashes)), marked
     found = {}
-    for n in TOP + AGAIN:
+    for n in TOP + REPEATED:
         inside = at + n <= end[at]
         at, keys = at[inside], keys[inside]
         keys = keys * GOLDEN64 + hashes[at + n - 1]
@@ -115,6 +116,6 @@ def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges
             found[n] = (best >> 32) * (best & 0xFFFFFFFF)
         keep = np.sort(order[np.repeat(occurrences > 1, occurrences)])
         at, keys = at[keep], keys[keep]
-        if n in AGAIN:
+        if n in REPEATED:
             found[n] = _covered(at, n, before, document[at], len(lengths))
     return found

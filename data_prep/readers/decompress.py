@@ -1,8 +1,12 @@
 """Decompression: a file as a stream of unpacked byte chunks, bounded in memory, never silently short.
 
-gzip, bzip2, xz and zstd are told by their first bytes. A compressed file that ends inside its stream, or
-is damaged, is an error with its name and the number of bytes that could be unpacked. A bzip2 file of many
-streams can be cut: a range of its bytes owns the streams that start in it.
+gzip, bzip2, xz and zstd are recognised by their first bytes. A compressed file that is damaged or ends inside its stream is an
+error with its name and the number of bytes that could be unpacked. A bzip2 file can be shared by several workers: by its
+streams, where it has many (a range of its bytes owns the streams that start in it), else by the blocks of a stream.
+
+A bzip2 block of at most 900 KB begins at any bit, with a mark of 48 bits, and depends on no other (the format is described in
+Seward's bzip2 manual and, to the bit, in https://github.com/dsnet/compress/blob/master/doc/bzip2-format.pdf). Each is put into
+a stream of its own and given to libbz2, which checks its CRC-32; a block ends at the next mark for which libbz2 agrees.
 """
 
 from __future__ import annotations
@@ -27,21 +31,32 @@ MAGIC = (
     (b"BZh", "bz2"),
     (b"\xfd7zXZ\x00", "xz"),
     (b"\x28\xb5\x2f\xfd", "zst"),
-    (b"\x50\x2a\x4d\x18", "zst"),  # a skippable frame, with which pzstd opens its files
+    # a skippable frame, with which pzstd opens its files
+    (b"\x50\x2a\x4d\x18", "zst"),
 )
 SUFFIXES = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
-BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # header and the first block's magic number, pi in BCD
+# the header of a bzip2 stream and the mark of its first block
+BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
 PLAIN_CHUNK = 1 << 20
-# Input bytes given to a decompressor at once. zstd can't bound its output, and one 4-byte block may stand
-# for 128 KiB, so it is fed little: a bomb then costs 32 MB at a time.
+# Input bytes given to a decompressor at once. zstd can't bound its output, and one 4-byte block may unpack to 128 KiB, so it
+# is given little: a decompression bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
+# marks of a bzip2 block and of the end of a stream: pi and the square root of pi in BCD
+BLOCK, END = 0x314159265359, 0x177245385090
+# bits; what is longer is no bzip2 block
+MOST_BLOCK = 8 * (2 << 20)
+FIVE_BYTES = (1 << 40) - 1
+# the five whole bytes inside a mark that begins at each of the eight bits of a byte
+PATTERNS = [
+    (mark, shift, (mark >> shift & FIVE_BYTES).to_bytes(5, "big")) for mark in (BLOCK, END) for shift in range(8)
+]
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 @dataclass
-class Edge:
-    """Where a range ends in unpacked bytes; for a range of a bzip2 file None until reading gets there."""
+class RangeEnd:
+    """Where a range ends in unpacked bytes; of a range of a bzip2 file None until reading gets there."""
 
     end: int | None = None
 
@@ -105,7 +120,7 @@ def ratio(head: bytes, compression: str) -> float:
     """How many times larger the first bytes of a compressed file unpack, as far as they do."""
     inner = _decompressor(compression)
     fed = unpacked = 0
-    with contextlib.suppress(*ERRORS):  # whoever reads the file says what is wrong with it
+    with contextlib.suppress(*ERRORS):  # reported when the file is read
         while fed < len(head) and not inner.eof and unpacked < MAX_OUT:
             data = head[fed : fed + FEED[compression]] if inner.needs_input else b""
             fed += len(data)
@@ -129,18 +144,18 @@ def first_stream(path: str, start: int, end: int) -> int | None:
 
 
 def read_chunks(
-    path: str, compression: str = "", start: int = 0, stop: int | None = None, edge: Edge | None = None
+    path: str, compression: str = "", start: int = 0, stop: int | None = None, range_end: RangeEnd | None = None
 ) -> Iterator[bytes]:
     """Unpacked bytes of a file in chunks of about 1 to a few MB, from byte `start` (where a stream starts) to its end.
 
-    Concatenated streams are read through; zeros after the last one are padding. `edge.end` is set to the bytes
+    Concatenated streams are read through; zeros after the last one are padding. `range_end.end` is set to the bytes
     unpacked before the first stream that starts at byte `stop` or later, once that is reached. Raises BadInput where
     a compressed stream is damaged, cut short, or unpacks to more than BOMB_RATIO times its size.
     """
     parts: list[bytes] = []
     size = 0
     try:
-        for chunk in _unpack(path, compression, start, stop, edge):
+        for chunk in _unpack(path, compression, start, stop, range_end):
             parts.append(chunk)
             size += len(chunk)
             if size >= PLAIN_CHUNK:
@@ -154,7 +169,7 @@ def read_chunks(
         yield b"".join(parts)
 
 
-def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edge | None) -> Iterator[bytes]:
+def _unpack(path: str, compression: str, start: int, stop: int | None, range_end: RangeEnd | None) -> Iterator[bytes]:
     with open_regular(path) as file:
         file.seek(start)
         if not compression:
@@ -169,8 +184,8 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edg
             while True:
                 if not began:
                     data = data.lstrip(b"\0")
-                    if edge and edge.end is None and stop is not None and start + packed - len(data) >= stop:
-                        edge.end = unpacked
+                    if range_end and range_end.end is None and stop is not None and start + packed - len(data) >= stop:
+                        range_end.end = unpacked
                     if not data:
                         break
                 began = True
@@ -181,11 +196,7 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edg
                         f"{path}: damaged {compression} data after {unpacked} unpacked bytes ({error})"
                     ) from None
                 unpacked += len(out)
-                if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
-                    raise BadInput(
-                        f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
-                        "if it is real, unpack it first"
-                    )
+                _refuse_bomb(path, packed, unpacked)
                 if out:
                     yield out
                 if inner.eof:
@@ -196,3 +207,80 @@ def _unpack(path: str, compression: str, start: int, stop: int | None, edge: Edg
                     data = b""
         if began:
             raise BadInput(f"{path}: truncated: the {compression} stream ends early, after {unpacked} unpacked bytes")
+
+
+def _refuse_bomb(path: str, packed: int, unpacked: int) -> None:
+    if unpacked > max(BOMB_BYTES, BOMB_RATIO * packed):
+        raise BadInput(
+            f"{path}: unpacks to more than {BOMB_RATIO} times its size, as a decompression bomb does; "
+            "if it is real, unpack it first"
+        )
+
+
+def block_marks(data: bytes) -> list[tuple[int, bool]]:
+    """(bit, whether a block begins there) of all marks that lie in `data` whole, in order."""
+    marks = []
+    for mark, shift, pattern in PATTERNS:  # `shift` bits of the byte before the five are not the mark's
+        at = data.find(pattern, 1)
+        while at >= 0:
+            window = int.from_bytes(data[at - 1 : at + 6].ljust(7, b"\0"), "big")
+            complete = at + 5 + (shift > 0) <= len(data)
+            if complete and window >> (8 - shift) & (1 << 48) - 1 == mark:
+                marks.append((8 * (at - 1) + shift, mark == BLOCK))
+            at = data.find(pattern, at + 1)
+    return sorted(marks)
+
+
+def _unpack_block(bits: bytes, first: int, last: int) -> bytes | None:
+    """The text of the block in bits [first, last) of `bits`; None where there is no whole block."""
+    size = last - first
+    value = int.from_bytes(bits[first // 8 : -(-last // 8)], "big") >> (-last % 8) & (1 << size) - 1
+    # the checksum of a stream of one block is the block's
+    checksum = value >> size - 80 & 0xFFFFFFFF
+    value = ((value << 48 | END) << 32 | checksum) << (-size % 8)
+    inner = bz2.BZ2Decompressor()
+    try:
+        text = inner.decompress(b"BZh9" + value.to_bytes(-(-size // 8) + 10, "big"))
+    except (OSError, ValueError):
+        return None
+    return text if inner.eof else None
+
+
+def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
+    """The text of each block whose mark begins in bytes [start, stop) of a bzip2 file.
+
+    Raises BadInput where a block is damaged, or the file ends inside one, or unpacks to more than BOMB_RATIO times its size.
+    """
+    with open_regular(path) as file:
+        file.seek(start)
+        # `base`: the byte of the file that `data` begins with; marks up to bit `seen` are done; `begin`: the first bit of the open block
+        data, base, seen = b"", start, -1
+        begin: int | None = None
+        unpacked = 0
+        while new := file.read(PLAIN_CHUNK):
+            data += new
+            for place, is_block in block_marks(data):
+                bit = 8 * base + place
+                if bit <= seen:
+                    continue
+                seen = bit
+                if begin is not None:
+                    text = _unpack_block(data, begin - 8 * base, place)
+                    if text is None:
+                        continue  # a mark by chance, or damage, which the length decides
+                    unpacked += len(text)
+                    _refuse_bomb(path, base + len(data) - start, unpacked)
+                    yield text
+                    begin = None
+                if bit >= 8 * stop:
+                    return
+                if is_block:
+                    begin = bit
+            keep = max(len(data) - 7, 0) if begin is None else begin // 8 - base
+            if begin is not None and 8 * (base + len(data)) - begin > MOST_BLOCK:
+                raise BadInput(f"{path}: damaged bz2 data in the block at byte {begin // 8}")
+            if begin is None and base + keep > stop:
+                return
+            data, base = data[keep:], base + keep
+        if begin is not None:
+            raise BadInput(f"{path}: truncated: the bz2 stream ends early, in the block at byte {begin // 8}")

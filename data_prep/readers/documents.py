@@ -1,7 +1,7 @@
-"""Documents of one piece of a file: format and encoding by content, then one pass.
+"""Documents of a range of a file: its format and encoding by content, then one pass.
 
-Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which the
-first document that is its own can be told, and reads on past its end until its last document is whole.
+Wherever a file is cut, each document comes out once and in order: a range starts to read at a place from which its first
+document can be recognised, and reads on past its end until its last document is whole.
 """
 
 from __future__ import annotations
@@ -11,30 +11,132 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import TypeVar
 
-from data_prep.common.errors import BadInput, Problems
-from data_prep.common.records import AUTO, TABLES, Document, Piece, ReadOptions
-from data_prep.readers import decompress, encodings, files, formats, mediawiki, unpacked
-from data_prep.readers.decompress import Edge
+from data_prep.common.errors import BadInput, Problems, Unfinished
+from data_prep.common.records import AUTO, TABLES, FileRange, RawDocument, ReadOptions
+from data_prep.readers import decompress, encodings, files, formats, mediawiki, pydoc_corpus, spools, tables
+from data_prep.readers.decompress import RangeEnd
 from data_prep.readers.formats import ELEMENTS
 from megabert.common import arrow_tables, fields
+from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
-SNIFF = 1 << 18  # bytes that decide the encoding
-UNTOLD = "text files that do not tell what a document is"
-UNTOLD_DOCUMENTS = "documents of text files that do not tell"
-EXPANSION = 4  # unpacked bytes a compressed one, a rough figure that only steers grouping
+# first bytes of a file, by which its encoding and format are recognised
+HEAD_BYTES = 1 << 18
+# bytes of text in a range of a file that is cut
+RANGE_BYTES = 32 << 20
+# times RANGE_BYTES that a compressed file may unpack to in one task
+MOST_UNCUT = 3
+# places of a bzip2 file that are searched for a stream
+PROBES = 4
+# unpacked bytes a compressed one, a rough figure that only steers grouping
+EXPANSION = 4
+PYDOC = "pydoc"
+AMBIGUOUS = "text files of ambiguous documents"
+AMBIGUOUS_DOCUMENTS = "documents of ambiguous text files"
+
+Item = TypeVar("Item")
 
 
-def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Piece:
-    """The piece with its format, its encoding and what a document is in it, by the first unpacked bytes.
+def read_documents(
+    part: FileRange, options: ReadOptions, problems: Problems, folder: str = ""
+) -> Iterator[RawDocument]:
+    """Documents of a range in file order; bad places follow the policy of `problems`. `folder` is the work folder."""
+    if part.format == PYDOC:
+        for text in pydoc_corpus.documents(part.path):
+            yield RawDocument(part.path, 0, text, False)
+        return
+    yield from watch(part, _documents(part, options, problems, folder), problems)
 
-    `whole`: these are all. Raises BadInput where they don't tell the format or the encoding.
+
+def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
+    if not part.opened:
+        file = identify(part, options, problems)
+        if file is None:
+            return
+        part = file
+    if part.format in TABLES:
+        for row, text in tables.read_table(part, options.text_field, problems):
+            yield RawDocument(part.path, row, text, False)
+    else:
+        yield from _text_documents(part, options, problems, folder)
+
+
+def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
+    """`items` read of a file that must not change meanwhile; what is bad about the file itself follows the policy."""
+    path = part.path
+    try:
+        _check_unchanged(part)
+        yield from items
+        _check_unchanged(part)
+    except BadInput as error:
+        if problems.policy == "stop":
+            change = _change(part) if str(error).startswith(path) else None
+            raise Unfinished(change or str(error)) from None  # what was read of other files stays
+        problems.counts["damaged or truncated file"] += 1
+    except OSError as error:
+        problems.unreadable(path, error)
+
+
+def _change(part: FileRange) -> str | None:
+    """An error message for a file that changed since it was planned, else None."""
+    status = files.status(part.path)
+    if part.stamp is None or part.stamp == (status.size, status.stamp):
+        return None
+    return (
+        f"{part.path}: changed while it was read ({part.stamp[0]} bytes when the build began, now "
+        f"{status.size}); let it be finished first, or give a copy"
+    )
+
+
+def _check_unchanged(part: FileRange) -> None:
+    if change := _change(part):
+        raise BadInput(change)
+
+
+def identify(file: FileRange, options: ReadOptions, problems: Problems) -> FileRange | None:
+    """A whole file with what its first bytes say: compression, format, encoding, whether it is unpacked before it is cut.
+
+    None where they don't and `problems` skips such files. Of a small compressed file the text is left to its reader.
     """
-    path, format_ = piece.path, options.format
-    if format_ in (AUTO, *TABLES) and (found := arrow_tables.kind_of(head)):
-        if piece.compression:
-            raise BadInput(f"{path}: a table inside {piece.compression} data; unpack it first")
-        return replace(piece, format=found, encoding=encodings.UTF8)
+    with files.open_regular(file.path) as opened:
+        head = opened.read(HEAD_BYTES)
+    suffix = os.path.splitext(files.bare_path(file.path))[1]
+    compression = decompress.compression_of(head)
+    named = decompress.SUFFIXES.get(suffix)
+    if named and compression != named:
+        detail = f"no {named} data in spite of its suffix {suffix}"
+        problems.bad(file.path, 0, "not what its suffix says", detail)
+        return None
+    file = replace(file, compression=compression, opened=True)
+    try:
+        whole = file.size <= HEAD_BYTES
+        if compression:
+            if file.size <= RANGE_BYTES // EXPANSION * 3 // 2 and not _must_unpack(file, head):
+                return file
+            text = next(decompress.read_chunks(file.path, compression), b"")
+            head_of_text, whole = text[:HEAD_BYTES], len(text) <= HEAD_BYTES
+        else:
+            head_of_text = head
+        file = inspect(file, head_of_text, options, whole=whole)
+        return replace(file, unpack_first=file.format not in TABLES and _must_unpack(file, head))
+    except BadInput:
+        if problems.policy == "stop":
+            raise
+        problems.counts["unknown format"] += 1
+        return None
+
+
+def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> FileRange:
+    """The range with its format, its encoding and what a document is in it, by the first unpacked bytes.
+
+    `whole`: these are all. Raises BadInput where they don't decide the format or the encoding.
+    """
+    path, format_ = part.path, options.format
+    if format_ in (AUTO, *TABLES) and (table := arrow_tables.kind_of(head)):
+        if part.compression:
+            raise BadInput(f"{path}: a table inside {part.compression} data; unpack it first")
+        return replace(part, format=table, encoding=encodings.UTF8)
     if format_ in TABLES:
         raise BadInput(f"{path}: no Parquet or Arrow file")
     encoding = encodings.check(options.encoding)
@@ -44,102 +146,125 @@ def inspect(piece: Piece, head: bytes, options: ReadOptions, whole: bool) -> Pie
     if encoding != encodings.UTF8:
         head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
     if format_ == AUTO:
-        stem, suffix = os.path.splitext(files.name(path))
+        stem, suffix = os.path.splitext(files.bare_path(path))
         if suffix in decompress.SUFFIXES:
             suffix = os.path.splitext(stem)[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])
-    piece = replace(piece, format=format_, encoding=encoding)
+    part = replace(part, format=format_, encoding=encoding)
     if format_ != "text" or options.text_documents != AUTO:
-        return piece
-    kind, told = formats.text_kind(head, whole=whole)
-    return replace(piece, documents=kind, told=told)
+        return part
+    kind, decided = formats.text_kind(head, whole=whole)
+    return replace(part, documents=kind, decided=decided)
 
 
-def text_documents(piece: Piece, options: ReadOptions, problems: Problems, folder: str) -> Iterator[Document]:
-    """Documents of a piece that is no table; its index is in `folder`. Raises BadInput where the file itself is bad."""
-    path, edge, begin = piece.path, Edge(piece.end), piece.start
-    if piece.compression and piece.end is not None and not piece.index:
-        stream = decompress.first_stream(path, piece.start, piece.end)
-        if stream is None:
-            return
-        edge = Edge()
-        chunks = decompress.read_chunks(path, piece.compression, stream, piece.end, edge)
+def _must_unpack(file: FileRange, head: bytes) -> bool:
+    """Whether a file of text is large and can't be cut as it is; `head` are its first bytes."""
+    if not file.compression:
+        return file.encoding != encodings.UTF8 and file.size > RANGE_BYTES * 3 // 2
+    if file.size <= RANGE_BYTES // EXPANSION * 3 // 2:  # by the usual ratio; a few files pack much better
+        if max(BOMB_BYTES, BOMB_RATIO * file.size) <= MOST_UNCUT * RANGE_BYTES:  # more is refused
+            return False
+        return decompress.ratio(head, file.compression) * file.size > MOST_UNCUT * RANGE_BYTES
+    if file.compression != "bz2" or file.encoding != encodings.UTF8 or file.format not in ELEMENTS:
+        return True
+    # Ranges of a bzip2 file share it evenly where streams begin all over it.
+    step = RANGE_BYTES // EXPANSION
+    places = (1 + i * (file.size - 1) // PROBES for i in range(PROBES))
+    return any(decompress.first_stream(file.path, at, min(at + step, file.size)) is None for at in places)
+
+
+def _text_documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
+    """Documents of a range that is no table; its index is in `folder`. Raises BadInput where the file itself is bad."""
+    path, range_end, begin = part.path, RangeEnd(part.end), part.start
+    if part.compression and not part.index:
+        stream: int | None = 0
+        if part.end is not None:
+            stream = decompress.first_stream(path, part.start, part.end)
+            if stream is None:
+                return
+            range_end = RangeEnd()
+        chunks = decompress.read_chunks(path, part.compression, stream or 0, part.end, range_end)
         path, begin = f"{path}: bz2 stream at byte {stream}" if stream else path, 0
-    elif piece.compression and not piece.index:
-        chunks = decompress.read_chunks(path, piece.compression)
     else:
-        text = unpacked.text_of(piece, folder)
-        if piece.start and piece.format not in ELEMENTS:
-            begin = formats.sync_point(text, piece.start, _kind(piece, options))
+        text = spools.text_of(part, folder)
+        if part.start and part.format not in ELEMENTS:
+            begin = formats.sync_point(text, part.start, _kind(part, options))
         chunks = text.chunks(begin)
     first = next(chunks, b"")
     if not first:
         problems.counts["empty file"] += 1
         return
-    unseen = piece.format == "text" and options.text_documents == AUTO and not piece.documents
-    if piece.format == AUTO or piece.encoding == AUTO or unseen:
-        piece = inspect(piece, first[:SNIFF], options, whole=len(first) <= SNIFF)
+    unknown_documents = part.format == "text" and options.text_documents == AUTO and not part.documents
+    if part.format == AUTO or part.encoding == AUTO or unknown_documents:
+        part = inspect(part, first[:HEAD_BYTES], options, whole=len(first) <= HEAD_BYTES)
     synced = begin == 0
-    if piece.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
+    if part.encoding == encodings.UTF8 and begin == 0 and first.startswith(formats.BOM):
         first, begin = first[3:], 3
     chunks = chain([first], chunks)
-    if piece.encoding != encodings.UTF8:
-        chunks = encodings.recode(chunks, piece.encoding, path, problems)
-    if piece.format in ELEMENTS:
-        yield from _elements(chunks, begin, piece, options, problems, path, edge)
-    else:
-        kind = _kind(piece, options)
-        if not piece.start and piece.format == "text":
-            problems.noted[UNTOLD] += not piece.told
-        for document in _lines(chunks, begin, synced, piece, kind, options, problems):
-            problems.noted[UNTOLD_DOCUMENTS] += not piece.told
-            yield document
+    if part.encoding != encodings.UTF8:
+        chunks = encodings.recode(chunks, part.encoding, path, problems)
+    if part.format in ELEMENTS:
+        yield from _elements(chunks, begin, part, options, problems, path, range_end)
+        return
+    if not part.start and part.format == "text":
+        problems.noted[AMBIGUOUS] += not part.decided
+    for document in _lines(chunks, begin, synced, part, options, problems):
+        problems.noted[AMBIGUOUS_DOCUMENTS] += not part.decided
+        yield document
 
 
 def _elements(
-    chunks: Iterator[bytes], begin: int, piece: Piece, options: ReadOptions, problems: Problems, path: str, edge: Edge
-) -> Iterator[Document]:
-    for offset, body in formats.split_elements(chunks, begin, piece.format, path, problems, edge):
-        if piece.format == "wiki":
+    chunks: Iterator[bytes],
+    begin: int,
+    part: FileRange,
+    options: ReadOptions,
+    problems: Problems,
+    path: str,
+    range_end: RangeEnd,
+) -> Iterator[RawDocument]:
+    """Documents of `<doc>` or `<page>` elements."""
+    for offset, body in formats.split_elements(chunks, begin, part.format, path, problems, range_end):
+        if part.format == "wiki":
             text = formats.wiki_body(body, options.keep_titles)
-            yield Document(path, offset + len(body) - len(text), text, True)
+            yield RawDocument(path, offset + len(body) - len(text), text, True)
         elif (article := mediawiki.article(body, offset, path, options.keep_titles, problems)) is not None:
-            yield Document(path, offset, article, True)
+            yield RawDocument(path, offset, article, True)
 
 
-def _kind(piece: Piece, options: ReadOptions) -> str:
+def _kind(part: FileRange, options: ReadOptions) -> str:
     """What a document is in a file of lines: file, blank-line or line."""
-    if piece.format == "jsonl":
+    if part.format == "jsonl":
         return "line"
-    return piece.documents if options.text_documents == AUTO else options.text_documents
+    return part.documents if options.text_documents == AUTO else options.text_documents
 
 
 def _lines(
-    chunks: Iterator[bytes], begin: int, synced: bool, piece: Piece, kind: str, options: ReadOptions, problems: Problems
-) -> Iterator[Document]:
-    path, start, end = piece.path, piece.start, piece.end
+    chunks: Iterator[bytes], begin: int, synced: bool, part: FileRange, options: ReadOptions, problems: Problems
+) -> Iterator[RawDocument]:
+    """Documents of a file of lines: plain text or JSON lines."""
+    path, start, end, kind = part.path, part.start, part.end, _kind(part, options)
     runs = formats.line_runs(chunks, begin, path, problems, start, end)
     if kind == "file":
-        found = formats.split_file(runs, synced)
+        bodies = formats.split_file(runs, synced)
     elif kind == "line":
-        found = formats.split_lines(runs, begin, synced)
+        bodies = formats.split_lines(runs, begin, synced)
     else:
-        found = formats.split_blank(runs, begin, synced, path, problems, start, end)
-    for offset, body in found:
+        bodies = formats.split_blank(runs, begin, synced, path, problems, start, end)
+    for offset, body in bodies:
         if end is not None and offset >= end:
             return
         if offset < start:
             continue
-        if piece.format == "jsonl":
+        if part.format == "jsonl":
             text = _json_text(body, offset, path, options.text_field, problems)
             if text is not None:
-                yield Document(path, offset, text, False)
+                yield RawDocument(path, offset, text, False)
         else:
-            yield Document(path, offset, body, False)
+            yield RawDocument(path, offset, body, False)
 
 
 def _json_text(line: bytes, offset: int, path: str, field: str, problems: Problems) -> str | None:
-    """The text of a record; None where there is none."""
+    """The text of a JSON record; None where it has none, which is counted."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -153,7 +278,9 @@ def _json_text(line: bytes, offset: int, path: str, field: str, problems: Proble
         try:
             text = fields.find(record, name)
         except (KeyError, TypeError):
-            has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field" if isinstance(record, dict) else ""  # fmt: skip
+            has = ""
+            if isinstance(record, dict):
+                has = f" (it has {', '.join(sorted(record)[:20]) or 'none'}); name it with --text-field"
             problems.bad(path, offset, "no text field", f"no field {name!r} in the JSON line{has}")
             return None
         if text is not None and not isinstance(text, str):

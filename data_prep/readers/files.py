@@ -1,19 +1,40 @@
-"""Files that inputs name, on this machine or at a URL: what they are, when they changed, and their bytes."""
+"""Input files: which files an input names, in an order that follows from the names alone, and how a file is opened.
+
+An input is a file, a folder or a glob, on this machine or at a URL. Folders are walked through links, each folder once, hidden
+names left out. A dataset that Hugging Face `datasets` saved is the shards that its state names. Of a dictionary of them, and of
+tables that are named after their splits, one split is read.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.common.errors import BadInput
-from megabert.common import remote
+from data_prep.common.errors import BadInput, Problems
+from megabert.common import arrow_tables, remote
+from megabert.common.arrow_tables import SPLITS, STATE
 from megabert.common.remote import is_url
+
+MAGIC = re.compile(r"[*?\[]")
+# files of the `datasets` library beside its tables, which hold no text
+BESIDE_TABLES = (STATE, SPLITS, "dataset_info.json")
+MAX_JSON = 64 << 20
+# as the Hugging Face hub names tables
+TABLE_OF_SPLIT = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.(?:parquet|arrow)")
+SPLIT_NAMES = frozenset(("train", "validation", "valid", "val", "dev", "test"))
+EVERY_SPLIT = "all"
+# counted once for each split that is not read
+LEFT_OUT = "split not read"
 
 
 @dataclass(frozen=True)
-class Status:
+class FileStatus:
     """Whether a path is a regular file, its bytes, and a number that changes with its content: a time in ns, or of an ETag."""
 
     regular: bool
@@ -21,13 +42,13 @@ class Status:
     stamp: int
 
 
-def status(path: str) -> Status:
+def status(path: str) -> FileStatus:
     """Raises OSError, for a URL as `megabert.common.remote` does."""
     if is_url(path):
-        found = remote.status(path)
-        return Status(not found.folder, found.size, found.stamp)
+        at_url = remote.status(path)
+        return FileStatus(not at_url.folder, at_url.size, at_url.stamp)
     local = os.stat(path)
-    return Status(stat.S_ISREG(local.st_mode), local.st_size, local.st_mtime_ns)
+    return FileStatus(stat.S_ISREG(local.st_mode), local.st_size, local.st_mtime_ns)
 
 
 def open_regular(path: str) -> BinaryIO:
@@ -42,6 +63,169 @@ def open_regular(path: str) -> BinaryIO:
     return file
 
 
-def name(path: str) -> str:
-    """A path as its suffix is told by: of a URL without its query."""
+def bare_path(path: str) -> str:
+    """A path whose suffix is that of its file: a URL without its query."""
     return path.partition("?")[0] if is_url(path) else path
+
+
+def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[str]:
+    """Files of one input in order, of a saved dataset those of `split`.
+
+    Raises BadInput when there is no such file or split; what can't be read follows the policy of `problems`.
+    """
+    if is_url(item):
+        yield from _expand_url(item, problems, split)
+    elif os.path.isdir(item):
+        yield from _walk(item, problems, split)
+    elif os.path.lexists(item):
+        yield item
+    else:
+        matches = _match(item)
+        if not matches:
+            raise BadInput(f"--input {item}: no such file or folder, and no file matches it")
+        for path in matches:
+            if os.path.isdir(path):
+                yield from _walk(path, problems, split)
+            else:
+                yield path
+
+
+def _expand_url(item: str, problems: Problems, split: str) -> Iterator[str]:
+    if remote.MAGIC.search(item):
+        matches = remote.matching(item)
+        if "**" in item:
+            matches = {url: folder for url, folder in matches.items() if not folder}
+        if not matches:
+            raise BadInput(f"--input {item}: no file matches it")
+    else:
+        try:
+            matches = {item: remote.status(item).folder}
+        except FileNotFoundError:
+            raise BadInput(f"--input {item}: no such file or folder") from None
+    for url, folder in matches.items():
+        if folder:
+            yield from _walk(url, problems, split)
+        else:
+            yield url
+
+
+def _match(pattern: str) -> list[str]:
+    """Sorted names that a glob matches. `**` does not follow links: two loops of them would never end."""
+    head, sep, tail = pattern.partition("**")
+    if not sep:
+        return sorted(glob.glob(pattern))
+    base = os.path.dirname(head)
+    rest = head[len(base) :].lstrip("/") + sep + tail
+    matches = []
+    for root in sorted(glob.glob(base)) if MAGIC.search(base) else [base or "."]:
+        for path in Path(root).glob(rest):
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if not hidden and not path.is_dir():
+                matches.append(os.path.join(base and root, path.relative_to(root)))
+    return sorted(matches)
+
+
+def _walk(top: str, problems: Problems, split: str) -> list[str]:
+    """Files below a folder, sorted by path."""
+    paths: list[str] = []
+    seen: set[tuple[int, int] | str] = set()
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            identity = _identity(folder)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            kinds = {name: kind for name, kind in _kinds(folder).items() if not name.startswith(".")}
+            names = sorted(kinds)
+            folders = [os.path.join(folder, name) for name in names if kinds[name]]
+        except OSError as error:
+            problems.unreadable(folder, error, "folder")
+            continue
+        files = [os.path.join(folder, name) for name in names if not kinds[name]]
+        if SPLITS in names:
+            paths += [
+                path
+                for part in _chosen(folder, _listed(folder, SPLITS, problems), split, problems)
+                for path in _listed(part, STATE, problems)
+            ]
+            continue
+        if STATE in names and "dataset_info.json" in names:
+            paths += _listed(folder, STATE, problems)
+            continue
+        if any(path.endswith(".arrow") for path in files):
+            files = [path for path in files if os.path.basename(path) not in BESIDE_TABLES]
+        paths += _of_split(folder, files, split, problems)
+        waiting += reversed(folders)
+    return sorted(paths)
+
+
+def _identity(folder: str) -> tuple[int, int] | str:
+    """A key of a folder that does not depend on the links by which it is reached."""
+    if is_url(folder):
+        return folder
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _kinds(folder: str) -> dict[str, bool]:
+    """Names in a folder, and whether each is a folder itself."""
+    if is_url(folder):
+        return remote.names(folder)
+    with os.scandir(folder) as entries:  # which tells folders from files without a second system call
+        return {entry.name: _is_folder(entry) for entry in entries}
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, reported when it is opened
+        return False
+
+
+def _chosen(folder: str, parts: list[str], split: str, problems: Problems) -> list[str]:
+    """Those of the paths `parts`, named after their splits, that are to be read; the others are counted."""
+    names = [os.path.basename(part) for part in parts]
+    if split == EVERY_SPLIT or not parts:
+        return parts
+    if split not in names:
+        raise BadInput(f"{folder}: has no split {split!r} (it has {', '.join(names)}); name one, or all, with --split")
+    problems.counts[LEFT_OUT] += len(parts) - 1
+    return [part for part in parts if os.path.basename(part) == split]
+
+
+def _of_split(folder: str, files: list[str], split: str, problems: Problems) -> list[str]:
+    """The files of a folder without the tables of other splits, where tables of several lie side by side."""
+    matches = {path: TABLE_OF_SPLIT.fullmatch(os.path.basename(path)) for path in files}
+    splits = {path: match[1] for path, match in matches.items() if match}
+    names = sorted(set(splits.values()))
+    if len(names) < 2 or not SPLIT_NAMES.issuperset(names):
+        return files
+    kept = {os.path.basename(part) for part in _chosen(folder, names, split, problems)}
+    return [path for path in files if path not in splits or splits[path] in kept]
+
+
+def _names(folder: str, file: str) -> list[str]:
+    """The paths that a saved dataset's state, or a dictionary's list of splits, names. Raises BadInput."""
+    path = os.path.join(folder, file)
+    with open_regular(path) as opened:
+        data = opened.read(MAX_JSON)
+    try:
+        names = arrow_tables.names_in(path, data)
+    except arrow_tables.BadTable as error:
+        raise BadInput(str(error)) from None
+    return [os.path.join(folder, name) for name in names]
+
+
+def _listed(folder: str, file: str, problems: Problems) -> list[str]:
+    try:
+        return _names(folder, file)
+    except OSError as error:
+        path = os.path.join(folder, file)
+        problems.unreadable(path, error)
+    except BadInput:
+        if problems.policy == "stop":
+            raise
+        problems.counts["damaged dataset folder"] += 1
+    return []

@@ -1,4 +1,4 @@
-"""Formats of text: detection by content, and (offset, document) pairs from chunks of bytes.
+"""Formats of text: detection by content, and splitting of chunks of bytes into (offset, document) pairs.
 
 wiki: WikiExtractor's `<doc …>` to `</doc>`; mediawiki: `<page>` to `</page>`; jsonl: one object a line; text: plain,
 where documents are a whole file, blocks between blank lines, or lines. Where a document begins and ends depends on
@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers.decompress import Edge
+from data_prep.readers.decompress import RangeEnd
 
-MAX_LINE = 16 << 20  # bytes; longer is no text that a sentence can be found in
-MAX_DOCUMENT = 16 << 20  # bytes of one element or of one blank-line block
-FILE_PART = 8 << 20  # bytes; a longer `file` document is cut after this, at a line end
-STEP = 1 << 20  # bytes looked at once, so that a line inside them is never too long
+# bytes; a longer line is no text with sentences
+MAX_LINE = 16 << 20
+# bytes of one element or of one blank-line block
+MAX_DOCUMENT = 16 << 20
+# bytes after which a `file` document is cut, at a line end
+FILE_PART = 8 << 20
+# bytes searched at once, so that a line inside them is never too long
+STEP = 1 << 20
+# bytes by which a format is detected
 HEAD = 1 << 16
 TEXT_SUFFIXES = ("", ".txt", ".text")
 BOM = b"\xef\xbb\xbf"
@@ -29,12 +34,14 @@ SENTENCE_END = re.compile("(?:[.!?]|…|。|！|？|｡|؟|۔|।|॥|։|።|။
 XML_HEAD = re.compile(rb"(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(mediawiki\b|!DOCTYPE)", re.DOTALL)
 ELEMENTS = {"wiki": (b"<doc ", b"</doc>"), "mediawiki": (b"<page>", b"</page>")}
 
-NULL = "null value"  # the rule by which a record without text is left out
+# the rule by which a record without text is left out
+NULL = "null value"
 
-Document = tuple[int, bytes]
+# (offset, bytes)
+Slice = tuple[int, bytes]
 
 
-class Text(Protocol):
+class SeekableText(Protocol):
     """Text that can be read from any byte on."""
 
     def read(self, begin: int, size: int) -> bytes: ...
@@ -43,7 +50,7 @@ class Text(Protocol):
 def detect(path: str, suffix: str, head: bytes) -> str:
     """Format name of a file of text from its first unpacked bytes (at most HEAD, UTF-8) and its suffix.
 
-    Raises BadInput naming the file when neither says what it is.
+    Raises BadInput naming the file when neither decides it.
     """
     start = head.removeprefix(BOM).lstrip()
     if head.count(0) > len(head) // 4:
@@ -73,16 +80,17 @@ def detect(path: str, suffix: str, head: bytes) -> str:
 
 def line_runs(
     chunks: Iterator[bytes], base: int, path: str, problems: Problems, start: int = 0, end: int | None = None
-) -> Iterator[Document]:
+) -> Iterator[Slice]:
     """Regroup chunks into runs that end at a line end; `base` is the offset of the first byte.
 
-    A line longer than MAX_LINE is left out: bad where it begins in [start, end), left to that range where it does not.
+    A line longer than MAX_LINE is left out: reported where it begins in [start, end), else left to its own range.
     """
-    parts: list[bytes] = []  # of a line whose end has not come yet
+    # of a line whose end was not read yet
+    parts: list[bytes] = []
     size, offset, dropping = 0, base, False
     step = min(STEP, MAX_LINE)
-    pieces = (chunk[i : i + step] for chunk in chunks for i in range(0, len(chunk), step))
-    for chunk in pieces:
+    slices = (chunk[i : i + step] for chunk in chunks for i in range(0, len(chunk), step))
+    for chunk in slices:
         line_end = chunk.find(b"\n")
         if not dropping and size + (line_end if line_end >= 0 else len(chunk)) > MAX_LINE:
             if offset >= start and (end is None or offset < end):
@@ -108,7 +116,7 @@ def line_runs(
         yield offset, b"".join(parts)
 
 
-def sync_point(text: Text, start: int, kind: str) -> int:
+def sync_point(text: SeekableText, start: int, kind: str) -> int:
     """Where a range of a file of lines has to start reading to see where its first document begins.
 
     For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
@@ -122,7 +130,7 @@ def sync_point(text: Text, start: int, kind: str) -> int:
     return _last(text, last, rb"\n", MAX_LINE + 1)
 
 
-def _last(text: Text, before: int, pattern: bytes, most: int) -> int:
+def _last(text: SeekableText, before: int, pattern: bytes, most: int) -> int:
     """Offset of the last byte before `before` that matches, else `most` bytes before it (0 at least)."""
     least = max(before - most, 0)
     while before > least:
@@ -134,7 +142,7 @@ def _last(text: Text, before: int, pattern: bytes, most: int) -> int:
     return least
 
 
-def split_lines(runs: Iterator[Document], base: int, synced: bool) -> Iterator[Document]:
+def split_lines(runs: Iterator[Slice], base: int, synced: bool) -> Iterator[Slice]:
     """One document a line; without `synced` the first, partial line (at `base`) belongs to the range before."""
     for offset, run in runs:
         synced = synced or offset != base  # the partial line was left out as too long
@@ -146,9 +154,9 @@ def split_lines(runs: Iterator[Document], base: int, synced: bool) -> Iterator[D
 
 
 def split_elements(
-    chunks: Iterator[bytes], base: int, format_: str, path: str, problems: Problems, edge: Edge
-) -> Iterator[Document]:
-    """Elements without their end tag that begin at or after `base` (of the first byte) and before `edge.end`.
+    chunks: Iterator[bytes], base: int, format_: str, path: str, problems: Problems, range_end: RangeEnd
+) -> Iterator[Slice]:
+    """Elements without their end tag that begin at or after `base` (of the first byte) and before `range_end.end`.
 
     Text outside of elements is ignored. An element is unclosed when another begins or the file ends inside it.
     """
@@ -172,7 +180,7 @@ def split_elements(
             if match.group() == opening:
                 if begin is not None:
                     bad(begin, found)
-                if edge.end is not None and found >= edge.end:
+                if range_end.end is not None and found >= range_end.end:
                     return
                 begin = found
             elif begin is not None:
@@ -186,7 +194,7 @@ def split_elements(
         if begin is not None and base + at - begin > MAX_DOCUMENT:
             bad(begin, base + at)
             begin = None
-        if begin is None and edge.end is not None and base + at >= edge.end:
+        if begin is None and range_end.end is not None and base + at >= range_end.end:
             return
         cut = at if begin is None else begin - base
         buffer, base, at = buffer[cut:], base + cut, at - cut
@@ -206,9 +214,9 @@ def wiki_body(element: bytes, keep_title: bool) -> bytes:
 
 
 def split_blank(
-    runs: Iterator[Document], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
+    runs: Iterator[Slice], base: int, synced: bool, path: str, problems: Problems, start: int = 0,
     end: int | None = None,
-) -> Iterator[Document]:  # fmt: skip
+) -> Iterator[Slice]:  # fmt: skip
     """Blocks between blank lines; one that is too long is bad where it begins in [start, end).
 
     `base` is the offset of the first byte. Without `synced` the first, partial block belongs to the range before.
@@ -216,7 +224,7 @@ def split_blank(
     """
     buffer = b""
 
-    def block(offset: int, text: bytes) -> Iterator[Document]:
+    def block(offset: int, text: bytes) -> Iterator[Slice]:
         if len(text) > MAX_DOCUMENT:
             if offset >= start and (end is None or offset < end):
                 problems.bad(path, offset, "long document", f"a block longer than {MAX_DOCUMENT / 2**20:g} MiB")
@@ -250,7 +258,7 @@ def split_blank(
         yield from block(base, buffer)
 
 
-def split_file(runs: Iterator[Document], synced: bool) -> Iterator[Document]:
+def split_file(runs: Iterator[Slice], synced: bool) -> Iterator[Slice]:
     """The whole file as one document, or as parts: one ends at the first line end at or after each multiple of FILE_PART.
 
     Without `synced` what comes before the first such end belongs to the range before.

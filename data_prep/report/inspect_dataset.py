@@ -1,37 +1,43 @@
-"""Inspection of a dataset: its counts, a histogram of lengths and sample rows as text.
+"""Verification of datasets, and inspection: counts, a histogram of lengths and sample rows as text.
 
-Everything shown is counted from the rows, read from the manifest, or masked by the very function that the trainer calls.
-A row's bar has one character a token or, on a narrow screen, every few tokens: the sequence's number in its A part, `=`
-in its B part, `.` in padding.
+Verification reads shards in several processes; its report does not depend on how many. Inspection shows counts of rows, values of
+the manifest, and masks of the function that the trainer calls. A row's bar has one character a token or, on a narrow screen,
+every few tokens: the sequence's number in its A part, `=` in its B part, `.` in padding.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data_prep.common.errors import BadInput
-from data_prep.report.verify_dataset import datasets
 from megabert.data import shards
 from megabert.data.masking import Masked, Masking, Vocabulary, mask
 from megabert.data.tokenizer import Tokenizer
 
-HISTOGRAM_ROWS = 1 << 16  # rows counted at most, spread over the dataset
-NARROWEST, WIDEST = 60, 160  # columns
+# rows counted at most, spread over the dataset
+HISTOGRAM_ROWS = 1 << 16
+# columns
+NARROWEST, WIDEST = 60, 160
 LABELS = {0: "next", 1: "random next", -1: "no pair"}
-COLOURS = {"mask": "33", "random": "31", "kept": "32", "special": "2"}  # ANSI: yellow, red, green, dim
+# ANSI: yellow, red, green, dim
+COLOURS = {"mask": "33", "random": "31", "kept": "32", "special": "2"}
 
-
-Word = tuple[str, int]  # text that may hold colours, and the columns it takes
+# text that may hold colours, and the columns it takes
+Word = tuple[str, int]
 
 
 class _Screen:
-    """Where it is shown: columns, and whether colours are wanted (a terminal, and NO_COLOR is not set)."""
+    """Columns of the screen, and whether it takes colours (a terminal, and NO_COLOR is not set)."""
 
     def __init__(self) -> None:
         self.width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
@@ -51,6 +57,66 @@ class _Screen:
             lines[-1] += " " * gap + text
             used += columns + gap
         return lines
+
+
+def datasets(folder: str | os.PathLike[str]) -> list[Path]:
+    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`.
+
+    Versions added to a dataset come after it.
+    """
+    folder = Path(folder)
+    places = [place for place in sorted(folder.glob("added-*")) if any(place.rglob(shards.MANIFEST))]
+    added = [found for place in places for found in datasets(place)]
+    if _is_dataset(folder):
+        return [folder, *added]
+    own = sorted(place for place in folder.glob("*") if _is_dataset(place) and place not in added)
+    if own or added:
+        return own + added
+    return sorted(filter(_is_dataset, folder.glob("*"))) or [folder]
+
+
+def _is_dataset(folder: Path) -> bool:
+    """A shard without a manifest counts: a dataset that lost its manifest must be reported."""
+    return (folder / shards.MANIFEST).exists() or any(folder.glob("*.tar"))
+
+
+def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = False) -> Iterator[str]:
+    """Every problem of the datasets in `folder`, one line each, always in the same order (see `shards.plan`).
+
+    `workers` processes read one shard each at a time. `progress` draws a bar of bytes on stderr where that is a terminal.
+    """
+    parts = [part for dataset in datasets(folder) for part in shards.plan(dataset)]
+    checks = [part for part in parts if isinstance(part, shards.ShardCheck)]
+    workers = min(workers, len(checks))
+    bar = tqdm(
+        total=sum(check.shard.bytes for check in checks),
+        unit="B",
+        unit_scale=True,
+        desc="verify",
+        disable=None if progress else True,
+    )
+    pool = None
+    try:
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the parent hold
+            pool = ProcessPoolExecutor(workers, context, _leave_interrupts_to_the_parent)
+            results = pool.map(shards.ShardCheck.problems, checks)
+        else:
+            results = map(shards.ShardCheck.problems, checks)
+        for part in parts:
+            if isinstance(part, str):
+                yield part
+            else:
+                yield from next(results)
+                bar.update(part.shard.bytes)
+    finally:
+        bar.close()
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def inspect(folder: str | os.PathLike[str], rows: int = 3, seed: int = 0, masking: str = "token") -> str:
@@ -95,7 +161,7 @@ def _dataset(folder: Path, samples: int, seed: int, masking: Masking, screen: _S
         "fingerprint": m.fingerprint,
         "rows": f"{m.rows:,} of {m.seq_len} tokens, up to {m.max_sequences} sequences each, "
         f"{len(m.shards)} shards, {size:,.1f} MB",
-        "tokenizer": f"{m.tokenizer['file']} ({tokenizer.kind}), {m.vocab_size:,} pieces, "
+        "tokenizer": f"{m.tokenizer['file']} ({tokenizer.kind}), {m.vocab_size:,} tokens, "
         f"sha256 {tokenizer.sha256[:16]}…",
         "held out": f"{m.held_out['rows'] if m.held_out else 0:,} rows",
     }
@@ -166,7 +232,7 @@ def _plain(ids: np.ndarray, tokenizer: Tokenizer) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """A corpus may hold characters that would steer the terminal."""
+    """`text` without characters that would control the terminal."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -179,7 +245,7 @@ def _words(ids: np.ndarray, masked: Masked, tokenizer: Tokenizer, screen: _Scree
         text, how = _printable(tokenizer.tokens[shown].strip()), None
         if at in predicted:
             how = "mask" if shown == tokenizer.mask_id else "kept" if shown == was else "random"
-            text = text or "\u2581"  # a piece that is nothing but a space
+            text = text or "\u2581"  # a token of a space alone
             text = {"mask": text, "random": f"*{text}*", "kept": f"={text}="}[how]
         elif shown in special:
             how = "special"

@@ -1,4 +1,4 @@
-"""Figures of a build: what it read, kept and dropped, which add up or the build fails.
+"""Figures of a build: what it read, kept and dropped, which must add up or the build fails.
 
 Every figure is counted, none is a difference.
 """
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.common.errors import Problems
-from data_prep.executor.work_files import Done, total
-from data_prep.readers.documents import UNTOLD, UNTOLD_DOCUMENTS
-from data_prep.readers.tasks import Corpus, Task
+from data_prep.common.records import Corpus, ReadTask
+from data_prep.executor.work_files import ItemResult, total
+from data_prep.readers.documents import AMBIGUOUS, AMBIGUOUS_DOCUMENTS
 from megabert.data.tokenizer import Tokenizer
 
 MASKED = ("masked e-mail addresses", "masked IP addresses", "removed citation marks")
 UNITS = ("documents", "sentences", "tokens")
 
 
-def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str, Any]:
+def dataset_facts(manifest: dict[str, Any], drawn: ItemResult, held: ItemResult) -> dict[str, Any]:
     """Figures of one dataset and its held-out part."""
     held_out = manifest["held_out"]
     return manifest["statistics"] | {
@@ -38,28 +38,30 @@ def dataset_facts(manifest: dict[str, Any], drawn: Done, held: Done) -> dict[str
 
 
 def truncated_share(statistics: dict[str, Any]) -> float:
-    """Of the tokens that went into pairs, those of random second parts included, how many were cut off."""
+    """Share of the tokens of pairs, random second parts included, that was cut off."""
     whole = statistics["corpus_tokens"] + statistics["borrowed_tokens"]
     return statistics["truncated_tokens"] / whole if whole else 0.0
 
 
-def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[Task], results: list[Done]) -> dict[str, Done]:
+def by_corpus(corpora: Sequence[Corpus], tasks: Sequence[ReadTask], results: list[ItemResult]) -> dict[str, ItemResult]:
     """The sum of what reading the tasks of each corpus reported."""
     pairs = list(zip(tasks, results, strict=True))
-    return {corpus.name: total([done for task, done in pairs if task.corpus == i]) for i, corpus in enumerate(corpora)}
+    return {
+        corpus.name: total([result for task, result in pairs if task.corpus == i]) for i, corpus in enumerate(corpora)
+    }
 
 
 def facts(
     account: dict[str, Any],
     corpora: Sequence[Corpus],
     tokenizer: Tokenizer,
-    read: dict[str, Done],
-    everything: Done,
+    read: dict[str, ItemResult],
+    everything: ItemResult,
     problems: Problems,
     datasets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
-    whole = {unit: sum(done.counts[f"{unit} read"] for done in read.values()) for unit in UNITS}
+    whole = {unit: sum(result.counts[f"{unit} read"] for result in read.values()) for unit in UNITS}
     dropped = {
         "documents": sum(everything.dropped.values()),
         "sentences": everything.counts["dropped sentences"],
@@ -76,7 +78,7 @@ def facts(
         "options": account["options"],
         "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "files": {name: account["input files"][name] for name in ("count", "bytes")},
-        "read": whole | {"bytes": sum(done.counts["bytes read"] for done in read.values())},
+        "read": whole | {"bytes": sum(result.counts["bytes read"] for result in read.values())},
         "corpora": {
             corpus.name: {
                 "weight": corpus.weight,
@@ -94,7 +96,7 @@ def facts(
         "cleaned": {name: everything.counts[name] for name in ("nuls", "control characters", "markup tags")}
         | {name: everything.counts[name] for name in MASKED if everything.counts[name]},
         "problems": dict(sorted((problems.counts + everything.problems).items())),
-        "untold": {"files": everything.counts[UNTOLD], "documents": everything.counts[UNTOLD_DOCUMENTS]},
+        "ambiguous": {"files": everything.counts[AMBIGUOUS], "documents": everything.counts[AMBIGUOUS_DOCUMENTS]},
         "examples": {name: texts for name, texts in sorted(everything.examples.items()) if texts},
         "histograms": {
             name: dict(sorted(everything.histograms[name].items()))
@@ -105,7 +107,7 @@ def facts(
     }
 
 
-def _lines(everything: Done) -> dict[str, int]:
+def _lines(everything: ItemResult) -> dict[str, int]:
     """Lines that rules of lines dropped, by rule."""
     mark = "lines: "
     return {
@@ -115,7 +117,7 @@ def _lines(everything: Done) -> dict[str, int]:
 
 def _speed(s: dict[str, Any]) -> str:
     if s["resumed"]:
-        return f"went on from an earlier run, {s['seconds']:.1f} s more ({s['workers']} workers)"
+        return f"resumed, {s['seconds']:.1f} s more ({s['workers']} workers)"
     return (
         f"{s['mb_per_second']:.2f} MB/s of text, {s['mb_per_second_per_worker']:.2f} MB/s a worker "
         f"({s['workers']} workers, {s['seconds']:.1f} s; tokenizer {s['tokenizer_seconds']:.1f} s)"
@@ -133,16 +135,16 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
                  f"{read['bytes'] / mb:,.1f} MB of text in {s['files']['count']:,} files"),
         ("dropped", f"{dropped['documents']:,} documents ({reasons})"),
         ("problems", f"{problems}; NUL bytes removed: {s['cleaned']['nuls']:,}"),
-        ("vocabulary", f"{s['tokenizer']['vocab_size']:,} pieces ({s['tokenizer']['kind']})"),
+        ("vocabulary", f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})"),
     ]  # fmt: skip
     if dropped["repeated_paragraphs"]:
         lines.insert(2, ("", f"{dropped['repeated_paragraphs']:,} repeated paragraphs"))
-    if (untold := s["untold"])["files"]:
-        said = (
-            f"{untold['files']:,} text files do not tell what a document is: each was taken as one, cut every 8 MiB, "
-            f"{untold['documents']:,} in all; --text-documents blank-line or line if that is wrong"
+    if (ambiguous := s["ambiguous"])["files"]:
+        text = (
+            f"{ambiguous['files']:,} text files do not show what a document is: each was taken as one, cut every 8 MiB, "
+            f"{ambiguous['documents']:,} in all; --text-documents blank-line or line if that is wrong"
         )
-        lines.insert(1, ("documents", said))
+        lines.insert(1, ("documents", text))
     if dropped.get("lines"):
         lines.insert(2, ("", ", ".join(f"{count:,} lines ({name})" for name, count in dropped["lines"].items())))
     for length, d in s["datasets"].items():

@@ -1,9 +1,9 @@
 """Duplicates among documents and paragraphs, found by key ranges.
 
-Records of all documents are sorted once a task and met range by range on disk. Memory is one range's, and the first in
-input order is the one that stays. A range's result is the numbers to drop; a task then turns the numbers that are its own
-into a mask over its sentences, which is all that later stages read. Of a large corpus the tasks' records are merged before
-ranges meet them, and the numbers to drop gathered for groups of tasks: nobody opens a file for each task and each range.
+Records (key, number) of all documents are sorted once a task, then compared range by range of the keys. Memory is that of one
+range, and the first document in input order is kept. A range's result is the numbers to drop; a task then turns its own into a
+mask over its sentences, which is all that later stages read. Of a large corpus the tasks' records are merged before ranges
+read them, and the numbers to drop gathered for groups of tasks, so that files are not opened for each task and each range.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
-from data_prep.stages import read
-from data_prep.text import minhash
+from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
+from data_prep.stages import minhash, read
 
 RANGE_RECORDS = 1 << 21
-PAIRS_AT_ONCE = 1 << 14  # whose signatures are in memory: 32 MiB
+# pairs whose signatures are in memory: 32 MiB
+PAIRS_AT_ONCE = 1 << 14
 EXAMPLE_TOKENS = 60
 REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
 LOST = "repeated paragraphs alone"
@@ -28,58 +29,58 @@ _mapped_signatures: dict[tuple[str, int], np.ndarray] = {}
 
 
 @dataclass(frozen=True)
-class Runs:
+class SortedRuns:
     """Records ordered by key, a run a task or merged from several: SOURCE-0.KIND-keys to SOURCE-(count - 1).KIND-keys."""
 
     kind: str
     source: str
     count: int
 
-    def open(self, job: Job, first: int = 0, runs: int | None = None) -> list[np.ndarray]:
+    def open(self, job: BuildJob, first: int = 0, runs: int | None = None) -> list[np.ndarray]:
         last = self.count if runs is None else first + runs
         names = (f"{self.source}-{run:07d}.{self.kind}-keys" for run in range(first, last))
         return [work_files.mapped(job, name, KEYED) for name in names]
 
 
 @dataclass(frozen=True)
-class Merge:
+class RunMerge:
     """Runs that are merged into run `index` of `into`."""
 
-    source: Runs
-    into: Runs
+    source: SortedRuns
+    into: SortedRuns
     index: int
-    runs: work_files.Merge
+    runs: work_files.MergeGroup
 
 
 @dataclass(frozen=True)
 class KeyRange:
     """Part `index` of `count` of the records of runs."""
 
-    runs: Runs
+    runs: SortedRuns
     index: int
     count: int
 
 
 @dataclass(frozen=True)
-class Drops:
-    """What is dropped of a task as a duplicate of a kind: in the files STEM-FIRST.drop to STEM-(FIRST + COUNT - 1).drop."""
+class DropList:
+    """Duplicates of a kind to drop, in the files STEM-FIRST.drop to STEM-(FIRST + COUNT - 1).drop."""
 
     kind: str
     stem: str
     first: int
     count: int
 
-    def open(self, job: Job) -> list[np.ndarray]:
+    def open(self, job: BuildJob) -> list[np.ndarray]:
         names = (f"{self.stem}-{index:06d}.drop" for index in range(self.first, self.first + self.count))
         return [work_files.mapped(job, name, PARTNERS) for name in names]
 
 
 @dataclass(frozen=True)
-class Gather:
-    """The drops of tasks [first, first + tasks) of all ranges, to be put in one file."""
+class DropGather:
+    """The drops of tasks [first, first + tasks) of all ranges, to be written to one file."""
 
-    source: Drops
-    into: Drops
+    source: DropList
+    into: DropList
     first: int
     tasks: int
 
@@ -89,78 +90,119 @@ class TaskMask:
     """Task `task` and where its duplicates are listed."""
 
     task: int
-    drops: tuple[Drops, ...]
+    drops: tuple[DropList, ...]
 
 
-def ranges(runs: Runs, records: int) -> list[KeyRange]:
+def run(stages: Stages, job: BuildJob, documents: Stage) -> tuple[list[Stage], str]:
+    """The stages that compare documents and paragraphs, and the mask that they write: "" where nothing is compared."""
+    chosen, tasks = job.options.dedup, len(documents.results)
+    if not chosen:
+        return [], ""
+    count = sum(result.facts["documents"] for result in documents.results)
+    compared: list[Stage] = []
+    drops = []
+    for kind, records in (("documents", count), ("near", count * minhash.BANDS)):
+        if kind in chosen:
+            drops.append(find_duplicates(stages, job, SortedRuns(kind, "read", tasks), records, compared))
+    kept = stages.map("keep", mask_documents, job, task_masks(tasks, drops))
+    compared.append(kept)
+    if "paragraphs" not in chosen:
+        return compared, "keep"
+    paragraphs = sum(result.facts["paragraphs"] for result in kept.results)
+    repeated = find_duplicates(stages, job, SortedRuns("paragraphs", "keep", tasks), paragraphs, compared)
+    compared.append(stages.map("trim", mask_paragraphs, job, task_masks(tasks, [repeated])))
+    return compared, "trim"
+
+
+def find_duplicates(
+    stages: Stages, job: BuildJob, runs: SortedRuns, records: int, compared: list[Stage]
+) -> DropList | list[DropGather]:
+    """Where the duplicates of a kind are listed; the stage that listed them is added to `compared`."""
+    kind, tasks = runs.kind, runs.count
+    merged = None
+    if groups := merges(runs, records):
+        merged = stages.map(f"merge {kind}", merge, job, groups)
+        runs = groups[0].into
+    matched = stages.map(f"same {kind}", find, job, ranges(runs, records))
+    if merged:
+        stages.journal.consume(merged, matched)
+    if gathers := plan_gathers(kind, len(matched.results), tasks):
+        gathered = stages.map(f"gather {kind}", gather, job, gathers)
+        stages.journal.consume(matched, gathered)
+        compared.append(gathered)
+        return gathers
+    compared.append(matched)
+    return DropList(kind, kind, 0, len(matched.results))
+
+
+def ranges(runs: SortedRuns, records: int) -> list[KeyRange]:
     count = max(1, -(-records // RANGE_RECORDS))
     return [KeyRange(runs, i, count) for i in range(count)]
 
 
-def merges(runs: Runs, records: int) -> list[Merge]:
-    """Groups of neighbouring runs to merge before ranges meet them; none of a corpus that is not large."""
+def merges(runs: SortedRuns, records: int) -> list[RunMerge]:
+    """Groups of neighbouring runs to merge before ranges read them; none of a small corpus."""
     planned = work_files.plan_merges(runs.count, len(ranges(runs, records)), records, RANGE_RECORDS)
-    into = Runs(runs.kind, f"merged-{runs.source}", len(planned))
-    return [Merge(runs, into, i, group) for i, group in enumerate(planned)]
+    into = SortedRuns(runs.kind, f"merged-{runs.source}", len(planned))
+    return [RunMerge(runs, into, i, group) for i, group in enumerate(planned)]
 
 
-def merge(job: Job, item: Merge) -> Done:
+def merge(job: BuildJob, item: RunMerge) -> ItemResult:
     """Write one merged run."""
-    done = Done()
+    result = ItemResult()
     runs = item.source.open(job, item.runs.first, item.runs.runs)
-    with Writer(job, f"{item.into.source}-{item.index:07d}.{item.into.kind}-keys", done) as file:
+    with Writer(job, f"{item.into.source}-{item.index:07d}.{item.into.kind}-keys", result) as file:
         for index in range(item.runs.ranges):
             parts = [work_files.key_range(run, index, item.runs.ranges) for run in runs]
             file.write(work_files.by_key(np.concatenate(parts)))
-    return done
+    return result
 
 
-def gathers(kind: str, found: int, tasks: int) -> list[Gather]:
-    """Groups of neighbouring tasks whose drops are gathered from `found` ranges; none of a corpus that is not large."""
-    planned = work_files.plan_merges(tasks, found, 0, 1)
+def plan_gathers(kind: str, ranges: int, tasks: int) -> list[DropGather]:
+    """Groups of neighbouring tasks whose drops are gathered from so many ranges; none of a small corpus."""
+    planned = work_files.plan_merges(tasks, ranges, 0, 1)
     return [
-        Gather(Drops(kind, kind, 0, found), Drops(kind, f"{kind}-tasks", i, 1), group.first, group.runs)
+        DropGather(DropList(kind, kind, 0, ranges), DropList(kind, f"{kind}-tasks", i, 1), group.first, group.runs)
         for i, group in enumerate(planned)
     ]
 
 
-def gather(job: Job, item: Gather) -> Done:
+def gather(job: BuildJob, item: DropGather) -> ItemResult:
     """Write the drops of a group of tasks, ordered by number."""
-    done = Done()
-    parts = [_of_tasks(found, item.first, item.tasks) for found in item.source.open(job)]
-    drops = np.concatenate(parts)
+    result = ItemResult()
+    drops = np.concatenate([_of_tasks(part, item.first, item.tasks) for part in item.source.open(job)])
     order = np.argsort(drops["number"], kind="stable")
-    work_files.write(job, f"{item.into.stem}-{item.into.first:06d}.drop", drops[order], done)
-    return done
+    work_files.write(job, f"{item.into.stem}-{item.into.first:06d}.drop", drops[order], result)
+    return result
 
 
-def task_masks(tasks: int, drops: list[Drops | list[Gather]]) -> list[TaskMask]:
-    """A mask for each task, from what all ranges or the gathered files of each kind drop."""
+def task_masks(tasks: int, drops: list[DropList | list[DropGather]]) -> list[TaskMask]:
+    """A mask for each task, from the drops of each kind of all ranges or of the gathered files."""
     of_kinds = []
-    for found in drops:
-        if isinstance(found, Drops):
-            of_kinds.append([found] * tasks)
+    for listed in drops:
+        if isinstance(listed, DropList):
+            of_kinds.append([listed] * tasks)
         else:
-            of_kinds.append([group.into for group in found for _ in range(group.tasks)])
+            of_kinds.append([group.into for group in listed for _ in range(group.tasks)])
     return [TaskMask(task, tuple(of_kind[task] for of_kind in of_kinds)) for task in range(tasks)]
 
 
-def find(job: Job, part: KeyRange) -> Done:
+def find(job: BuildJob, part: KeyRange) -> ItemResult:
     """Write KIND-INDEX.drop: PARTNERS ordered by number, each number once."""
-    done = Done()
+    result = ItemResult()
     kind = part.runs.kind
     records = np.concatenate([work_files.key_range(run, part.index, part.count) for run in part.runs.open(job)])
     if kind == "near":
         dropped, kept = _near(job, records)
     else:
         dropped, kept = minhash.exact_duplicates(records["key"], records["number"])
-    found = np.empty(len(dropped), PARTNERS)
-    found["number"], found["kept"] = dropped, kept
-    work_files.write(job, f"{kind}-{part.index:06d}.drop", found, done)
-    return done
+    partners = np.empty(len(dropped), PARTNERS)
+    partners["number"], partners["kept"] = dropped, kept
+    work_files.write(job, f"{kind}-{part.index:06d}.drop", partners, result)
+    return result
 
 
-def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _near(job: BuildJob, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(dropped, kept) numbers of the candidates among `records` whose signatures agree; a few pairs at a time."""
     # The order of pairs is that of their numbers, so that the signatures of a few pairs lie close together.
     pairs = np.unique(minhash.near_candidates(records["key"], records["number"]), axis=0)
@@ -170,22 +212,22 @@ def _near(job: Job, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         numbers, place = np.unique(few, return_inverse=True)
         signatures = _signatures(job, numbers)[place.reshape(few.shape)]
         parts.append(few[minhash.verified(signatures[:, 0], signatures[:, 1])])
-    found = np.concatenate(parts)
-    dropped, first_place = np.unique(found[:, 1], return_index=True)
-    return dropped, found[first_place, 0]
+    similar = np.concatenate(parts)
+    dropped, first_place = np.unique(similar[:, 1], return_index=True)
+    return dropped, similar[first_place, 0]
 
 
-def _signatures(job: Job, numbers: np.ndarray) -> np.ndarray:
+def _signatures(job: BuildJob, numbers: np.ndarray) -> np.ndarray:
     """uint32 [n, PERMUTATIONS] of documents by number, ascending."""
     tasks, rows = work_files.task_and_place(numbers)
-    found = np.empty((len(numbers), minhash.PERMUTATIONS), np.uint32)
+    signatures = np.empty((len(numbers), minhash.PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
-        here = tasks == task
-        found[here] = work_files.copy_of(_signatures_of(job, task), rows[here])
-    return found
+        of_task = tasks == task
+        signatures[of_task] = work_files.copy_of(_signatures_of(job, task), rows[of_task])
+    return signatures
 
 
-def _signatures_of(job: Job, task: int) -> np.ndarray:
+def _signatures_of(job: BuildJob, task: int) -> np.ndarray:
     """uint32 [documents of the task, PERMUTATIONS]; a process opens a file once, until it makes masks."""
     key = (job.work, task)
     if key not in _mapped_signatures:
@@ -201,63 +243,65 @@ def _of_tasks(drops: np.ndarray, first: int, tasks: int) -> np.ndarray:
     return work_files.copy_of(drops, slice(low, high))
 
 
-def dropped(job: Job, task: int, drops: Drops) -> tuple[np.ndarray, np.ndarray]:
+def _dropped(job: BuildJob, task: int, drops: DropList) -> tuple[np.ndarray, np.ndarray]:
     """(place in the task, number that was kept) of what is dropped of a task, each place once."""
-    found = np.concatenate([_of_tasks(part, task, 1) for part in drops.open(job)])
-    places, first = np.unique(work_files.task_and_place(found["number"])[1], return_index=True)
-    return places, found["kept"][first]
+    partners = np.concatenate([_of_tasks(part, task, 1) for part in drops.open(job)])
+    places, first = np.unique(work_files.task_and_place(partners["number"])[1], return_index=True)
+    return places, partners["kept"][first]
 
 
-def mask_documents(job: Job, item: TaskMask) -> Done:
+def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
     """Write keep-TASK.mask, bool [s], false in duplicate documents; and the keys of the paragraphs that are left."""
     _mapped_signatures.clear()
-    done = Done()
-    table = work_files.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
+    result = ItemResult()
+    stem = f"read-{item.task:07d}"
+    table = work_files.read(job, f"{stem}.documents", DOCUMENT)
     tokenizer = read.encoder_of(job)[0]
     keep = np.ones(len(table), bool)
     starts = np.cumsum(table["tokens"], dtype=np.int64) - table["tokens"]
     for drops in item.drops:
-        places, kept = dropped(job, item.task, drops)
+        places, kept = _dropped(job, item.task, drops)
         new = keep[places]
         places, kept = places[new], kept[new]
         keep[places] = False
         examples = []
         for place, number in zip(places[: work_files.EXAMPLES].tolist(), kept.tolist(), strict=False):
             count = min(EXAMPLE_TOKENS, int(table["tokens"][place]))
-            stem = f"read-{item.task:07d}"
-            tokens = work_files.read(job, f"{stem}.tokens", work_files.id_dtype(tokenizer), int(starts[place]), count)
+            dtype = work_files.id_dtype(tokenizer)
+            tokens = work_files.read(job, f"{stem}.tokens", dtype, int(starts[place]), count)
             task, other = divmod(number, 1 << TASK_SHIFT)
             examples.append(f"[as document {other} of part {task}] {tokenizer.decode(tokens)}")
         sizes = table[places]
-        done.drop(REASONS[drops.kind], len(places), int(sizes["sentences"].sum()), int(sizes["tokens"].sum()), examples)
-    work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), done)
+        sentences, dropped_tokens = int(sizes["sentences"].sum()), int(sizes["tokens"].sum())
+        result.drop(REASONS[drops.kind], len(places), sentences, dropped_tokens, examples)
+    work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), result)
     if "paragraphs" in job.options.dedup:
-        paragraphs = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)
+        paragraphs = work_files.read(job, f"{stem}.paragraphs", PARAGRAPH)
         numbers = (item.task << TASK_SHIFT) + np.arange(len(paragraphs), dtype=np.uint64)
         left = np.repeat(keep, table["paragraphs"])
         records = work_files.keyed(paragraphs["hash"][left], numbers[left])
-        work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", work_files.by_key(records), done)
-        done.facts["paragraphs"] = int(left.sum())
-    return done
+        work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", work_files.by_key(records), result)
+        result.facts["paragraphs"] = int(left.sum())
+    return result
 
 
-def mask_paragraphs(job: Job, item: TaskMask) -> Done:
+def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     """Write trim-TASK.mask, bool [s], false in duplicate documents and in repeated paragraphs."""
-    done = Done()
+    result = ItemResult()
     table = work_files.read(job, f"read-{item.task:07d}.documents", DOCUMENT)
     paragraphs = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)
     before = work_files.read(job, f"keep-{item.task:07d}.mask", "bool")
     (drops,) = item.drops
     repeated = np.zeros(len(paragraphs), bool)
-    repeated[dropped(job, item.task, drops)[0]] = True
+    repeated[_dropped(job, item.task, drops)[0]] = True
     after = before & ~np.repeat(repeated, paragraphs["sentences"])
-    work_files.write(job, f"trim-{item.task:07d}.mask", after, done)
+    work_files.write(job, f"trim-{item.task:07d}.mask", after, result)
     lengths = work_files.read(job, f"read-{item.task:07d}.sentences", "uint32")
-    done.counts["repeated paragraphs"] += int(repeated.sum())
+    result.counts["repeated paragraphs"] += int(repeated.sum())
     document = np.repeat(np.arange(len(table)), table["sentences"])
     had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
-    gone = before & ~after
-    done.drop(LOST, int((had & ~has).sum()), 0, 0, [])
-    done.counts["dropped sentences"] += int(gone.sum())
-    done.counts["dropped tokens"] += int(lengths[gone].sum())
-    return done
+    dropped = before & ~after
+    result.drop(LOST, int((had & ~has).sum()), 0, 0, [])
+    result.counts["dropped sentences"] += int(dropped.sum())
+    result.counts["dropped tokens"] += int(lengths[dropped].sum())
+    return result

@@ -1,7 +1,7 @@
-"""Reading: the documents of a task, cleaned, judged and encoded once, whatever is made of them later.
+"""Reading: the documents of a task, cleaned, judged and encoded once for all row lengths.
 
-Nothing here depends on row lengths. A document that is dropped is counted under its reason together with its sentences
-and tokens, so that what was read is what was kept and what was dropped.
+A document that is dropped is counted under its reason together with its sentences and tokens, so that what was read is the sum
+of what was kept and what was dropped.
 """
 
 from __future__ import annotations
@@ -12,52 +12,56 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.common import hashing
+from data_prep.common.arrays import choose_share, hash_bytes, segment_hashes
 from data_prep.common.errors import Problems
+from data_prep.common.records import ReadTask
 from data_prep.executor import work_files
-from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, Done, Job, Writer
-from data_prep.filters import quality, rules
-from data_prep.readers.tasks import Task, read_piece
-from data_prep.text import clean, masking, minhash
+from data_prep.executor.work_files import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, BuildJob, ItemResult, Writer
+from data_prep.filters import rules
+from data_prep.readers.documents import read_documents
+from data_prep.stages import minhash
+from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch, Encoded, WordEncoder
-from data_prep.tokens.shared_words import SharedWords
+from data_prep.tokens.word_cache import SharedWords
 from megabert.data.tokenizer import Tokenizer
 
-UNIT_BYTES = 8 << 20  # of text: documents that random sentences are taken from one another
-CHARACTERS_AT_ONCE = 3 << 19  # encoded together: about 260,000 words
+# of text: documents among which random sentences are drawn
+UNIT_BYTES = 8 << 20
+# characters encoded together: about 260,000 words
+CHARACTERS_AT_ONCE = 3 << 19
+# verdicts below 0, beside those of the quality rules
+OTHER_REASONS = {-1: "empty", -2: "left out by weight", -4: "language", -5: "model quality"}
 
 _encoders: dict[tuple[str, str, str, bool], tuple[Tokenizer, WordEncoder, SharedWords]] = {}
 
 
-def encoder_of(job: Job) -> tuple[Tokenizer, WordEncoder, SharedWords]:
-    """The tokenizer, its word cache and those of other workers, kept for the life of the process; every build in a folder
-    has the same path of it."""
+def encoder_of(job: BuildJob) -> tuple[Tokenizer, WordEncoder, SharedWords]:
+    """The tokenizer, its word cache and the words shared with other workers, cached for the life of the process."""
     form = job.options.normalization
-    folded = job.folds()
-    key = (job.tokenizer, job.tokenizer_sha256, form, folded)
+    key = (job.tokenizer, job.tokenizer_sha256, form, job.needs_folded())
     if key not in _encoders:
         _encoders.clear()
         tokenizer = Tokenizer.load(job.tokenizer)
-        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, folded)
-        of_options = hashing.of_bytes(repr(key[1:]).encode())
+        encoder = WordEncoder(tokenizer, work_files.id_dtype(tokenizer), form, job.needs_folded())
+        of_options = hash_bytes(repr(key[1:]).encode())
         _encoders[key] = (tokenizer, encoder, SharedWords(job.work, f"{of_options:016x}"))
     return _encoders[key]
 
 
-class Text(NamedTuple):
-    """A cleaned document; `size` is that of its text as it was read, in UTF-8 bytes."""
+class CleanDocument(NamedTuple):
+    """Paragraphs of a cleaned document, and the UTF-8 bytes of its text as it was read."""
 
     paragraphs: list[str]
     size: int
 
 
-def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text]:
+def clean_documents(task: ReadTask, job: BuildJob, result: ItemResult, problems: Problems) -> Iterator[CleanDocument]:
     """The documents of a task."""
     clock = time.perf_counter
     before = clock()
-    for piece in task.pieces:
-        for document in read_piece(piece, job.options_of(task.corpus).read, problems, job.work):
-            done.seconds["read"] += clock() - before
+    for part in task.ranges:
+        for document in read_documents(part, job.options_of(task.corpus).read, problems, job.work):
+            result.seconds["read"] += clock() - before
             before = clock()
             if isinstance(document.text, str):
                 raw = document.text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair
@@ -69,76 +73,77 @@ def texts(task: Task, job: Job, done: Done, problems: Problems) -> Iterator[Text
                 problems.bad(document.path, document.offset + error.start, "invalid UTF-8")
                 before = clock()
                 continue
-            done.counts["nuls"] += nuls
-            done.counts["control characters"] += controls
+            result.counts["nuls"] += nuls
+            result.counts["control characters"] += controls
             if job.options.mask:
-                text = masking.mask(text, job.options.mask, done.counts)
-            paragraphs = clean.paragraphs(text, document.markup, done.counts, job.options.keep_whitespace, glued)
-            found = Text(paragraphs, len(raw))
-            done.seconds["clean"] += clock() - before
-            yield found
+                text = clean.mask_addresses(text, job.options.mask, result.counts)
+            keep_whitespace = job.options.keep_whitespace
+            paragraphs = clean.paragraphs(text, document.markup, result.counts, keep_whitespace, glued)
+            result.seconds["clean"] += clock() - before
+            yield CleanDocument(paragraphs, len(raw))
             before = clock()
-    done.seconds["read"] += clock() - before
+    result.seconds["read"] += clock() - before
 
 
-def read_task(job: Job, task: Task) -> Done:
-    """Read, judge and encode one task. Leaves read-TASK.{documents,sentences,tokens} and what deduplication needs."""
+def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
+    """Read, judge and encode one task. Writes read-TASK.{documents,sentences,tokens} and what deduplication needs."""
     try:
         return _read_task(job, task)
     except BaseException:
-        _encoders.clear()  # half a task is in it, and this process may go on with another build
+        _encoders.clear()  # the encoder holds half a task, and this process may continue with another build
         raise
 
 
-def _read_task(job: Job, task: Task) -> Done:
-    done, problems = Done(size=task.size), Problems(job.on_error)
+def _read_task(job: BuildJob, task: ReadTask) -> ItemResult:
+    result, problems = ItemResult(size=task.size), Problems(job.on_error)
     _, encoder, shared = encoder_of(job)
-    before = time.perf_counter()
-    for words in shared.take():
-        encoder.take_over(words)
-    done.seconds["encode"] += time.perf_counter() - before
-    with _TaskFiles(job, task, done) as out:
-        pending: list[Text] = []
-        clock = time.perf_counter
-        for text in texts(task, job, done, problems):
+    clock = time.perf_counter
+    before = clock()
+    for words in shared.read_new():
+        encoder.add_words(words)
+    result.seconds["encode"] += clock() - before
+    with _TaskFiles(job, task, result) as files:
+        pending: list[CleanDocument] = []
+        for document in clean_documents(task, job, result, problems):
             before = clock()
-            encoder.add(text.paragraphs)
-            done.seconds["encode"] += clock() - before
-            pending.append(text)
+            encoder.add(document.paragraphs)
+            result.seconds["encode"] += clock() - before
+            pending.append(document)
             if encoder.pending >= CHARACTERS_AT_ONCE:
-                out.add(_encode(encoder, done), pending)
+                files.add(_encode(encoder, result), pending)
                 pending = []
         if pending:
-            out.add(_encode(encoder, done), pending)
-    before = time.perf_counter()
-    if learnt := encoder.learnt():
-        shared.give(task.index, learnt)
-    done.seconds["encode"] += time.perf_counter() - before
-    done.problems = problems.counts
-    done.counts += problems.noted
+            files.add(_encode(encoder, result), pending)
+    before = clock()
+    if learned := encoder.take_learned():
+        shared.write(task.index, learned)
+    result.seconds["encode"] += clock() - before
+    result.problems = problems.counts
+    result.counts += problems.noted
     for reason, documents in problems.dropped.items():
-        done.dropped[reason] += documents
-        done.counts["documents read"] += documents
-    return done
+        result.dropped[reason] += documents
+        result.counts["documents read"] += documents
+    return result
 
 
-def _encode(encoder: WordEncoder, done: Done) -> DocumentBatch:
+def _encode(encoder: WordEncoder, result: ItemResult) -> DocumentBatch:
     before = time.perf_counter()
     batch = encoder.finish()
-    done.seconds["encode"] += time.perf_counter() - before
+    result.seconds["encode"] += time.perf_counter() - before
     return batch
 
 
 class _TaskFiles:
-    """The files of a task as its documents arrive."""
+    """Writes the files of a task as its documents arrive."""
 
-    def __init__(self, job: Job, task: Task, done: Done) -> None:
-        self._job, self._task, self._done = job, task, done
+    def __init__(self, job: BuildJob, task: ReadTask, result: ItemResult) -> None:
+        self._job, self._task, self._result = job, task, result
         self._weight = job.weights[task.corpus]
         own = job.options_of(task.corpus)
-        self._rules, self._language = own.rules, own.language
+        self._limits, self._language = own.rules, own.language
         self._stem = f"read-{task.index:07d}"
-        self._units: list[int] = []  # documents in each
+        # documents of each unit, and those and the bytes of the open one
+        self._units: list[int] = []
         self._unit_bytes, self._unit_documents = 0, 0
         self._documents = 0
         none = [np.zeros(0, KEYED)]
@@ -150,39 +155,38 @@ class _TaskFiles:
             names.append("signatures")
         if "paragraphs" in self._job.options.dedup:
             names.append("paragraphs")
-        self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._done) for name in names}
+        self._files = {name: Writer(self._job, f"{self._stem}.{name}", self._result) for name in names}
         return self
 
-    def add(self, batch: DocumentBatch, texts: list[Text]) -> None:
-        """Judge and keep documents, whose words `batch` holds."""
-        done, job = self._done, self._job
+    def add(self, batch: DocumentBatch, documents: list[CleanDocument]) -> None:
+        """Judge documents, whose words `batch` holds, and write those that are kept."""
+        result, job = self._result, self._job
         before = time.perf_counter()
-        table = np.zeros(len(texts), DOCUMENT)
-        table["hash"] = quality.document_hashes(batch.words, job.options.seed)
-        table["bytes"] = [text.size for text in texts]
+        table = np.zeros(len(documents), DOCUMENT)
+        table["hash"] = batch.words.document_hashes(job.options.seed)
+        table["bytes"] = [document.size for document in documents]
         table["sentences"] = batch.encoded.document_sizes
         table["tokens"] = batch.encoded.document_tokens()
-        done.counts["documents read"] += len(table)
-        done.counts["bytes read"] += int(table["bytes"].sum())
-        done.counts["sentences read"] += int(table["sentences"].sum())
-        done.counts["tokens read"] += int(table["tokens"].sum())
+        result.counts["documents read"] += len(table)
+        for unit in ("bytes", "sentences", "tokens"):
+            result.counts[f"{unit} read"] += int(table[unit].sum())
         batch = self._drop_lines(batch, table)
-        keep = self._judge(batch, table, texts)
-        done.seconds["judge"] += time.perf_counter() - before
+        keep = self._judge(batch, table, documents)
+        result.seconds["judge"] += time.perf_counter() - before
         before = time.perf_counter()
-        held = keep & (table["hash"] < job.held_limit)
-        done.counts["held-out tokens"] += int(table["tokens"][held].sum())
+        held_out = keep & (table["hash"] < job.held_limit)
+        result.counts["held-out tokens"] += int(table["tokens"][held_out].sum())
         if keep.any():
             least = int(table["hash"][keep].min())
-            done.facts["least hash"] = min(done.facts.get("least hash", least), least)
+            result.facts["least hash"] = min(result.facts.get("least hash", least), least)
         self._hash(batch, table, keep)
         encoded = batch.encoded.select(keep)
         self._files["documents"].write(table[keep])
         self._files["sentences"].write(encoded.sentence_lengths.astype(np.uint32))
         self._files["tokens"].write(encoded.tokens)
-        done.histogram("tokens of a document", table["tokens"][keep])
-        done.histogram("tokens of a sentence", encoded.sentence_lengths)
-        done.seconds["work files"] += time.perf_counter() - before
+        result.histogram("tokens of a document", table["tokens"][keep])
+        result.histogram("tokens of a sentence", encoded.sentence_lengths)
+        result.seconds["work files"] += time.perf_counter() - before
         for size in table["bytes"][keep].tolist():
             self._unit_bytes += size
             self._unit_documents += 1
@@ -191,50 +195,44 @@ class _TaskFiles:
         self._documents += int(keep.sum())
 
     def _drop_lines(self, batch: DocumentBatch, table: np.ndarray) -> DocumentBatch:
-        """The documents without the lines that rules of lines drop; `table` is brought up to date."""
-        verdicts = quality.judge_lines(batch.words, self._rules)
+        """The documents without the lines that rules of lines drop; `table` is updated."""
+        verdicts = rules.judge_lines(batch.words, self._limits)
         if not verdicts.any():
             return batch
         reasons, counts = np.unique(verdicts[verdicts > 0], return_counts=True)
         for number, count in zip(reasons.tolist(), counts.tolist(), strict=True):
-            self._done.counts[f"lines: {rules.REASONS[number]}"] += count
+            self._result.counts[f"lines: {rules.REASONS[number]}"] += count
         left = batch.select_paragraphs(verdicts == 0)
         tokens = left.encoded.document_tokens()
-        gone = int((table["sentences"] - left.encoded.document_sizes).sum())
-        self._done.counts["dropped sentences"] += gone
-        self._done.counts["dropped tokens"] += int((table["tokens"] - tokens).sum())
+        dropped_sentences = int((table["sentences"] - left.encoded.document_sizes).sum())
+        self._result.counts["dropped sentences"] += dropped_sentences
+        self._result.counts["dropped tokens"] += int((table["tokens"] - tokens).sum())
         table["sentences"], table["tokens"] = left.encoded.document_sizes, tokens
-        table["hash"] = quality.document_hashes(left.words, self._job.options.seed)
+        table["hash"] = left.words.document_hashes(self._job.options.seed)
         return left
 
-    def _judge(self, batch: DocumentBatch, table: np.ndarray, texts: list[Text]) -> np.ndarray:
+    def _judge(self, batch: DocumentBatch, table: np.ndarray, documents: list[CleanDocument]) -> np.ndarray:
         """bool [d]: the documents to keep; the others are counted under their reasons."""
-        verdicts = quality.judge(batch.words, self._rules)
-        reasons = {number: rules.REASONS[number] for number in np.unique(verdicts[verdicts > 0]).tolist()}
+        verdicts = rules.judge(batch.words, self._limits)
         codes = verdicts.astype(np.int64)
         codes[table["tokens"] == 0] = -1
-        reasons[-1] = "empty"
         if self._weight < 1:
-            codes[(codes == 0) & ~hashing.chosen(table["hash"], self._weight)] = -2
-            reasons[-2] = "left out by weight"
-        quality_model, language = self._job.options.quality, self._language
-        for number, reason, classifier in ((-4, "language", language), (-5, "model quality", quality_model)):
-            if classifier:
-                reasons[number] = reason
-                for i in np.flatnonzero(codes == 0).tolist():
-                    if not classifier.keeps(" ".join(texts[i].paragraphs)):
-                        codes[i] = number
-        for number, reason in reasons.items():
-            here = np.flatnonzero(codes == number)
-            few = [texts[i].paragraphs for i in here[: work_files.EXAMPLES].tolist()]
+            codes[(codes == 0) & ~choose_share(table["hash"], self._weight)] = -2
+        for code, classifier in ((-4, self._language), (-5, self._job.options.quality)):
+            for i in np.flatnonzero(codes == 0).tolist() if classifier else ():
+                if classifier and not classifier.keeps(" ".join(documents[i].paragraphs)):
+                    codes[i] = code
+        for code in np.unique(codes[codes != 0]).tolist():
+            places = np.flatnonzero(codes == code)
+            few = [documents[i].paragraphs for i in places[: work_files.EXAMPLES].tolist()]
             examples = [" ".join(" ".join(paragraphs).split()) for paragraphs in few]
-            self._done.drop(
-                reason, len(here), int(table["sentences"][here].sum()), int(table["tokens"][here].sum()), examples
-            )
+            sentences, tokens = int(table["sentences"][places].sum()), int(table["tokens"][places].sum())
+            reason = OTHER_REASONS.get(code) or rules.REASONS[code]
+            self._result.drop(reason, len(places), sentences, tokens, examples)
         return codes == 0
 
     def _hash(self, batch: DocumentBatch, table: np.ndarray, keep: np.ndarray) -> None:
-        """Keys that duplicates are found by, of the kept documents."""
+        """Write the keys by which duplicates of the kept documents are found."""
         before = time.perf_counter()
         dedup = self._job.options.dedup
         first = (self._task.index << TASK_SHIFT) + self._documents
@@ -251,11 +249,11 @@ class _TaskFiles:
             edges = batch.words.paragraphs
             document = np.searchsorted(batch.words.documents, edges[:-1][full], side="right") - 1
             records = np.zeros(int(full.sum()), PARAGRAPH)
-            records["hash"] = quality.paragraph_hashes(batch.words)[full]
+            records["hash"] = segment_hashes(batch.words.facts["hash"], edges)[full]
             records["sentences"] = batch.paragraph_sizes[full]
             table["paragraphs"] = np.bincount(document, minlength=len(table))
             self._files["paragraphs"].write(records[keep[document]])
-        self._done.seconds["hash"] += time.perf_counter() - before
+        self._result.seconds["hash"] += time.perf_counter() - before
 
     def _end_unit(self) -> None:
         if self._unit_documents:
@@ -267,14 +265,13 @@ class _TaskFiles:
             file.__exit__()
         self._end_unit()
         for name, parts in self._keys.items():
-            work_files.write(
-                self._job, f"{self._stem}.{name}-keys", work_files.by_key(np.concatenate(parts)), self._done
-            )
-        self._done.facts["units"] = self._units
-        self._done.facts["documents"] = self._documents
+            records = work_files.by_key(np.concatenate(parts))
+            work_files.write(self._job, f"{self._stem}.{name}-keys", records, self._result)
+        self._result.facts["units"] = self._units
+        self._result.facts["documents"] = self._documents
 
 
-def load(job: Job, task: int, units: list[int]) -> tuple[np.ndarray, list[Encoded]]:
+def load(job: BuildJob, task: int, units: list[int]) -> tuple[np.ndarray, list[Encoded]]:
     """What `read_task` kept of a task: DOCUMENT [d] and the documents of each unit."""
     stem = f"read-{task:07d}"
     documents = work_files.read(job, f"{stem}.documents", DOCUMENT)

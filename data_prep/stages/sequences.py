@@ -1,31 +1,50 @@
-"""Sequences of one row length, drawn from the kept documents of a task.
+"""Sequences of one row length, drawn from the kept documents of a task, and the checks of what was drawn.
 
-They go to disk ordered by a random 64-bit key, so that the global shuffle is later a merge of key ranges. What a task
+Sequences go to disk ordered by a random 64-bit key, so that the global shuffle is later a merge of key ranges. What a task
 becomes depends on its documents, the options and its number alone. Held-out documents of several tasks make one unit, since
-one task holds too few of them to take random sentences from another.
+one task has too few of them to draw random sentences from. A sequence is ranges of a unit's tokens, which are copied when all
+are chosen.
 """
 
 from __future__ import annotations
 
 import time
+import unicodedata
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 
-from data_prep.common import hashing
+from data_prep.common.arrays import choose_share
+from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import work_files
-from data_prep.executor.work_files import SEQUENCE, Done, Job, Writer
+from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer, total
 from data_prep.stages import read
-from data_prep.tokens import long_sentences, sentence_pairs
 from data_prep.tokens.encoder import Encoded
+from megabert.common.logs import log
+from megabert.data.tokenizer import Tokenizer
 
 STREAM_TRAIN, STREAM_HELD = 0, 1
 HELD_UNIT_TOKENS = 1 << 21
-_AT_ONCE = 1 << 15  # sequences written together
+# sequences written together
+AT_ONCE = 1 << 15
+# [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
+PAIR_SPECIALS, SINGLE_SPECIALS = 3, 2
+# random numbers drawn together
+DRAWS = 4096
+# Pairs lose most of a text to truncation where no sentence end is found (speech typed without punctuation, tables, a script
+# whose marks are unknown). Sentences are split where more than LONG_SHARE of a unit's tokens are in sentences longer than
+# LONG_ROWS rows, which no text with sentence ends has; into PARTS parts a row, so that one that does not fit loses little, of
+# at least SHORTEST tokens.
+LONG_ROWS, LONG_SHARE, PARTS, SHORTEST = 2, 0.2, 12, 8
+# shares of random pairs and of truncated tokens above which a build stops; of fewer than FEWEST_PAIRS pairs, or rows shorter
+# than SHORT_ROW, from which BERT's pairs cut off a fifth in any language, it only warns
+MAX_RANDOM, MAX_TRUNCATED, FEWEST_PAIRS, SHORT_ROW = 0.6, 0.2, 1000, 128
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptDocuments:
     """What a task kept: sizes of its units in documents, its corpus, and which mask applies ("" | keep | trim)."""
 
     task: int
@@ -33,7 +52,7 @@ class Kept:
     corpus: int
     mask: str
 
-    def load(self, job: Job) -> list[tuple[np.ndarray, Encoded]]:
+    def load(self, job: BuildJob) -> list[tuple[np.ndarray, Encoded]]:
         """(DOCUMENT [d], documents) of each unit; a document that was dropped has size 0."""
         table, units = read.load(job, self.task, list(self.units))
         mask = work_files.read(job, f"{self.mask}-{self.task:07d}.mask", "bool") if self.mask else None
@@ -47,140 +66,412 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SequenceDraw:
     """Sequences of `seq_len` from `parts`; `kind` is train (one task) or heldout (a group of them)."""
 
     kind: str
     index: int
     seq_len: int
-    parts: tuple[Kept, ...]
+    parts: tuple[KeptDocuments, ...]
 
 
-def train_draws(parts: list[Kept], seq_len: int) -> list[Draw]:
-    return [Draw("train", i, seq_len, (part,)) for i, part in enumerate(parts)]
+@dataclass(frozen=True)
+class DrawnSequences:
+    """The stage that drew sequences of `seq_len`, and how many of its first results are of held-out documents."""
+
+    seq_len: int
+    stage: Stage
+    held_runs: int
+
+    @property
+    def held(self) -> list[ItemResult]:
+        return self.stage.results[: self.held_runs]
+
+    @property
+    def train(self) -> list[ItemResult]:
+        return self.stage.results[self.held_runs :]
 
 
-def held_groups(parts: list[Kept], held_tokens: list[int], seq_len: int) -> list[Draw]:
+def run(
+    stages: Stages, job: BuildJob, kept: list[KeptDocuments], held_tokens: list[int], seq_len: int, allow: bool
+) -> DrawnSequences:
+    """Draw all sequences of `seq_len`. `held_tokens` is truthy for each task that has held-out documents."""
+    groups = held_groups(kept, held_tokens, seq_len)
+    draws = [SequenceDraw("train", i, seq_len, (part,)) for i, part in enumerate(kept)]
+    drawn = DrawnSequences(seq_len, stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws]), len(groups))
+    check(total(drawn.train), seq_len, allow)
+    return drawn
+
+
+def held_groups(parts: list[KeptDocuments], held_tokens: list[int], seq_len: int) -> list[SequenceDraw]:
     """Consecutive tasks with held-out documents that together make about one unit."""
-    groups: list[Draw] = []
-    members: list[Kept] = []
+    groups: list[SequenceDraw] = []
+    members: list[KeptDocuments] = []
     weight = 0
     for part, tokens in zip(parts, held_tokens, strict=True):
         if tokens:
             members.append(part)
             weight += tokens
         if weight >= HELD_UNIT_TOKENS:
-            groups.append(Draw("heldout", len(groups), seq_len, tuple(members)))
+            groups.append(SequenceDraw("heldout", len(groups), seq_len, tuple(members)))
             members, weight = [], 0
     if members:
-        groups.append(Draw("heldout", len(groups), seq_len, tuple(members)))
+        groups.append(SequenceDraw("heldout", len(groups), seq_len, tuple(members)))
     return groups
 
 
-def draw(job: Job, item: Draw) -> Done:
+def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
     """Write KIND-LENGTH-INDEX.{meta,ids}: SEQUENCE records ordered by key, and their ids in that order."""
-    done = Done()
+    result = ItemResult()
     before = time.perf_counter()
-    if item.kind == "train":
-        units = _train_units(job, item.parts[0], done)
-    else:
-        units = _held_unit(job, item, done)
-    done.seconds["load"] += time.perf_counter() - before
+    units = _train_units(job, item.parts[0], result) if item.kind == "train" else _held_unit(job, item, result)
+    result.seconds["load"] += time.perf_counter() - before
     before = time.perf_counter()
     stream = STREAM_TRAIN if item.kind == "train" else STREAM_HELD
-    parts: list[sentence_pairs.Ranges] = []
+    parts: list[SequenceSpans] = []
     keys: list[np.ndarray] = []
     base = 0
     for number, unit in enumerate(units):
         seed = np.random.SeedSequence([job.options.seed, stream, item.seq_len, item.index, number])
         rng = np.random.Generator(np.random.Philox(seed))
-        ranges = _choose(job, item.seq_len, unit, rng, done)
-        ranges.spans += base
+        chosen = _choose(job, item.seq_len, unit, rng, result)
+        chosen.spans += base
         base += len(unit.tokens)
-        parts.append(ranges)
-        keys.append(rng.integers(0, 1 << 64, len(ranges.labels), dtype=np.uint64))
-        full = unit.document_sizes > 0
-        done.counts["documents"] += int(full.sum())
-        done.counts["sentences"] += len(unit.sentence_lengths)
-        done.counts["corpus tokens"] += len(unit.tokens)
-        done.counts["borrowed tokens"] += ranges.borrowed
-        done.counts["truncated tokens"] += ranges.truncated
-    done.seconds["pairs"] += time.perf_counter() - before
+        parts.append(chosen)
+        keys.append(rng.integers(0, 1 << 64, len(chosen.labels), dtype=np.uint64))
+        result.counts["documents"] += int((unit.document_sizes > 0).sum())
+        result.counts["sentences"] += len(unit.sentence_lengths)
+        result.counts["corpus tokens"] += len(unit.tokens)
+        result.counts["borrowed tokens"] += chosen.borrowed
+        result.counts["truncated tokens"] += chosen.truncated
+    result.seconds["pairs"] += time.perf_counter() - before
     before = time.perf_counter()
-    _write(job, item, units, parts, keys, done)
-    done.seconds["sort"] += time.perf_counter() - before
-    return done
+    _write(job, item, units, parts, keys, result)
+    result.seconds["sort"] += time.perf_counter() - before
+    return result
 
 
-def _train_units(job: Job, part: Kept, done: Done) -> list[Encoded]:
-    """Training documents of each unit, a unit again for each copy that the corpus' weight asks for."""
+def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list[Encoded]:
+    """Training documents of each unit, a unit again for each copy by the weight of the corpus."""
     units = []
     weight = job.weights[part.corpus]
     whole = max(1, int(weight))
     for table, unit in part.load(job):
-        ours = table["hash"] >= job.held_limit
-        copies = [unit.select(ours)] * whole
+        training = table["hash"] >= job.held_limit
+        copies = [unit.select(training)] * whole
         if weight > whole:
-            copies.append(unit.select(ours & hashing.chosen(table["hash"], weight - whole)))
+            copies.append(unit.select(training & choose_share(table["hash"], weight - whole)))
         for copy in copies[1:]:
-            done.counts["repeated documents"] += int((copy.document_sizes > 0).sum())
-            done.counts["repeated sentences"] += len(copy.sentence_lengths)
-            done.counts["repeated tokens"] += len(copy.tokens)
-        done.counts["bytes"] += int(table["bytes"][ours & (unit.document_sizes > 0)].sum())
+            result.counts["repeated documents"] += int((copy.document_sizes > 0).sum())
+            result.counts["repeated sentences"] += len(copy.sentence_lengths)
+            result.counts["repeated tokens"] += len(copy.tokens)
+        result.counts["bytes"] += int(table["bytes"][training & (unit.document_sizes > 0)].sum())
         units += copies
     return [unit for unit in units if len(unit.tokens)]
 
 
-def _held_unit(job: Job, item: Draw, done: Done) -> list[Encoded]:
-    found = []
+def _held_unit(job: BuildJob, item: SequenceDraw, result: ItemResult) -> list[Encoded]:
+    units = []
     for part in item.parts:
         for table, unit in part.load(job):
             held = table["hash"] < job.held_limit
-            found.append(unit.select(held))
-            done.counts["bytes"] += int(table["bytes"][held & (unit.document_sizes > 0)].sum())
-    joined = Encoded.join(found, work_files.id_dtype(read.encoder_of(job)[0]))
+            units.append(unit.select(held))
+            result.counts["bytes"] += int(table["bytes"][held & (unit.document_sizes > 0)].sum())
+    joined = Encoded.join(units, work_files.id_dtype(read.encoder_of(job)[0]))
     return [joined] if len(joined.tokens) else []
 
 
-def _choose(job: Job, seq_len: int, unit: Encoded, rng: np.random.Generator, done: Done) -> sentence_pairs.Ranges:
-    options = job.options
-    if options.nsp:
-        capacity = seq_len - sentence_pairs.PAIR_SPECIALS
-        if limit := long_sentences.limit_of(unit, capacity, options.max_sentence):
-            whole = len(unit.sentence_lengths)
-            unit = long_sentences.split(unit, limit, read.encoder_of(job)[0])
-            done.counts["split sentences"] += len(unit.sentence_lengths) - whole
-        return sentence_pairs.sentence_pairs(unit, capacity, options.short_share, rng)
-    capacity = seq_len - sentence_pairs.SINGLE_SPECIALS
-    word_start = read.encoder_of(job)[0].word_start
-    return sentence_pairs.filled_rows(unit, capacity, options.short_share, word_start, rng)
+def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator, result: ItemResult) -> SequenceSpans:
+    options, tokenizer = job.options, read.encoder_of(job)[0]
+    if not options.nsp:
+        return filled_rows(unit, seq_len - SINGLE_SPECIALS, options.short_share, tokenizer.word_start, rng)
+    capacity = seq_len - PAIR_SPECIALS
+    if limit := sentence_limit(unit, capacity, options.max_sentence):
+        sentences = len(unit.sentence_lengths)
+        unit = split_long(unit, limit, tokenizer)
+        result.counts["split sentences"] += len(unit.sentence_lengths) - sentences
+    return sentence_pairs(unit, capacity, options.short_share, rng)
 
 
 def _write(
-    job: Job, item: Draw, units: list[Encoded], parts: list[sentence_pairs.Ranges], keys: list[np.ndarray], done: Done
+    job: BuildJob,
+    item: SequenceDraw,
+    units: list[Encoded],
+    parts: list[SequenceSpans],
+    keys: list[np.ndarray],
+    result: ItemResult,
 ) -> None:
     tokenizer = read.encoder_of(job)[0]
-    tokens = np.concatenate([unit.tokens for unit in units]) if units else np.zeros(0, work_files.id_dtype(tokenizer))
-    spans = np.concatenate([part.spans for part in parts]) if parts else np.zeros((0, 4), np.int64)
-    labels = np.concatenate([part.labels for part in parts]) if parts else np.zeros(0, np.int8)
-    key = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
+    tokens = np.concatenate([np.zeros(0, work_files.id_dtype(tokenizer)), *(unit.tokens for unit in units)])
+    spans = np.concatenate([np.zeros((0, 4), np.int64), *(part.spans for part in parts)])
+    labels = np.concatenate([np.zeros(0, np.int8), *(part.labels for part in parts)])
+    key = np.concatenate([np.zeros(0, np.uint64), *keys])
     order = np.argsort(key, kind="stable")
     stem = f"{item.kind}-{item.seq_len}-{item.index:07d}"
     written = 0
-    with Writer(job, f"{stem}.meta", done) as metas, Writer(job, f"{stem}.ids", done) as ids:
-        for first in range(0, len(order), _AT_ONCE):
-            chosen = order[first : first + _AT_ONCE]
-            flat, lengths, of_a = sentence_pairs.assemble(
-                tokens, sentence_pairs.Ranges(spans, labels), chosen, tokenizer.cls_id, tokenizer.sep_id
+    with Writer(job, f"{stem}.meta", result) as metas, Writer(job, f"{stem}.ids", result) as ids:
+        for first in range(0, len(order), AT_ONCE):
+            few = order[first : first + AT_ONCE]
+            flat, lengths, of_a = assemble(
+                tokens, SequenceSpans(spans, labels), few, tokenizer.cls_id, tokenizer.sep_id
             )
-            meta = np.zeros(len(chosen), SEQUENCE)
-            meta["key"], meta["label"] = key[chosen], labels[chosen]
+            meta = np.zeros(len(few), SEQUENCE)
+            meta["key"], meta["label"] = key[few], labels[few]
             meta["start"], meta["length"], meta["first"] = (written + np.cumsum(lengths) - lengths, lengths, of_a)
             metas.write(meta)
             ids.write(flat)
             written += len(flat)
-            done.count("tokens of a sequence", lengths)
-    done.counts["sequences"] += len(order)
-    done.counts["tokens"] += written
-    done.counts["pairs"] += int((labels >= 0).sum())
-    done.counts["random next"] += int((labels == 1).sum())
+            result.count("tokens of a sequence", lengths)
+    result.counts["sequences"] += len(order)
+    result.counts["tokens"] += written
+    result.counts["pairs"] += int((labels >= 0).sum())
+    result.counts["random next"] += int((labels == 1).sum())
+
+
+@dataclass
+class SequenceSpans:
+    """n sequences: half-open token ranges of A and B, int64 [n, 4]; label int8 [n]: 0 next, 1 random, -1 no B.
+
+    Every token is in one A or one true B before truncation: sum of spans = tokens + borrowed - truncated. `borrowed`: tokens of
+    random Bs before truncation.
+    """
+
+    spans: np.ndarray
+    labels: np.ndarray
+    borrowed: int = 0
+    truncated: int = 0
+
+
+def _document_edges(encoded: Encoded, halve: bool) -> list[int]:
+    """Sentence numbers where documents begin, and the end; a lone document counts as two halves."""
+    sizes = encoded.document_sizes[encoded.document_sizes > 0]
+    edges = [0, *np.cumsum(sizes).tolist()]
+    if halve and len(edges) == 2 and edges[1] > 1:
+        edges.insert(1, edges[1] // 2)
+    return edges
+
+
+def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.random.Generator) -> SequenceSpans:
+    """A and B of each sequence, truncated to `capacity` tokens together.
+
+    Source: Devlin et al. 2019, appendix A.2: sentences gather up to a target length, which is the row's in 90% of the cases and
+    uniform in [2, row] in 10%; a random point among them ends A; in half of the cases (and always when there is one sentence
+    alone) B is a run of another document from a random sentence on, and the sentences that were to be B are put back. The longer
+    of A and B then loses tokens, each from its front or its end by a fair coin, until both fit. The target is drawn for each
+    sequence, not once a document, so that one unlucky long document does not become thousands of short sequences.
+
+    B of a random pair comes from another document among `encoded`; where there is only one it is taken as
+    two halves, and where it is a single sentence B is that sentence again.
+    """
+    edges = _document_edges(encoded, halve=True)
+    at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]  # token offset of each sentence
+    documents = len(edges) - 1
+    rows: list[tuple[int, int, int, int]] = []
+    labels: list[int] = []
+    draws: list[list[float]] = []
+    for d in range(documents):
+        i, end = edges[d], edges[d + 1]
+        while i < end:
+            if not draws:
+                draws = rng.random((DRAWS, 6)).tolist()
+            short, target_draw, split, coin, other_draw, start_draw = draws.pop()
+            target = capacity if short >= short_share else 2 + int(target_draw * (capacity - 1))
+            stop = bisect_left(at, at[i] + target, i + 1, end)
+            gathered = stop - i
+            a_end = i + 1 if gathered < 2 else i + 1 + int(split * (gathered - 1))
+            if gathered == 1 or coin < 0.5:
+                other = 0
+                if documents > 1:
+                    other = int(other_draw * (documents - 1))
+                    other += other >= d
+                low, high = edges[other], edges[other + 1]
+                b_start = low + int(start_draw * (high - low))
+                b_end = bisect_left(at, at[b_start] + target - (at[a_end] - at[i]), b_start + 1, high)
+                rows.append((at[i], at[a_end], at[b_start], at[b_end]))
+                labels.append(1)
+                i = a_end
+            else:
+                rows.append((at[i], at[a_end], at[a_end], at[stop]))
+                labels.append(0)
+                i = stop
+    spans = np.array(rows, np.int64).reshape(-1, 4)
+    isnext = np.array(labels, np.int8)
+    borrowed = int((spans[:, 3] - spans[:, 2])[isnext == 1].sum())
+    return SequenceSpans(spans, isnext, borrowed, _truncate(spans, capacity, rng))
+
+
+def _truncate(spans: np.ndarray, capacity: int, rng: np.random.Generator) -> int:
+    """Shorten A and B in place as one token at a time from the longer (B when equal) would, in closed form.
+
+    Returns the number of tokens cut off.
+    """
+    length_a, length_b = spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2]
+    excess = np.maximum(length_a + length_b - capacity, 0)
+    from_longer = np.minimum(excess, np.abs(length_a - length_b))
+    rest = excess - from_longer
+    cut_a = np.where(length_a > length_b, from_longer, 0) + rest // 2
+    cut_b = np.where(length_a > length_b, 0, from_longer) + (rest + 1) // 2
+    front_a, front_b = rng.binomial(cut_a, 0.5), rng.binomial(cut_b, 0.5)
+    spans += np.stack([front_a, front_a - cut_a, front_b, front_b - cut_b], axis=1)
+    return int(excess.sum())
+
+
+def filled_rows(
+    encoded: Encoded, capacity: int, short_share: float, word_start: np.ndarray, rng: np.random.Generator
+) -> SequenceSpans:
+    """Runs of `capacity` tokens inside documents, cut before a word; nothing is dropped.
+
+    The next run continues with the word after the cut (RoBERTa's full sentences, Liu et al. 2019, but with rows of 128 filled:
+    ending at sentences they lose half a sentence each). A share of them stops at a shorter, uniform length, at the end
+    of a sentence where one fits. `word_start` is bool [vocab_size]; a word of more than a
+    sixteenth of a row is cut.
+    """
+    edges = _document_edges(encoded, halve=False)
+    at = [0, *np.cumsum(encoded.sentence_lengths).tolist()]
+    places = np.arange(len(encoded.tokens) + 1)
+    begins = np.append(word_start[encoded.tokens], True)
+    word = np.maximum.accumulate(np.where(begins, places, 0)).tolist()  # first token of the word at each place
+    rows: list[tuple[int, int, int, int]] = []
+    draws: list[list[float]] = []
+    for d in range(len(edges) - 1):
+        position, end = at[edges[d]], at[edges[d + 1]]
+        while position < end:
+            if not draws:
+                draws = rng.random((DRAWS, 2)).tolist()
+            short, target_draw = draws.pop()
+            if short < short_share:
+                target = 2 + int(target_draw * (capacity - 1))
+                stop = at[bisect_right(at, position + target, edges[d], edges[d + 1] + 1) - 1]
+            else:
+                target, stop = capacity, position
+            if stop <= position:
+                stop = min(position + target, end)
+                if stop < end and word[stop] > max(position, stop - capacity // 16):
+                    stop = word[stop]
+            rows.append((position, stop, 0, 0))
+            position = stop
+    spans = np.array(rows, np.int64).reshape(-1, 4)
+    return SequenceSpans(spans, np.full(len(spans), -1, np.int8))
+
+
+def assemble(
+    tokens: np.ndarray, chosen: SequenceSpans, order: np.ndarray, cls_id: int, sep_id: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of the sequences `order` [n] of `chosen`, with their special tokens.
+
+    Returns flat ids [sum of lengths], lengths int64 [n], and lengths of their `[CLS] A [SEP]` parts int64 [n].
+    """
+    spans, labels = chosen.spans[order], chosen.labels[order]
+    length_a, length_b = spans[:, 1] - spans[:, 0], spans[:, 3] - spans[:, 2]
+    first = length_a + 2
+    lengths = first + np.where(labels >= 0, length_b + 1, 0)
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    flat = np.empty(int(lengths.sum()), tokens.dtype)
+    ordinary = np.ones(len(flat), bool)
+    for position, special in ((begins, cls_id), (begins + first - 1, sep_id), (ends - 1, sep_id)):
+        flat[position] = special
+        ordinary[position] = False
+    assert len(tokens) < 1 << 31, "32-bit places"
+    sizes = np.stack([length_a, length_b], axis=1).ravel()
+    starts = np.stack([spans[:, 0], spans[:, 2]], axis=1).ravel()
+    source = np.repeat((starts - (np.cumsum(sizes) - sizes)).astype(np.int32), sizes)
+    source += np.arange(len(source), dtype=np.int32)
+    flat[ordinary] = tokens[source]
+    return flat, lengths, first
+
+
+def sentence_limit(encoded: Encoded, capacity: int, wanted: int) -> int:
+    """Tokens that a sentence may have; 0: any number. `wanted` is the option, 0 to decide by the documents."""
+    if wanted:
+        return wanted
+    lengths = encoded.sentence_lengths
+    if lengths[lengths > LONG_ROWS * capacity].sum() <= LONG_SHARE * len(encoded.tokens):
+        return 0
+    return max(SHORTEST, capacity // PARTS)
+
+
+def _break_values(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 [vocab]: how good a break is after each token; the same before each token)."""
+    after = [2.0 * _ends_clause(token) for token in tokenizer.tokens]
+    return np.array(after, np.float32), tokenizer.unit_start.astype(np.float32)
+
+
+def _ends_clause(token: str) -> bool:
+    last = token.strip()[-1:]
+    return bool(last) and unicodedata.category(last) in ("Po", "Pd", "Pe", "Pf") and last not in "'\"*#%&@/\\."
+
+
+def split_long(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> Encoded:
+    """The same documents, their sentences of more than `limit` tokens in parts of about `limit`, at most a quarter more."""
+    lengths = encoded.sentence_lengths
+    cuts = _cuts(encoded, limit, tokenizer)
+    ends = np.cumsum(lengths)
+    edges = np.sort(np.concatenate([[0], ends, cuts]))
+    sentence = np.searchsorted(ends, cuts, side="right")
+    document = np.searchsorted(np.cumsum(encoded.document_sizes), sentence, side="right")
+    more = np.bincount(document, minlength=len(encoded.document_sizes))
+    return Encoded(encoded.tokens, np.diff(edges), encoded.document_sizes + more)
+
+
+def _cuts(encoded: Encoded, limit: int, tokenizer: Tokenizer) -> np.ndarray:
+    """int64 [c], ascending: the tokens that parts begin at. Each is the best place near one of equal distances."""
+    lengths = encoded.sentence_lengths
+    parts = -(-lengths // limit)
+    inner = parts - 1
+    sentence = np.repeat(np.arange(len(lengths)), inner)
+    number = np.arange(inner.sum()) - np.repeat(np.cumsum(inner) - inner, inner) + 1
+    starts = np.cumsum(lengths) - lengths
+    middle = starts[sentence] + number * lengths[sentence] // parts[sentence]
+    reach = max(1, limit // 8)
+    near = np.arange(-reach, reach + 1)
+    at = middle[:, None] + near  # (c, 2 reach + 1)
+    after, before = _break_values(tokenizer)
+    value = after[encoded.tokens[at - 1]] + before[encoded.tokens[at]] - np.abs(near) / (4 * reach)
+    return at[np.arange(len(at)), value.argmax(1)] if len(at) else np.zeros(0, np.int64)
+
+
+def check(drawn: ItemResult, seq_len: int, allow: bool) -> None:
+    """Check the sum of what drawing the training sequences of `seq_len` reported.
+
+    Raises BadInput where it makes no row, and Unfinished where it makes poor ones: the same command with --allow continues.
+    """
+    if drawn.counts["tokens"] < seq_len:
+        raise BadInput(
+            f"--input: the corpus makes only {drawn.counts['tokens']} tokens, less than one row of {seq_len}; give more text"
+        )
+    problems = [text for text in (_random(drawn), _truncated(drawn, seq_len)) if text]
+    if not problems:
+        return
+    message = f"rows of {seq_len}: " + "; ".join(problems)
+    if allow or drawn.counts["pairs"] < FEWEST_PAIRS or seq_len < SHORT_ROW:
+        log.warning(message)
+        return
+    raise Unfinished(
+        f"{message}. Nothing was written; --allow takes it as it is and resumes from here, "
+        "other options start again with --overwrite"
+    )
+
+
+def _random(drawn: ItemResult) -> str:
+    pairs, random = drawn.counts["pairs"], drawn.counts["random next"]
+    if random <= MAX_RANDOM * pairs:
+        return ""
+    sentences = drawn.counts["sentences"] / max(1, drawn.counts["documents"])
+    return (
+        f"{random / pairs:.0%} of the pairs have a random second part, where half should: documents have {sentences:.1f} "
+        "sentences on average, and a document without a second one has no next (--no-nsp makes no pairs; --text-documents says "
+        "what a document is; --max-sentence N splits long sentences)"
+    )
+
+
+def _truncated(drawn: ItemResult, seq_len: int) -> str:
+    tokens = drawn.counts["corpus tokens"] + drawn.counts["borrowed tokens"]
+    lost = drawn.counts["truncated tokens"]
+    if not drawn.counts["pairs"] or lost <= MAX_TRUNCATED * tokens:
+        return ""
+    length = drawn.counts["corpus tokens"] / max(1, drawn.counts["sentences"])
+    return (
+        f"{lost / tokens:.0%} of the tokens are cut off, because sentences have {length:.0f} tokens on average (--seq-len "
+        f"{4 * seq_len} or so, a larger --vocab-size, --max-sentence {max(8, seq_len // 8)}, or --no-nsp, which cuts off none)"
+    )

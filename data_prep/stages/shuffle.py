@@ -1,6 +1,6 @@
 """Global shuffle out of core, and packing of sequences into rows.
 
-It is a merge of random key ranges: every row order is possible and memory is one bucket's. Sequences lie on disk ordered by
+A merge of random key ranges: every row order is possible and memory is that of one bucket. Sequences lie on disk ordered by
 key, a run a task. A bucket is a key range of all runs; its sequences, in key order, are packed, its rows shuffled. Buckets
 in order are the dataset. Their number follows from the corpus, not from workers. Of a large corpus neighbouring runs are
 merged first: the rows are the same, and files are opened hundreds of times less.
@@ -15,25 +15,28 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import SEQUENCE, Done, Job, Writer
-from data_prep.tokens.packing import pack
+from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.work_files import SEQUENCE, BuildJob, ItemResult, Writer
 
-MAX_BUCKET_TOKENS = 1 << 23  # a shard's worth where a shard is smaller
-_STREAM = 2
-_SEQUENCES_AT_ONCE = 1 << 10  # whose places stay in a core's cache
-_SEQUENCES_TRIED = 1 << 17
+# a bucket is a shard's worth where a shard is smaller
+MAX_BUCKET_TOKENS = 1 << 23
+STREAM_SHUFFLE = 2
+# sequences whose places stay in a core's cache
+SEQUENCES_AT_ONCE = 1 << 10
+# sequences packed to choose the number of slots
+SEQUENCES_TRIED = 1 << 17
 
 
 @dataclass(frozen=True)
-class Part:
-    """A dataset in the making: its runs are KIND-LENGTH-0 to KIND-LENGTH-(runs - 1), its shards go to `folder`.
+class RowSplit:
+    """The train or held-out rows of one length: runs KIND-LENGTH-0 to KIND-LENGTH-(runs - 1), shards in `folder`.
 
-    Merged runs are MERGED-KIND-LENGTH-0 and so on.
+    Merged runs are merged-KIND-LENGTH-0 and so on. `slots` is the largest number of sequences a row.
     """
 
     kind: str
     seq_len: int
-    slots: int  # sequences a row at most
+    slots: int
     runs: int
     dtype: str
     folder: str = field(repr=False)
@@ -49,55 +52,75 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Key range `index` of `count` of a part."""
+class ShuffleBucket:
+    """Key range `index` of `count` of a split."""
 
-    part: Part
+    split: RowSplit
     index: int
     count: int
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Runs of a part that are merged into its run `index`."""
+class SplitMerge:
+    """Runs of a split that are merged into its run `index`."""
 
-    part: Part
+    split: RowSplit
     index: int
-    runs: work_files.Merge
+    runs: work_files.MergeGroup
+
+
+def run(stages: Stages, job: BuildJob, tokens: int, split: RowSplit, drawn: Stage | None) -> tuple[RowSplit, Stage]:
+    """Pack and shuffle the sequences of a split, which are so many tokens. Returns the stage whose results count its rows.
+
+    `drawn` is the stage that drew them, where nothing else reads its files.
+    """
+    shard_tokens = job.options.rows_per_shard * split.seq_len
+    used = [] if drawn is None else [drawn]
+    if groups := merges(split, tokens, len(buckets(split, tokens, shard_tokens))):
+        merged = stages.map(f"merge {split.stem}", merge, job, groups)
+        for stage in used:
+            stages.journal.consume(stage, merged)
+        used, split = [merged], replace(split, runs=len(groups), merged=True)
+    packed = stages.map(
+        f"shuffle {split.stem}", process_bucket, job, buckets(split, tokens, shard_tokens), unit="bucket"
+    )
+    for stage in used:
+        stages.journal.consume(stage, packed)
+    return split, packed
 
 
 def choose_slots(lengths: Counter[int], seq_len: int) -> int:
     """The fewest sequences a row (1, 2, 4, 8, 16) that fill rows within half a percent of what 16 would.
 
-    A slot costs five bytes in every row, so that unused ones would be a tenth of a shard of short rows. `lengths`
-    counts sequences by length; a sample of them with the same shares is packed.
+    A slot takes five bytes in every row, so that unused ones would be a tenth of a shard of short rows. `lengths` counts
+    sequences by length; a sample of them with the same shares is packed.
     """
     total = sum(lengths.values())
-    scale = min(1.0, _SEQUENCES_TRIED / total)
+    scale = min(1.0, SEQUENCES_TRIED / total)
     sizes = sorted(lengths)
     trial = np.repeat(np.array(sizes, np.int64), [max(1, round(lengths[n] * scale)) for n in sizes])
     rows = {slots: pack(trial, seq_len, slots)[3] for slots in (1, 2, 4, 8, 16)}
     return next(slots for slots in rows if rows[slots] <= rows[16] * 1.005)
 
 
-def buckets(part: Part, tokens: int, shard_tokens: int) -> list[Bucket]:
+def buckets(split: RowSplit, tokens: int, shard_tokens: int) -> list[ShuffleBucket]:
     """As many key ranges as `tokens` need, each about a shard's worth."""
     count = max(1, round(tokens / min(shard_tokens, MAX_BUCKET_TOKENS)))
-    return [Bucket(part, i, count) for i in range(count)]
+    return [ShuffleBucket(split, i, count) for i in range(count)]
 
 
-def merges(part: Part, tokens: int, buckets: int) -> list[Merge]:
+def merges(split: RowSplit, tokens: int, buckets: int) -> list[SplitMerge]:
     """Groups of neighbouring runs to merge before so many buckets are made of them."""
-    planned = work_files.plan_merges(part.runs, buckets, tokens, MAX_BUCKET_TOKENS)
-    return [Merge(part, i, runs) for i, runs in enumerate(planned)]
+    planned = work_files.plan_merges(split.runs, buckets, tokens, MAX_BUCKET_TOKENS)
+    return [SplitMerge(split, i, runs) for i, runs in enumerate(planned)]
 
 
-def merge(job: Job, item: Merge) -> Done:
+def merge(job: BuildJob, item: SplitMerge) -> ItemResult:
     """Write one merged run: as its runs, SEQUENCE records ordered by key, and their ids in that order."""
-    done, written = Done(), 0
-    runs = _open(job, item.part, item.runs.first, item.runs.runs)
-    stem = replace(item.part, merged=True).run(item.index)
-    with Writer(job, f"{stem}.meta", done) as metas, Writer(job, f"{stem}.ids", done) as file:
+    result, written = ItemResult(), 0
+    runs = _open(job, item.split, item.runs.first, item.runs.runs)
+    stem = replace(item.split, merged=True).run(item.index)
+    with Writer(job, f"{stem}.meta", result) as metas, Writer(job, f"{stem}.ids", result) as file:
         for index in range(item.runs.ranges):
             meta, ids = _gather(runs, index, item.runs.ranges)
             lengths = meta["length"].astype(np.int64)
@@ -107,14 +130,14 @@ def merge(job: Job, item: Merge) -> Done:
             meta["start"] = written + ends - lengths
             metas.write(meta)
             written += len(source)
-    return done
+    return result
 
 
-def _open(job: Job, part: Part, first: int, runs: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(SEQUENCE records, ids) of runs of a part."""
-    names = [part.run(run) for run in range(first, first + runs)]
+def _open(job: BuildJob, split: RowSplit, first: int, runs: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(SEQUENCE records, ids) of runs of a split."""
+    names = [split.run(run) for run in range(first, first + runs)]
     return [
-        (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", part.dtype))
+        (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", split.dtype))
         for name in names
     ]
 
@@ -125,52 +148,99 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
     `start` points into the ids.
     """
     metas, ids, used = [runs[0][0][:0]], [runs[0][1][:0]], 0
-    for meta, its in runs:
-        found = work_files.key_range(meta, index, count)
-        if not len(found):
+    for meta, ids_of_run in runs:
+        records = work_files.key_range(meta, index, count)
+        if not len(records):
             continue
-        first = int(found["start"][0])
-        tokens = int(found["start"][-1]) + int(found["length"][-1]) - first
-        ids.append(work_files.copy_of(its, slice(first, first + tokens)))
-        found["start"] = found["start"] - first + used
+        first = int(records["start"][0])
+        tokens = int(records["start"][-1]) + int(records["length"][-1]) - first
+        ids.append(work_files.copy_of(ids_of_run, slice(first, first + tokens)))
+        records["start"] = records["start"] - first + used
         used += tokens
-        metas.append(found)
+        metas.append(records)
     return work_files.by_key(np.concatenate(metas)), np.concatenate(ids)
 
 
-def process_bucket(job: Job, bucket: Bucket) -> Done:
+def process_bucket(job: BuildJob, bucket: ShuffleBucket) -> ItemResult:
     """Pack one bucket and write its shuffled rows: KIND-LENGTH-INDEX.rows.{ids,bounds,labels}. Counts its rows."""
-    part = bucket.part
+    split = bucket.split
     clock = time.perf_counter
-    done = Done()
+    result = ItemResult()
     before = clock()
-    meta, ids = _gather(_open(job, part, 0, part.runs), bucket.index, bucket.count)
-    done.seconds["shuffle"] += clock() - before
+    meta, ids = _gather(_open(job, split, 0, split.runs), bucket.index, bucket.count)
+    result.seconds["shuffle"] += clock() - before
     before = clock()
-    seq_len, slots = part.seq_len, part.slots
+    seq_len, slots = split.seq_len, split.slots
     lengths = meta["length"].astype(np.int64)
     row, slot, offset, rows = pack(lengths, seq_len, slots)
     rng = np.random.Generator(
-        np.random.Philox(np.random.SeedSequence([job.options.seed, _STREAM, part.seq_len, bucket.index]))
+        np.random.Philox(np.random.SeedSequence([job.options.seed, STREAM_SHUFFLE, split.seq_len, bucket.index]))
     )
     row = rng.permutation(rows)[row] if rows else row
-    done.seconds["pack"] += clock() - before
+    result.seconds["pack"] += clock() - before
     before = clock()
-    packed = np.zeros(rows * seq_len, part.dtype)
+    packed = np.zeros(rows * seq_len, split.dtype)
     bounds = np.zeros((rows, slots, 2), np.uint16)
     labels = np.full((rows, slots), -1, np.int8)
     bounds[row, slot, 0], bounds[row, slot, 1] = meta["length"], meta["first"]
     labels[row, slot] = meta["label"]
     assert max(len(ids), rows * seq_len) < 1 << 31, "32-bit places"
     starts, targets = meta["start"].astype(np.int32), (row * seq_len + offset).astype(np.int32)
-    for i in range(0, len(meta), _SEQUENCES_AT_ONCE):
-        few = slice(i, i + _SEQUENCES_AT_ONCE)
+    for i in range(0, len(meta), SEQUENCES_AT_ONCE):
+        few = slice(i, i + SEQUENCES_AT_ONCE)
         size = lengths[few]
         within = np.arange(int(size.sum()), dtype=np.int32)
         within -= np.repeat((np.cumsum(size) - size).astype(np.int32), size)
         packed[within + np.repeat(targets[few], size)] = ids[within + np.repeat(starts[few], size)]
     for suffix, array in (("ids", packed), ("bounds", bounds), ("labels", labels)):
-        work_files.write(job, f"{part.stem}-{bucket.index:06d}.rows.{suffix}", array, done)
-    done.seconds["shuffle"] += clock() - before
-    done.counts["rows"] = rows
-    return done
+        work_files.write(job, f"{split.stem}-{bucket.index:06d}.rows.{suffix}", array, result)
+    result.seconds["shuffle"] += clock() - before
+    result.counts["rows"] = rows
+    return result
+
+
+def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Place sequences of `lengths` [n] in rows of `capacity` tokens, at most `max_sequences` a row.
+
+    Returns (row, slot, offset), each int64 [n], and the number of rows. Among equal lengths the given order
+    decides. A sequence goes where the space left is smallest (best fit decreasing). Equal lengths are placed together: there are
+    at most `capacity` distinct lengths and residuals, so that the cost is that of the distinct lengths and the copies.
+    """
+    n = len(lengths)
+    row, slot, offset = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    values, firsts = np.unique(-lengths[by_length], return_index=True)
+    bounds = [*firsts.tolist(), n]
+    shortest = int(lengths.min()) if n else 0
+    open_rows: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # by space left
+    used: np.ndarray = np.zeros(n, np.int64)  # sequences of each row
+    has_room = np.zeros(capacity + 1, bool)
+    rows = 0
+    for value, begin, end in zip(values.tolist(), bounds, bounds[1:], strict=False):
+        length = -value
+        while begin < end:
+            fits = int(np.argmax(has_room[length:])) + length
+            if has_room[fits]:
+                candidates = open_rows[fits].pop()
+                has_room[fits] = bool(open_rows[fits])
+                taken = candidates[: end - begin]
+                if len(taken) < len(candidates):
+                    open_rows[fits].append(candidates[len(taken) :])
+                    has_room[fits] = True
+            else:
+                fits = capacity
+                together = min(capacity // length, max_sequences)
+                opened = -(-(end - begin) // together)
+                taken = np.arange(rows, rows + opened)
+                rows += opened
+            items = by_length[begin : begin + len(taken)]
+            row[items], slot[items], offset[items] = taken, used[taken], capacity - fits
+            used[taken] += 1
+            left = fits - length
+            if left >= shortest:
+                unfilled = taken[used[taken] < max_sequences]
+                if len(unfilled):
+                    open_rows[left].append(unfilled)
+                    has_room[left] = True
+            begin += len(taken)
+    return row, slot, offset, rows

@@ -7,77 +7,97 @@ would be, and gives the same tasks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import zstandard
 
 from data_prep.common.errors import Problems
-from data_prep.common.records import Piece
-from data_prep.executor.work_files import Done, Job, Writer
-from data_prep.readers import encodings, tasks, unpacked
+from data_prep.common.records import FileRange
+from data_prep.executor.work_files import BuildJob, ItemResult, Writer
+from data_prep.readers import decompress, documents, encodings, spools, tasks
 from megabert.common.files import write_whole
 
-LEVEL = 1  # of zstd: a spool costs a third of its text on disk and 3 ns a byte
+# zstd's level: a spool costs a third of its text on disk and 3 ns a byte
+LEVEL = 1
+# bytes of a bzip2 file that one worker unpacks
+BZIP2_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part `number` of the file that is piece `index` of the input."""
+class UnpackPart:
+    """Part `number` of the file that is range `index` of the input."""
 
     index: int
     number: int
-    piece: Piece
+    range: FileRange
 
 
-def parts(pieces: Sequence[tuple[int, Piece]]) -> list[Part]:
-    """All parts of the files among `pieces` that need unpacking."""
+def parts_of(ranges: Sequence[tuple[int, FileRange]]) -> list[UnpackPart]:
+    """All parts of the files among `ranges` that need unpacking."""
     return [
-        Part(index, number, part)
-        for index, (_, piece) in enumerate(pieces)
-        if piece.stream
-        for number, part in enumerate(tasks.unpacking(piece))
+        UnpackPart(index, number, part)
+        for index, (_, file) in enumerate(ranges)
+        if file.unpack_first
+        for number, part in enumerate(_parts(file))
     ]
 
 
-def unpack(job: Job, part: Part) -> Done:
-    """Write stream-INDEX-NUMBER-I.zst, and leave the fact "spools": name and unpacked bytes of each.
+def _parts(file: FileRange) -> list[FileRange]:
+    """Of a bzip2 file ranges of its bytes, else all of it."""
+    if file.compression != "bz2" or file.encoding != encodings.UTF8:
+        return [file]
+    edges = [*range(0, max(file.size - BZIP2_BYTES // 2, 1), BZIP2_BYTES), file.size]
+    return [replace(file, start=a, end=b, size=b - a) for a, b in pairwise(edges)]
+
+
+def unpack(job: BuildJob, part: UnpackPart) -> ItemResult:
+    """Write stream-INDEX-NUMBER-I.zst, and return the fact "spools": name and unpacked bytes of each.
 
     The fact "whole" is false where bad input was skipped: what follows it in the file is left out.
     """
-    done, problems = Done(size=part.piece.size), Problems(job.on_error)
-    done.facts["spools"] = _spool(job, part, done, problems)
-    done.facts["whole"] = not problems.counts
-    done.problems = problems.counts
-    return done
-
-
-def _spool(job: Job, part: Part, done: Done, problems: Problems) -> list[unpacked.Spool]:
-    found: list[unpacked.Spool] = []
-    stem = f"stream-{part.index:07d}-{part.number:06d}"
+    result, problems = ItemResult(size=part.range.size), Problems(job.on_error)
+    written: list[spools.Spool] = []
     spool = None
-    for chunk in tasks.unpack(part.piece, problems):
+    for chunk in _text(part.range, problems):
         while chunk:
-            spool = spool or _Spool(job, f"{stem}-{len(found):06d}.zst", done)
-            room = tasks.RANGE_BYTES - spool.size
+            spool = spool or _SpoolWriter(
+                job, f"stream-{part.index:07d}-{part.number:06d}-{len(written):06d}.zst", result
+            )
+            room = documents.RANGE_BYTES - spool.size
             spool.write(chunk[:room])
             chunk = chunk[room:]
-            if spool.size == tasks.RANGE_BYTES:
-                found.append(spool.close())
+            if spool.size == documents.RANGE_BYTES:
+                written.append(spool.close())
                 spool = None
     if spool:
-        found.append(spool.close())
-    return found
+        written.append(spool.close())
+    result.facts["spools"] = written
+    result.facts["whole"] = not problems.counts
+    result.problems = problems.counts
+    return result
 
 
-class _Spool:
+def _text(part: FileRange, problems: Problems) -> Iterator[bytes]:
+    """The text of a part of a file in UTF-8, some MB at a time; bad places follow the policy of `problems`."""
+    if part.end is not None:
+        chunks = decompress.read_blocks(part.path, part.start, part.end)
+    else:
+        chunks = decompress.read_chunks(part.path, part.compression)
+    if part.encoding != encodings.UTF8:
+        chunks = encodings.recode(chunks, part.encoding, part.path, problems)
+    yield from documents.watch(part, chunks, problems)
+
+
+class _SpoolWriter:
     """A zstd file of the work folder."""
 
-    def __init__(self, job: Job, name: str, done: Done) -> None:
-        self._name, self._done = name, done
-        self._file = Writer(job, name, done)
+    def __init__(self, job: BuildJob, name: str, result: ItemResult) -> None:
+        self._name = name
+        self._file = Writer(job, name, result)
         self._packer = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj()
         self.size = 0
 
@@ -85,32 +105,32 @@ class _Spool:
         self.size += len(text)
         self._file.write(np.frombuffer(self._packer.compress(text), np.uint8))
 
-    def close(self) -> unpacked.Spool:
+    def close(self) -> spools.Spool:
         self._file.write(np.frombuffer(self._packer.flush(), np.uint8))
         self._file.__exit__()
         return self._name, self.size
 
 
 def cut(
-    job: Job, pieces: Sequence[tuple[int, Piece]], items: Sequence[Part], results: Sequence[Done]
-) -> list[tuple[int, Piece]]:
-    """`pieces` with the ranges of its text in place of each unpacked file. Writes stream-INDEX.index."""
-    spools: dict[int, list[unpacked.Spool]] = {}
+    job: BuildJob, ranges: Sequence[tuple[int, FileRange]], items: Sequence[UnpackPart], results: Sequence[ItemResult]
+) -> list[tuple[int, FileRange]]:
+    """`ranges` with the ranges of its text in place of each unpacked file. Writes stream-INDEX.index."""
+    spools_of: dict[int, list[spools.Spool]] = {}
     ended: set[int] = set()
-    for item, done in zip(items, results, strict=True):
-        found = spools.setdefault(item.index, [])
+    for item, result in zip(items, results, strict=True):
+        listed = spools_of.setdefault(item.index, [])
         if item.index not in ended:
-            found += done.facts["spools"]
-        if not done.facts["whole"]:
+            listed += result.facts["spools"]
+        if not result.facts["whole"]:
             ended.add(item.index)
-    cut_pieces: list[tuple[int, Piece]] = []
-    for index, (corpus, piece) in enumerate(pieces):
-        if index not in spools:
-            cut_pieces.append((corpus, piece))
+    cut_ranges: list[tuple[int, FileRange]] = []
+    for index, (corpus, file) in enumerate(ranges):
+        if index not in spools_of:
+            cut_ranges.append((corpus, file))
             continue
         name = f"stream-{index:07d}.index"
-        write_whole(Path(job.path(name)), unpacked.index_bytes(spools[index]))
-        text = replace(piece, encoding=encodings.UTF8, index=name, stream=False)
-        size = sum(spool[1] for spool in spools[index])
-        cut_pieces += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]
-    return cut_pieces
+        write_whole(Path(job.path(name)), spools.index_bytes(spools_of[index]))
+        text = replace(file, encoding=encodings.UTF8, index=name, unpack_first=False)
+        size = sum(spool[1] for spool in spools_of[index])
+        cut_ranges += [(corpus, part) for part in (tasks.cut(text, size) if size else [])]
+    return cut_ranges

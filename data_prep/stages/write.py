@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from data_prep.executor import work_files
-from data_prep.executor.work_files import Done, Job
+from data_prep.executor.journal import Stage, Stages
+from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
-from data_prep.stages.shuffle import Part
+from data_prep.stages.shuffle import RowSplit
 from megabert.data import shards
 from megabert.data.shards.manifest import SHARD
 from megabert.data.tokenizer import Tokenizer
@@ -21,31 +22,41 @@ from megabert.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Rows [first_row, first_row + rows) of a part as pieces (bucket, first row in it, rows of it)."""
+    """Rows [first_row, first_row + rows) of a split as slices (bucket, first row in it, rows of it)."""
 
-    part: Part
+    split: RowSplit
     index: int
     first_row: int
     rows: int
-    pieces: tuple[tuple[int, int, int], ...]
+    slices: tuple[tuple[int, int, int], ...]
 
 
-def plan_shards(part: Part, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
+def run(stages: Stages, job: BuildJob, split: RowSplit, packed: Stage) -> list[dict[str, Any]]:
+    """Write the shards of a split, whose rows the stage `packed` made. Returns their entries of the manifest."""
+    Path(split.folder).mkdir(parents=True, exist_ok=True)
+    rows = [result.counts["rows"] for result in packed.results]
+    plans = plan_shards(split, rows, job.options.rows_per_shard)
+    written = stages.map(f"write {split.stem}", process_shard, job, plans, unit="shard")
+    stages.journal.consume(packed, written)
+    return [result.facts["shard"] for result in written.results]
+
+
+def plan_shards(split: RowSplit, bucket_rows: list[int], rows_per_shard: int) -> list[ShardPlan]:
     """Cut the rows of all buckets, in order, into shards."""
     plans: list[ShardPlan] = []
-    pieces: list[tuple[int, int, int]] = []
-    rows = 0  # in `pieces`
+    slices: list[tuple[int, int, int]] = []
+    rows = 0  # in `slices`
 
     def end_shard() -> None:
-        nonlocal pieces, rows
-        plans.append(ShardPlan(part, len(plans), len(plans) * rows_per_shard, rows, tuple(pieces)))
-        pieces, rows = [], 0
+        nonlocal slices, rows
+        plans.append(ShardPlan(split, len(plans), len(plans) * rows_per_shard, rows, tuple(slices)))
+        slices, rows = [], 0
 
     for bucket, size in enumerate(bucket_rows):
         taken = 0
         while taken < size:
             some = min(size - taken, rows_per_shard - rows)
-            pieces.append((bucket, taken, some))
+            slices.append((bucket, taken, some))
             taken, rows = taken + some, rows + some
             if rows == rows_per_shard:
                 end_shard()
@@ -54,36 +65,36 @@ def plan_shards(part: Part, bucket_rows: list[int], rows_per_shard: int) -> list
     return plans
 
 
-def process_shard(job: Job, plan: ShardPlan) -> Done:
-    """Write one shard; its manifest entry is the fact "shard"."""
-    done = Done()
+def process_shard(job: BuildJob, plan: ShardPlan) -> ItemResult:
+    """Write one shard; the fact "shard" is its entry of the manifest."""
+    result = ItemResult()
     before = time.perf_counter()
-    part = plan.part
+    split = plan.split
     arrays = []
     for suffix, dtype, shape in (
-        ("ids", part.dtype, (part.seq_len,)),
-        ("bounds", "uint16", (part.slots, 2)),
-        ("labels", "int8", (part.slots,)),
+        ("ids", split.dtype, (split.seq_len,)),
+        ("bounds", "uint16", (split.slots, 2)),
+        ("labels", "int8", (split.slots,)),
     ):
         width = int(np.prod(shape))
         parts = [
-            work_files.read(job, f"{part.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width)
-            for bucket, first, rows in plan.pieces
+            work_files.read(job, f"{split.stem}-{bucket:06d}.rows.{suffix}", dtype, first * width, rows * width)
+            for bucket, first, rows in plan.slices
         ]
         arrays.append(np.concatenate(parts).reshape(plan.rows, *shape))
-    path = Path(part.folder, SHARD.format(plan.index))
+    path = Path(split.folder, SHARD.format(plan.index))
     ids, bounds, labels = arrays
     entry = shards.write_shard(path, plan.first_row // BLOCK_ROWS, ids, bounds, labels, BLOCK_ROWS)
-    done.facts["shard"] = entry
-    done.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
-    done.seconds["write"] += time.perf_counter() - before
-    return done
+    result.facts["shard"] = entry
+    result.files[os.path.relpath(path, job.work)] = work_files.checksum(path)
+    result.seconds["write"] += time.perf_counter() - before
+    return result
 
 
 def manifest(
-    part: Part,
+    split: RowSplit,
     entries: list[dict[str, Any]],
-    drawn: Done,
+    drawn: ItemResult,
     tokenizer: Tokenizer,
     tokenizer_name: str,
     options: dict[str, Any],
@@ -93,11 +104,11 @@ def manifest(
     rows = sum(entry["rows"] for entry in entries)
     return {
         "schema": 1,
-        "seq_len": part.seq_len,
-        "max_sequences": part.slots,
+        "seq_len": split.seq_len,
+        "max_sequences": split.slots,
         "rows": rows,
         "block_rows": BLOCK_ROWS,
-        "dtype": part.dtype,
+        "dtype": split.dtype,
         "tokenizer": {
             "kind": tokenizer.kind,
             "file": tokenizer_name,
@@ -105,7 +116,7 @@ def manifest(
             "vocab_size": tokenizer.vocab_size,
             "special_ids": tokenizer.special_ids,
         },
-        "statistics": statistics(drawn, rows, part.seq_len),
+        "statistics": statistics(drawn, rows, split.seq_len),
         "options": options,
         "shards": entries,
         "held_out": held_out,
@@ -113,8 +124,8 @@ def manifest(
     }
 
 
-def statistics(drawn: Done, rows: int, seq_len: int) -> dict[str, Any]:
-    """What a manifest says of its rows. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
+def statistics(drawn: ItemResult, rows: int, seq_len: int) -> dict[str, Any]:
+    """The statistics in a manifest. For pairs, `tokens` - 3 `sequences` = corpus + borrowed - truncated tokens."""
     c = drawn.counts
     return {
         "documents": c["documents"],

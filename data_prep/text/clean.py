@@ -1,11 +1,12 @@
-"""Cleaning of text: bytes in C, left-over markup where it occurs, characters once a distinct word.
+"""Cleaning of text: control characters, line ends, left-over markup, paragraphs, addresses, characters of words.
 
-`paragraphs` does what needs a whole document (decoding, line ends, hard-wrapped lines, markup). What is
-local to a word (NFC, invisible characters, entities) is `clean_word`, run once a distinct word by `tokens.encoder`.
+`decode`, `mask_addresses` and `paragraphs` do what needs a whole document. What is local to a word (Unicode normal form,
+invisible characters, entities) is `clean_word`, run once for each distinct word by `tokens.encoder`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import unicodedata
 from collections import Counter
@@ -26,19 +27,37 @@ TAG = re.compile(
     r"\b[^<>\n]{0,200}>?",
     re.IGNORECASE,
 )
-BLANKS = " \t\n"  # that --keep-whitespace keeps
-# Where a paragraph begins that keeps its whitespace: before a run of blanks with a line end, after and before something else.
+# whitespace that --keep-whitespace keeps
+BLANKS = " \t\n"
+# where a paragraph begins that keeps its whitespace: at a run of blanks with a line end, between other characters
 KEPT_EDGE = re.compile(r"(?<=[^ \t\n])(?=[ \t]*\n[ \t\n]*[^ \t\n])")
 KEPT_WORD = re.compile(r"[ \t\n]*[^ \t\n]+(?:[ \t\n]+\Z)?")
 BLANK_LINES = re.compile(r"\n\s*\n")
-FULL_STOPS = ("\u3002", "\uff01", "\uff1f")  # ideographic: no space follows them
+# ideographic full stops, which no space follows
+FULL_STOPS = ("\u3002", "\uff01", "\uff1f")
 # Marks that end a sentence and that a space need not follow: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
 # Burmese, Khmer and Tibetan ones.
 GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
 _CLOSING = re.escape(CLOSERS + WIDE_CLOSERS)
 GLUED_END = re.compile(rf"([{GLUED}]+[{_CLOSING}]*)(?=[^\s{GLUED}{_CLOSING}])")
-_GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})  # that one of them begins with
-GLUED_SHARE = 200  # characters a mark at most, where a text is in such a script and does not merely quote it
+# first bytes of these marks
+_GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
+# characters a mark at most where a text is in such a script and does not merely quote it
+GLUED_SHARE = 200
+
+# what `mask_addresses` replaces: e-mail addresses by one that RFC 2606 sets aside for examples, IP addresses by those of RFC 5737 and
+# RFC 3849 for documentation, and citation marks, which it removes
+MASK_KINDS = ("emails", "ips", "citations")
+EMAIL, IPV4, IPV6 = "email@example.com", "192.0.2.1", "2001:db8::1"
+# The local part of RFC 5322 without quotes; a domain of labels of RFC 1035 with a top-level one of letters.
+_EMAIL = re.compile(
+    r"(?<![\w.!#$%&'*+/=?^`{|}~-])[\w.!#$%&'*+/=?^`{|}~-]{1,64}@"
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w@-])"
+)
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f]*:)[0-9A-Fa-f:]{2,39}(?![\w:])")
+# Wikipedia's marks as extractors leave them (Raffel et al. 2020, section 2.2).
+_CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed)\]")
 
 
 class Decoded(NamedTuple):
@@ -84,8 +103,8 @@ def paragraphs(
     """Paragraphs of a document; whitespace inside them is still as it was.
 
     With `keep_whitespace` they are its lines, each with the line ends and blanks before it: joined they are the text with a
-    space before it, as SentencePiece puts one there. `markup` says that the text came out of an extractor (paragraphs are
-    lines, tags may be left over); these are counted in `counts`. `glued` is `decode`'s.
+    space before it, as SentencePiece puts one there. `markup`: the text comes from an extractor, so that paragraphs are lines
+    and tags may be left over, which are counted in `counts`. `glued` is that of `decode`.
     """
     if markup and "<" in text:
         text, tags = TAG.subn(" ", text)
@@ -94,13 +113,13 @@ def paragraphs(
     if keep_whitespace:
         return KEPT_EDGE.split(" " + text) if text.strip(BLANKS) else [""]
     if glued:
-        text = _part_sentences(text)
+        text = _separate_sentences(text)
     if not markup and is_hard_wrapped(text):
         return BLANK_LINES.split(text)
     return text.split("\n")
 
 
-def _part_sentences(text: str) -> str:
+def _separate_sentences(text: str) -> str:
     """`text` with a space where a sentence ends without one, its closing quotation marks before it.
 
     A text that merely quotes a line in such a script is cut there, quotation marks or not, into paragraphs.
@@ -126,3 +145,37 @@ def clean_word(word: str, form: Form = "NFC") -> str:
         return word
     word = plain_word(word)
     return word if word.isascii() else unicodedata.normalize(form, word)
+
+
+def _address(text: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == version
+    except ValueError:
+        return False
+
+
+def mask_addresses(text: str, kinds: tuple[str, ...], counts: Counter[str]) -> str:
+    """`text` with the `kinds` (of `MASK_KINDS`) replaced, which are counted in `counts`."""
+    if "emails" in kinds and "@" in text:
+        text, number = _EMAIL.subn(EMAIL, text)
+        counts["masked e-mail addresses"] += number
+    if "ips" in kinds:
+        text = _mask_ips(_IPV4, text, 4, IPV4, counts)
+        if text.count(":") > 1:
+            text = _mask_ips(_IPV6, text, 6, IPV6, counts)
+    if "citations" in kinds and "[" in text:
+        text, number = _CITATION.subn("", text)
+        counts["removed citation marks"] += number
+    return text
+
+
+def _mask_ips(pattern: re.Pattern[str], text: str, version: int, instead: str, counts: Counter[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
+        # "a::b" and "::" are punctuation in some languages
+        groups = len([part for part in match[0].split(":") if part])
+        if (version == 4 or groups > 2) and _address(match[0], version):
+            counts["masked IP addresses"] += 1
+            return instead
+        return match[0]
+
+    return pattern.sub(replace, text)

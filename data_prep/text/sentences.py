@@ -1,15 +1,14 @@
 """Sentence ends: after a word that can end a sentence, before a word that can start one.
 
-Both are facts of a word alone. So the two tests run once a distinct word and the split itself is one array operation over
-word numbers, about a nanosecond a byte. Libraries work on strings: measured on 1 MB of Wikipedia with one core (EPYC,
-2026-11), sentencex does 48 MB/s (a fifth on top of all the rest), syntok 1.3 and pysbd 0.24; of the ends found here they
-find 97%, 99% and 98%.
+Both are properties of a word alone. So the two tests run once for each distinct word, and the split itself is one array operation
+over word numbers, about a nanosecond a byte. Libraries work on strings: on 1 MB of Wikipedia with one core (EPYC, 2026-11)
+sentencex does 48 MB/s, syntok 1.3 and pysbd 0.24; they find 97%, 99% and 98% of the ends found here.
 
-A fact is a set of bits: the kinds of ends after a word, the kinds of starts before one. A sentence ends where both words have
-a kind in common that their document allows (`allowed`):
+The two properties are sets of bits: the kinds of ends after a word, the kinds of starts before one. A sentence ends where both
+words have a kind in common that their document allows (`allowed`):
 
     PLAIN    a full stop, question or exclamation mark that is no abbreviation's; a letter or digit that is not lower-case
-    SCRIPT   a mark that does nothing but end sentences (Unicode's Sentence_Terminal outside ASCII); any word
+    SCRIPT   a mark that only ends sentences (Unicode's Sentence_Terminal outside ASCII); any word
     PHRASE   Thai and Lao, which have no such mark but put spaces between phrases: a word of theirs; a word of theirs
     CASELESS as PLAIN; a letter of a script that Unicode gives case and nobody writes with capitals (Georgian)
     LOWER    as PLAIN; a lower-case letter
@@ -22,17 +21,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_prep.common import segments
-from data_prep.common.segments import counts
+from data_prep.common.arrays import segment_counts, word_bytes
 
 PLAIN, SCRIPT, PHRASE, CASELESS, LOWER = (1 << bit for bit in range(5))
-FOREIGN, CAPITAL = 32, 64  # of a start: the word has other than Latin letters; it begins with a capital
-FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01  # of a document's words: where their rules begin to hold
-LOWER_WORDS = 50  # a document without capitals that is shorter may as well be a caption
+# bits of a start: the word has other than Latin letters; it begins with a capital
+FOREIGN, CAPITAL = 32, 64
+# shares of a document's words at which their rules begin to hold
+FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01
+# a shorter document without capitals may be a caption
+LOWER_WORDS = 50
 
 OPENERS = "\"'([{\u201c\u2018\u00ab\u00bf\u00a1*_"
 CLOSERS = "\"')]}\u201d\u2019\u00bb*_"
-WIDE_CLOSERS = "\u300d\u300f\u3011\uff09\u3009\u300b\u3015\uff63\u203a"  # 」』】）〉》〕｣›
+# 」』】）〉》〕｣›
+WIDE_CLOSERS = "\u300d\u300f\u3011\uff09\u3009\u300b\u3015\uff63\u203a"
 TERMINALS = ".!?\u2026\u3002\uff01\uff1f\u0964\u061f"
 # Code points of Unicode 14's Sentence_Terminal without ASCII and without those that also stand inside numbers; and two that
 # it leaves out: Tibetan's shads (0F0D-0F11) and Khmer's khan and bariyoosan (17D4-17D5).
@@ -51,7 +53,8 @@ def _characters(ranges: str) -> str:
     return "".join(chr(c) for edge in edges for c in range(edge[0], edge[-1] + 1))
 
 
-SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}  # 104A is Burmese's comma
+# without Burmese's comma
+SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
 # Marks that are typed in place of a script's own, after a letter of it: Armenian ":", Greek ";", Ethiopic "::".
 STAND_INS = {
     ":": ("\u0561", "\u0587"),
@@ -61,98 +64,14 @@ STAND_INS = {
 }
 # Words that end in a full stop and do not end a sentence, lower-cased, without the full stop.
 ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "mx",
-        "dr",
-        "prof",
-        "rev",
-        "hon",
-        "st",
-        "sr",
-        "jr",
-        "capt",
-        "col",
-        "gen",
-        "lt",
-        "sgt",
-        "cpl",
-        "maj",
-        "adm",
-        "cmdr",
-        "gov",
-        "sen",
-        "rep",
-        "pres",
-        "supt",
-        "messrs",
-        "mme",
-        "mlle",
-        "vs",
-        "v",
-        "cf",
-        "viz",
-        "ca",
-        "c",
-        "approx",
-        "al",
-        "etc",
-        "eg",
-        "ie",
-        "fig",
-        "figs",
-        "eq",
-        "vol",
-        "vols",
-        "ed",
-        "eds",
-        "trans",
-        "pp",
-        "p",
-        "art",
-        "sec",
-        "ch",
-        "chap",
-        "op",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "bros",
-        "dept",
-        "est",
-        "univ",
-        "assn",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-        "mt",
-        "ft",
-        "no",
-        "nos",
-        "nr",
-        "b",
-        "d",
-        "r",
-        "fl",
-    ]
+    ["mr", "mrs", "ms", "mx", "dr", "prof", "rev", "hon", "st", "sr", "jr", "capt", "col", "gen", "lt", "sgt", "cpl", "maj", "adm", "cmdr", "gov", "sen", "rep", "pres", "supt", "messrs", "mme", "mlle", "vs", "v", "cf", "viz", "ca", "c", "approx", "al", "etc", "eg", "ie", "fig", "figs", "eq", "vol", "vols", "ed", "eds", "trans", "pp", "p", "art", "sec", "ch", "chap", "op", "inc", "ltd", "co", "corp", "bros", "dept", "est", "univ", "assn", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "mt", "ft", "no", "nos", "nr", "b", "d", "r", "fl"]
 )
 # These end sentences often when another capital follows; they stay together with a following number only by case.
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
 LAST = frozenset(TERMINALS + CLOSERS)
 SCRIPT_LAST = SCRIPT_TERMINALS | frozenset(CLOSERS + WIDE_CLOSERS + ":;\u1361")
-_MAY_END = np.array([byte >= 0x80 or chr(byte) in LAST | SCRIPT_LAST for byte in range(256)])  # last bytes
+# by the last byte of a word
+_MAY_END = np.array([byte >= 0x80 or chr(byte) in LAST | SCRIPT_LAST for byte in range(256)])
 
 
 def can_end(word: str) -> bool:
@@ -208,9 +127,10 @@ def _is_phrase_letter(character: str) -> bool:
 
 def ends(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of ends after each word."""
-    text, edges = segments.of_words(words)
+    text, edges = word_bytes(words)
     found = np.zeros(len(words), np.uint8)
-    may = np.flatnonzero(_MAY_END[text[edges[1:] - 2]])  # by the last byte, which is a NUL's where a word is empty
+    # the last byte before the NUL; that of another word where a word is empty
+    may = np.flatnonzero(_MAY_END[text[edges[1:] - 2]])
     found[may] = [_end(words[i]) for i in may.tolist()]
     return found
 
@@ -225,7 +145,7 @@ def _end(word: str) -> int:
 
 def starts(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of starts before each word, FOREIGN and CAPITAL."""
-    text, edges = segments.of_words(words)
+    text, edges = word_bytes(words)
     first = text[edges[:-1]]
     found = _START_OF_BYTE[first]
     ascii_alone = np.bitwise_or.reduceat(text, edges[:-1]) < 0x80
@@ -264,7 +184,7 @@ def _is_foreign(character: str) -> bool:
     return "\u0370" <= character < "\u1e00" or "\u2e80" <= character < "\ufb00"
 
 
-# What the first letter or digit tells of a word of ASCII alone.
+# the kinds of starts of a word of ASCII alone, by its first letter or digit
 _IS_ALPHANUMERIC = np.array([byte < 0x80 and chr(byte).isalnum() for byte in range(256)])
 _START_OF_BYTE = np.array(
     [_kinds_of_start(chr(byte), chr(byte)) if _IS_ALPHANUMERIC[byte] else 0 for byte in range(256)], np.uint8
@@ -275,9 +195,9 @@ def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """uint8 [d]: the kinds of ends that each document has. `starts`: uint8 [w] of its words; `documents`: their edges [d + 1]."""
     words = np.diff(documents)
     found = np.full(len(words), PLAIN, np.uint8)
-    foreign = counts(np.flatnonzero(starts & FOREIGN), documents)
+    foreign = segment_counts(np.flatnonzero(starts & FOREIGN), documents)
     found[(foreign > 0) & (foreign >= FOREIGN_SHARE * words)] |= SCRIPT | PHRASE | CASELESS
-    capitals = counts(np.flatnonzero(starts & CAPITAL), documents)
+    capitals = segment_counts(np.flatnonzero(starts & CAPITAL), documents)
     found[(words >= LOWER_WORDS) & (capitals <= CAPITAL_SHARE * words)] |= LOWER
     return found
 

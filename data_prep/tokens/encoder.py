@@ -1,10 +1,10 @@
 """Encoder of documents to token ids, through a cache of distinct words.
 
-A word costs a lookup and not a Viterbi search. No piece of a SentencePiece model that splits at whitespace and puts a dummy
-prefix crosses a word, and its score is a sum over pieces: the best segmentation of a sentence is the concatenation of its
+A word costs a lookup and not a Viterbi search. No token of a SentencePiece model that splits at whitespace and puts a dummy
+prefix crosses a word, and its score is a sum over tokens: the best segmentation of a sentence is the concatenation of its
 words' best ones. (In a model that data_prep did not train, rounding of the running sum can break a near tie differently.)
-The contents of the cache never change what comes out. What filters and deduplication need of a word (`quality.FACTS`) is in
-the cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents.
+The contents of the cache never change the output. What filters and deduplication need of a word (`measures.FACTS`) is in the
+cache too. Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.common.arrays import segment_counts, segment_sums
 from data_prep.common.errors import BadInput
-from data_prep.common.lexicon import Lexicon, word_hashes
-from data_prep.common.segments import counts, sums
-from data_prep.filters import quality
-from data_prep.filters.folding import FOLDED, fold
+from data_prep.filters.measures import FACTS, WordFacts, describe_words, fold
 from data_prep.text import clean, sentences
-from data_prep.tokens.shared_words import WORD, Words
+from data_prep.tokens.word_cache import WORD, EncodedWords, WordNumbers, word_hashes
 from megabert.data.tokenizer import Tokenizer
 
-MAX_WORDS = 2_000_000  # distinct words kept, about 150 MB
-MAX_TOKENS = 1 << 25  # of those words together; places in them are 32-bit numbers
-MAX_WORD = 512  # characters; a longer run without whitespace is encoded in pieces of this size
+# distinct words in the cache, about 150 MB
+MAX_WORDS = 2_000_000
+# tokens of those words together; places in them are 32-bit numbers
+MAX_TOKENS = 1 << 25
+# characters; a longer run without whitespace is encoded in slices of this size
+MAX_WORD = 512
 
 
 @dataclass
@@ -81,22 +82,21 @@ class Encoded:
 
 @dataclass
 class DocumentBatch:
-    """Documents as they came out of the encoder, with what judges them.
+    """Documents from the encoder: facts of their words for filters and hashes, and their tokens.
 
-    words: their words for filters and hashes; encoded: their tokens; paragraph_sizes: int64 [p] in sentences, of all
-    paragraphs, empty ones too.
+    paragraph_sizes: int64 [p] in sentences, of all paragraphs, empty ones too.
     """
 
-    words: quality.WordFacts
+    words: WordFacts
     encoded: Encoded
     paragraph_sizes: np.ndarray
 
     def select_paragraphs(self, keep: np.ndarray) -> DocumentBatch:
-        """The paragraphs where the bool array `keep` [p] is true; the others are there without words and sentences."""
+        """The paragraphs where the bool array `keep` [p] is true; the others become empty."""
         words = self.words
         kept = np.repeat(keep, np.diff(words.paragraphs))
         at = np.append(0, np.cumsum(kept))
-        facts = quality.WordFacts(
+        facts = WordFacts(
             words.facts[kept],
             at[words.documents],
             at[words.paragraphs],
@@ -108,8 +108,8 @@ class DocumentBatch:
 
 def word_facts(
     documents: list[list[str]], form: clean.Form, folded: bool = False, keep_whitespace: bool = False
-) -> quality.WordFacts:
-    """Words of a few documents, each a list of paragraphs, without a cache; folded where overlaps are looked for."""
+) -> WordFacts:
+    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded` ones too where asked for."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
@@ -122,23 +122,22 @@ def word_facts(
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
     plain = [clean.clean_word(word, form) for word in distinct]
-    facts = quality.describe(plain, sentences.ends(plain))
+    facts = describe_words(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
-    letters = fold(plain)[numbers] if folded else None
-    return quality.WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64), letters)
+    hashes = fold(plain)[numbers] if folded else None
+    return WordFacts(facts[numbers], np.array(ends, np.int64), np.array(edges, np.int64), hashes)
 
 
 class WordEncoder:
     """Collects documents as word numbers and turns them into tokens in one go.
 
-    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC). `folded`: words come
-    out folded, too.
+    `dtype` is that of the ids in shards, `form` the Unicode normal form of words (NFC or NFKC). `folded`: fold words, too.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, form: clean.Form = "NFC", folded: bool = False) -> None:
         if not tokenizer.word_local:
             raise BadInput(
-                f"{tokenizer.path}: its pieces cross word boundaries (trained with split_by_whitespace or "
+                f"{tokenizer.path}: its tokens cross word boundaries (trained with split_by_whitespace or "
                 "add_dummy_prefix off), which data_prep does not support; train one with data_prep build"
             )
         self.tokenizer, self.dtype, self.form, self.folded = tokenizer, np.dtype(dtype), form, folded
@@ -146,44 +145,46 @@ class WordEncoder:
         self._reset_documents()
 
     def _reset_cache(self) -> None:
-        self._lexicon = Lexicon()
+        self._numbers = WordNumbers()
         self._flat = np.zeros(1 << 16, self.dtype)
         self._used = 0
         self._table = np.zeros(1 << 14, WORD)
-        self._letters = np.zeros(0, FOLDED)
-        self._learnt: list[Words] = []
+        self._folded = np.zeros(0, np.uint64)
+        self._learned: list[EncodedWords] = []
 
     def _reset_documents(self) -> None:
-        self._paragraphs: list[str] = []  # of all documents that wait
-        self._sizes: list[int] = []  # paragraphs of each
-        self.pending = 0  # characters waiting
+        # of all documents that wait, and how many paragraphs each has
+        self._paragraphs: list[str] = []
+        self._sizes: list[int] = []
+        # characters waiting
+        self.pending = 0
 
     def add(self, paragraphs: list[str]) -> None:
-        """Take one document. Paragraph ends are sentence ends."""
+        """Add one document. Paragraph ends are sentence ends."""
         self._paragraphs += paragraphs
         self._sizes.append(len(paragraphs))
         self.pending += sum(map(len, paragraphs))
 
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Word numbers int64 [w] of all that waits, and the word offsets int64 [p + 1] of its paragraphs."""
+        """Word numbers int64 [w] of all waiting documents, and the word offsets int64 [p + 1] of their paragraphs."""
         if self.tokenizer.keeps_whitespace:
             words = [clean.kept_words(paragraph) for paragraph in self._paragraphs]
             lists = pa.array(words, pa.list_(pa.string()))
         else:
             lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
-        found = lists.flatten().dictionary_encode()
-        distinct, place = found.dictionary, found.indices.to_numpy()  # of each word among the distinct ones
+        encoded = lists.flatten().dictionary_encode()
+        distinct, place = encoded.dictionary, encoded.indices.to_numpy()  # place: of each word among the distinct ones
         hashes = word_hashes(distinct)
         full = hashes != 0
         numbers = np.full(len(hashes), -1, np.int64)
-        numbers[full], new = self._lexicon.numbers(hashes[full])
+        numbers[full], new = self._numbers.numbers(hashes[full])
         if len(new):
             new = np.flatnonzero(full)[new]
-            learnt = self._learn(hashes[new], distinct.take(pa.array(new)).to_pylist())
-            self._put(learnt)
+            learned = self._encode_words(hashes[new], distinct.take(pa.array(new)).to_pylist())
+            self._put(learned)
             again = np.bincount(place, minlength=len(distinct))[new] > 1
             if again.any():
-                self._learnt.append(learnt.select(again))
+                self._learned.append(learned.select(again))
         here = numbers[place]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
@@ -193,28 +194,28 @@ class WordEncoder:
             here = here[~empty]
         return here, edges
 
-    def _put(self, words: Words) -> None:
-        """Put words into the tables, the last ones that the lexicon numbered."""
-        first, last = self._lexicon.size - len(words.rows), self._lexicon.size
+    def _put(self, words: EncodedWords) -> None:
+        """Put words into the tables; they are the last ones that were numbered."""
+        first, last = self._numbers.size - len(words.rows), self._numbers.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[first:last] = words.rows
         self._table["start"][first:last] = self._place(words.tokens, words.rows["length"])
-        if words.letters is not None:
-            if len(self._letters) < len(self._table):
-                self._letters = np.resize(self._letters, len(self._table))
-            self._letters[first:last] = words.letters
+        if words.folded is not None:
+            if len(self._folded) < len(self._table):
+                self._folded = np.resize(self._folded, len(self._table))
+            self._folded[first:last] = words.folded
 
-    def take_over(self, words: Words) -> None:
-        """Take words that another encoder with the same options has learnt, as long as the cache is not half full."""
-        if self._lexicon.size + len(words.hashes) <= MAX_WORDS // 2:
-            new = self._lexicon.numbers(words.hashes)[1]
+    def add_words(self, words: EncodedWords) -> None:
+        """Add words that another encoder with the same options encoded, as long as the cache is not half full."""
+        if self._numbers.size + len(words.hashes) <= MAX_WORDS // 2:
+            new = self._numbers.numbers(words.hashes)[1]
             self._put(words.select(new))
 
-    def learnt(self) -> Words | None:
-        """The words learnt since the last call that stood more than once in what they were learnt from."""
-        found, self._learnt = self._learnt, []
-        return Words.join(found) if found else None
+    def take_learned(self) -> EncodedWords | None:
+        """The words encoded since the last call that occurred more than once in their documents."""
+        learned, self._learned = self._learned, []
+        return EncodedWords.join(learned) if learned else None
 
     def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Append the tokens of words of these lengths. Returns where each word starts."""
@@ -224,8 +225,8 @@ class WordEncoder:
         self._used += len(tokens)
         return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
-    def _learn(self, hashes: np.ndarray, new: list[str]) -> Words:
-        """Encode words met for the first time."""
+    def _encode_words(self, hashes: np.ndarray, new: list[str]) -> EncodedWords:
+        """Encode words that are not in the cache."""
         parts, edges = new, np.arange(len(new) + 1)
         if max(map(len, new)) > MAX_WORD:
             parts = [word[k : k + MAX_WORD] for word in new for k in range(0, len(word), MAX_WORD)]
@@ -243,23 +244,23 @@ class WordEncoder:
         tokens = np.fromiter(chain.from_iterable(encoded), self.dtype, int(lengths.sum()))
         ends = sentences.ends(plain)
         rows = np.zeros(len(plain), WORD)
-        rows["length"] = sums(lengths, edges)
+        rows["length"] = segment_sums(lengths, edges)
         rows["ends"], rows["starts"] = ends, sentences.starts(plain)
-        rows["facts"] = quality.describe(plain, ends)
-        return Words(hashes, rows, tokens, fold(plain) if self.folded else None)
+        rows["facts"] = describe_words(plain, ends)
+        return EncodedWords(hashes, rows, tokens, fold(plain) if self.folded else None)
 
     def finish(self) -> DocumentBatch:
         """All documents added since the last call, in order."""
-        if self._lexicon.size > MAX_WORDS or self._used > MAX_TOKENS:
+        if self._numbers.size > MAX_WORDS or self._used > MAX_TOKENS:
             self._reset_cache()
         numbers, paragraphs = self._split()
         documents = paragraphs[np.append(0, np.cumsum(np.array(self._sizes, np.int64)))]
         self._reset_documents()
-        facts = np.empty(len(numbers), quality.FACTS)
+        facts = np.empty(len(numbers), FACTS)
         for name in ("hash", "characters", "flags"):  # field by field: five times as fast as whole records
             facts[name] = self._table["facts"][name][numbers]
-        letters = self._letters[numbers] if self.folded else None
-        words = quality.WordFacts(facts, documents, paragraphs, letters)
+        folded = self._folded[numbers] if self.folded else None
+        words = WordFacts(facts, documents, paragraphs, folded)
         if not len(numbers):
             none = Encoded.none(self.dtype)
             none.document_sizes = np.zeros(len(documents) - 1, np.int64)
@@ -271,8 +272,8 @@ class WordEncoder:
         word_lengths = self._table["length"][numbers]
         sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
         kept = sentence_lengths > 0  # words of invisible characters alone give no token
-        sizes = counts(sentence_words[kept], documents)
-        paragraph_sizes = counts(sentence_words[kept], paragraphs)
+        sizes = segment_counts(sentence_words[kept], documents)
+        paragraph_sizes = segment_counts(sentence_words[kept], paragraphs)
         starts = self._table["start"][numbers]
         source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
         source += np.arange(len(source), dtype=np.int32)

@@ -1,8 +1,8 @@
 """Reader of Parquet and Arrow tables.
 
 Rows become texts a few at a time; nothing else of the file is kept in memory. Several workers can share a Parquet file by its
-row groups, an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them) by its batches. A
-row has a number, from 0.
+row groups, an Arrow file (with or without a footer, as Feather 2 and Hugging Face `datasets` write them) by its batches. Rows
+are numbered from 0.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.common.errors import BadInput, Problems
+from data_prep.common.records import FileRange
 from data_prep.readers import formats
 from data_prep.readers.files import open_regular
 from megabert.common import arrow_tables, fields
@@ -37,7 +38,7 @@ def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     """
     import pyarrow.types as types
 
-    found = []
+    columns = []
     for name in fields.names(text_field, schema.names):
         try:
             parts = arrow_tables.locate(path, schema, name)
@@ -46,8 +47,8 @@ def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
         type_ = arrow_tables.type_of(schema, parts)
         if not (_is_text(type_) or types.is_null(type_)):
             raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
-        found.append(parts)
-    return found
+        columns.append(parts)
+    return columns
 
 
 def _is_text(type_: Any) -> bool:
@@ -98,18 +99,17 @@ def ratio(path: str) -> float:
         return sum(chunk.total_uncompressed_size for chunk in chunks) / max(packed, 1)
 
 
-def read_table(
-    path: str, format_: str, start: int, end: int | None, text_field: str, problems: Problems
-) -> Iterator[Row]:
-    """(row number, text) of a table, of its row groups or batches [start, end). Null values are counted and left out.
+def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator[Row]:
+    """(row number, text) of a range of a table. Null values are counted and left out.
 
     Raises BadInput where the file is damaged or has no such column.
     """
+    path = part.path
     with open_regular(path) as file:
         with _arrow_errors(path):
-            schema = arrow_tables.schema_of(format_, file)
+            schema = arrow_tables.schema_of(part.format, file)
             columns = _columns(path, schema, text_field)
-        batches = arrow_tables.batches_of(format_)(path, file, columns, start, end)
+        batches = arrow_tables.batches_of(part.format)(path, file, columns, part.start, part.end)
         while True:
             with _arrow_errors(path):
                 batch = next(batches, None)
@@ -119,13 +119,13 @@ def read_table(
                 values = [_values(array) for array in arrays]
             for record in zip(*values, strict=True):
                 text = None
-                parts = [value for value in record if value is not None]
+                values_of = [value for value in record if value is not None]
                 try:
-                    if sum(map(len, parts)) > formats.MAX_DOCUMENT:
+                    if sum(map(len, values_of)) > formats.MAX_DOCUMENT:
                         detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
                         problems.bad(path, row, "long document", detail, unit="row")
-                    elif parts:
-                        text = fields.join([part.decode() for part in parts])
+                    elif values_of:
+                        text = fields.join([value.decode() for value in values_of])
                     else:
                         problems.dropped[formats.NULL] += 1
                 except UnicodeDecodeError:
@@ -136,7 +136,7 @@ def read_table(
 
 
 def _values(column: Any) -> list[bytes | None]:
-    """Values of an array as bytes: whether they are UTF-8 is for us to say. Checks the array's offsets first."""
+    """Values of an array as bytes, whose UTF-8 the caller checks. Checks the array's offsets first."""
     import pyarrow
     import pyarrow.types as types
 

@@ -16,16 +16,16 @@ from itertools import accumulate
 import zstandard
 
 from data_prep.common.errors import BadInput
-from data_prep.common.records import Piece
+from data_prep.common.records import FileRange
 from data_prep.readers.decompress import PLAIN_CHUNK, read_chunks
 from data_prep.readers.files import open_regular
 
 Spool = tuple[str, int]  # its name in the work folder, and the bytes that it unpacks to
 
 
-def text_of(piece: Piece, folder: str) -> PlainText | SpooledText:
+def text_of(part: FileRange, folder: str) -> PlainText | SpooledText:
     """The text of an unpacked file, or of an index in `folder`, the work folder."""
-    return SpooledText(piece, folder) if piece.index else PlainText(piece.path)
+    return SpooledText(part, folder) if part.index else PlainText(part.path)
 
 
 class PlainText:
@@ -47,9 +47,9 @@ class PlainText:
 class SpooledText:
     """Text in the spools of an index."""
 
-    def __init__(self, piece: Piece, folder: str) -> None:
+    def __init__(self, part: FileRange, folder: str) -> None:
         self._folder = folder
-        path = os.path.join(folder, piece.index)
+        path = os.path.join(folder, part.index)
         status = os.stat(path)
         self._spools, self._edges = _loaded(path, status.st_ino, status.st_mtime_ns)
         self._last: tuple[int, bytes] = (-1, b"")

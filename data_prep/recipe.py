@@ -1,4 +1,4 @@
-"""Recipe of a build: a short TOML file that says what a command line would, and options that one corpus has alone.
+"""Recipes of builds: a TOML file with the options of a command line, and options of single corpora.
 
     seq_len = [128, 512]
     vocab_size = 30000
@@ -12,7 +12,7 @@
     filters = ["gopher"]
     weight = 2
 
-The names are those of the options, with `_` or `-`. Options on the command line come after the recipe's and replace them.
+The names are those of the options, with `_` or `-`. Options on the command line replace those of the recipe.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from typing import Any
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus, ReadOptions
 
-NOT_IN = ("input", "weight", "recipe", "help")  # options that a recipe says by its corpora, or not at all
-OWN = tuple(field.name for field in fields(ReadOptions))  # options that a corpus may have of its own, and filters
-# no part of what is built
+# options that a recipe has in its corpora, or not at all
+NOT_IN = ("input", "weight", "recipe", "help")
+# options that a corpus may have of its own, beside filters
+OWN = tuple(field.name for field in fields(ReadOptions))
+# options without influence on the dataset
 RUNNING = ("output", "workers", "overwrite", "json", "quiet", "print_recipe", "add", "part", "merge")
 
 
@@ -61,7 +63,7 @@ def load(path: str, options: Mapping[str, Any]) -> tuple[list[str], dict[str, di
         elif value == []:
             continue
         elif isinstance(value, bool | dict):
-            raise BadInput(f"{path}: {key} is {value!r}, which {flag} does not take")
+            raise BadInput(f"{path}: {key} is {value!r}, which {flag} does not accept")
         else:
             arguments += [flag, *(str(item) for item in (value if isinstance(value, list) else [value]))]
     return arguments, tables
@@ -76,8 +78,8 @@ def _known(path: str, key: str, names: Iterable[str]) -> str:
 
 
 def corpora(path: str, tables: Mapping[str, Mapping[str, Any]], read: ReadOptions) -> list[Corpus]:
-    """The corpora of a recipe's tables; `read` holds what a corpus without own options takes."""
-    found = []
+    """The corpora of a recipe's tables; `read` are the options of a corpus without own ones."""
+    corpora = []
     for name, table in tables.items():
         where = f"{path}: corpus.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
@@ -102,10 +104,10 @@ def corpora(path: str, tables: Mapping[str, Mapping[str, Any]], read: ReadOption
             allowed = ReadOptions.choices(key)
             if allowed and own[key] not in allowed:
                 raise BadInput(f"{where}: {key} is {own[key]!r}; give {', '.join(allowed)}")
-        found.append(
+        corpora.append(
             Corpus(name, tuple(paths), float(weight), replace(read, **own) if own else None, filters, languages)
         )
-    return found
+    return corpora
 
 
 def _texts(where: str, key: str, value: Any) -> list[str]:
@@ -139,13 +141,13 @@ def render(options: Mapping[str, Any], corpora: Iterable[Corpus], read: ReadOpti
 
 
 def _value(name: str, value: Any) -> str:
-    """A TOML value; a JSON text is one but for DEL, which JSON leaves as it is."""
+    """A TOML value; a JSON text is one but for DEL, which JSON does not escape."""
     for item in value if isinstance(value, list) else [value]:
         try:
             str(item).encode()
         except UnicodeEncodeError:
             flag = "--" + name.replace("_", "-")
             raise BadInput(
-                f"{flag} {item!a}: is not UTF-8, so the recipe of the build can't name it; rename it, or name a folder above it"
+                f"{flag} {item!a}: is not UTF-8, so that no recipe can name it; rename it, or name a folder above it"
             ) from None
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,7 +3,7 @@
 Whether a document is dropped follows from hashes of its words and its number, in any order of work. MinHash (Broder 1997):
 two documents agree in a place of their signatures with the probability that is the Jaccard similarity of their sets of
 shingles (runs of words). Those that agree in all places of a band are compared (Indyk, Motwani 1998): with 48 bands of 4, a
-pair of similarity 0.45 is met with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's:
+pair of similarity 0.45 is found with probability 0.87, of 0.55 with 0.99, of 0.05 with 0.0003. Signatures are rensa's:
 shingles included, 220 MB/s of Wikipedia's text a core, where datasketch does 11 from the same shingle hashes (256 places;
 EPYC, 2026-11). Legend: w words, s shingles, d documents, c pairs, n keys.
 """
@@ -16,11 +16,16 @@ import numpy as np
 
 from megabert.common.random_numbers import GOLDEN64, mix64
 
-SHINGLE = 3  # words; one changed word breaks three shingles
-PERMUTATIONS = 256  # 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
-ROWS = 4  # places a band; fewer meet too many strangers in a large corpus, more miss copies
-BANDS = 48  # of the first BANDS * ROWS places; the rest only sharpens the comparison
-THRESHOLD = 0.45  # of shingles: about one word in seven differs
+# words; one changed word breaks three shingles
+SHINGLE = 3
+# places of a signature; 128 often mistake 0.33 for 0.45, and many pairs of stubs have 0.33 ("X may refer to:")
+PERMUTATIONS = 256
+# places a band; fewer make too many false candidates in a large corpus, more miss copies
+ROWS = 4
+# of the first BANDS * ROWS places; the rest only sharpens the comparison
+BANDS = 48
+# share of equal places: about one word in seven differs
+THRESHOLD = 0.45
 SEED = 1
 
 
@@ -54,7 +59,7 @@ def signatures(words: np.ndarray, documents: np.ndarray) -> np.ndarray:
     The share of equal places of two rows estimates the similarity s of two documents with a standard error of
     at most sqrt(s (1 - s) / PERMUTATIONS). All documents without words have the same row.
     """
-    # Every core has a process of its own, so that threads in it would only get in each other's way.
+    # Every core has a worker process, so that more threads would only compete.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     from rensa import RMinHash
 
@@ -85,7 +90,7 @@ def _groups(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
 def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(dropped ids, ascending; the id that stays in place of each), both [m]: the smallest id of every key stays.
 
-    keys, ids: uint64 [n], all that there are of a range of keys; no id twice.
+    keys, ids: uint64 [n], all of a range of keys; no id twice.
     """
     ids, again, first = _groups(keys, ids)
     dropped, kept = ids[again], first[again]
@@ -96,7 +101,7 @@ def exact_duplicates(keys: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.
 def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """[c, 2], c < 2 n: pairs (smaller id, larger id) worth comparing, no pair twice.
 
-    keys, ids: uint64 [n], all that one band has in a range of keys. Each document is paired with the first of its key
+    keys, ids: uint64 [n], all of one band in a range of keys. Each document is paired with the first of its key
     and with the one before it, not with all of them: a key that a million share costs two million pairs and not 10^12.
     """
     ids, again, first = _groups(keys, ids)
@@ -110,7 +115,7 @@ def verified(a: np.ndarray, b: np.ndarray, threshold: float = THRESHOLD) -> np.n
     """bool [c]: whether the signatures `a` and `b`, both [c, PERMUTATIONS], agree in at least this share of places.
 
     The larger id of each verified pair is dropped, and nothing else is concluded. That needs no table of all documents
-    and no order of pairs, and whoever is dropped resembles an earlier document. Joining pairs to components
+    and no order of pairs, and a dropped document resembles an earlier one. Joining pairs to components
     (union-find) would also drop a document that is like none of those before it, only because a later one is like both.
     """
     return (a == b).sum(1) >= threshold * PERMUTATIONS

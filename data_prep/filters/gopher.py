@@ -1,0 +1,96 @@
+"""Rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1), and three of their kind without a published limit.
+
+They hold in any language that puts spaces between words. A line is what data_prep calls a paragraph; lines without words don't
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from data_prep.filters import repetition
+from data_prep.filters.measures import (
+    BULLET,
+    ELLIPSIS,
+    ELLIPSIS_END,
+    LETTER,
+    N_GRAM_RULES,
+    NUMBER_SIGN,
+    DocumentMeasures,
+    QualityRule,
+    share_of,
+)
+
+# words of a short line
+SHORT_LINE = 3
+N_GRAM_LIMITS = {2: 0.2, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1}
+
+
+def _rule(
+    name: str,
+    what: str,
+    measure: Callable[[DocumentMeasures], np.ndarray],
+    limit: float | None = None,
+    share: bool = False,
+) -> QualityRule:
+    return QualityRule(name, what, measure, share, presets={} if limit is None else {"gopher": limit})
+
+
+def _symbol_share(m: DocumentMeasures) -> np.ndarray:
+    return share_of(np.maximum(m.with_flag(NUMBER_SIGN), m.with_flag(ELLIPSIS)), m.words)
+
+
+def _short_lines(m: DocumentMeasures) -> np.ndarray:
+    first, end, _ = m.line_spans
+    return m.line_share(end - first < SHORT_LINE)
+
+
+def _n_gram_rule(n: int) -> QualityRule:
+    what = "characters in " + (f"the most frequent {n}-gram" if n in repetition.TOP else f"{n}-grams that occur again")
+    return _rule(N_GRAM_RULES[n], what, partial(DocumentMeasures.n_gram_share, n=n), N_GRAM_LIMITS[n], share=True)
+
+
+RULES = (
+    _rule("min-words", "words", lambda m: m.words, 50),
+    _rule("max-words", "words", lambda m: m.words, 100_000),
+    _rule("min-mean-word", "mean characters a word", lambda m: share_of(m.characters, m.words), 3),
+    _rule("max-mean-word", "mean characters a word", lambda m: share_of(m.characters, m.words), 10),
+    _rule("min-letter-words", "words with a letter", lambda m: share_of(m.with_flag(LETTER), m.words), 0.8, share=True),
+    _rule(
+        "max-symbol-share", "words with a '#', or with an ellipsis, whichever are more", _symbol_share, 0.1, share=True
+    ),
+    _rule(
+        "max-bullet-lines",
+        "lines that begin with a bullet",
+        lambda m: m.line_share((m.flags[m.line_spans[0]] & BULLET) > 0),
+        0.9,
+        share=True,
+    ),
+    _rule(
+        "max-ellipsis-lines",
+        "lines that end in an ellipsis",
+        lambda m: m.line_share((m.flags[m.line_spans[1] - 1] & ELLIPSIS_END) > 0),
+        0.3,
+        share=True,
+    ),
+    _rule("min-lines", "lines", lambda m: m.lines),
+    _rule("max-short-lines", f"lines of fewer than {SHORT_LINE} words", _short_lines, share=True),
+    _rule(
+        "max-duplicate-lines",
+        "lines that repeat an earlier one",
+        lambda m: m.line_share(m.repeated_lines),
+        0.3,
+        share=True,
+    ),
+    _rule(
+        "max-duplicate-line-characters",
+        "characters in such lines",
+        DocumentMeasures.duplicate_line_characters,
+        0.2,
+        share=True,
+    ),
+    *map(_n_gram_rule, N_GRAM_RULES),
+)

@@ -1,0 +1,167 @@
+"""Cache of encoded words: a hash table from words to numbers, and the words that workers share through files.
+
+`WordNumbers` looks up whole arrays of 64-bit hashes at once: with a dictionary of strings in its place a build takes a fifth to a
+quarter more CPU (30 MB of Wikipedia, 1 and 2 workers). Two different words of a cache of a million get one number with a
+probability of 10^-13 a word looked up.
+
+Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the words that a task
+was the first to hold into the work folder, and reads those of the other workers before its next task. Words that it met
+only once stay private: most new words are such, hardly any comes again, and together they would fill every worker's cache. Which
+words a cache holds changes nothing in the output.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.common.arrays import segment_hashes
+from data_prep.filters.measures import FACTS
+
+# the first tasks of a build share words; later ones meet few new ones
+SHARING_TASKS = 256
+FOLDER = "words"
+# `start`: place of the first token; `ends`, `starts`: kinds, as of text.sentences
+WORD = np.dtype([("facts", FACTS), ("start", "<i4"), ("length", "<i4"), ("ends", "u1"), ("starts", "u1")], align=True)
+
+
+def word_hashes(words: pa.StringArray) -> np.ndarray:
+    """uint64 [n]: hashes of the UTF-8 bytes, the same in every process; 0 is that of the empty word alone."""
+    _, offsets, data = words.buffers()
+    if data is None:
+        return np.zeros(len(words), np.uint64)
+    edges = np.frombuffer(offsets, np.int32)[words.offset : words.offset + len(words) + 1].astype(np.int64)
+    text = np.frombuffer(data, np.uint8)[edges[0] : edges[-1]]
+    return segment_hashes(text, edges - edges[0])
+
+
+class WordNumbers:
+    """Numbers of words, in the order in which they were first met, in a hash table with open addressing."""
+
+    def __init__(self) -> None:
+        self._keys = np.zeros(1 << 16, np.uint64)  # hashes; 0 is a free slot
+        self._values = np.zeros(1 << 16, np.int32)
+        self.size = 0
+
+    def numbers(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers int64 [n] of distinct nonzero hashes uint64 [n], and the indices of the new ones in the order of their numbers."""
+        while 2 * (self.size + len(hashes)) > len(self._keys):
+            self._grow()
+        found = np.full(len(hashes), -1, np.int64)
+        waiting = np.arange(len(hashes))
+        slot = _first(self._keys, hashes)
+        fresh = []
+        while len(waiting):
+            keys, wanted = self._keys[slot], hashes[waiting]
+            hit = keys == wanted
+            found[waiting[hit]] = self._values[slot[hit]]
+            free = keys == 0
+            if free.any():
+                self._keys[slot[free]] = wanted[free]  # of several that want a slot the last one gets it
+                won = free & (self._keys[slot] == wanted)
+                fresh.append((waiting[won], slot[won]))
+                hit |= won
+            waiting = waiting[~hit]
+            slot = (slot[~hit] + 1) & (len(self._keys) - 1)
+        if not fresh:
+            return found, np.zeros(0, np.int64)
+        new, slots = (np.concatenate(parts) for parts in zip(*fresh, strict=True))
+        order = np.argsort(new)
+        new, slots = new[order], slots[order]
+        found[new] = np.arange(self.size, self.size + len(new))
+        self._values[slots] = found[new]
+        self.size += len(new)
+        return found, new
+
+    def _grow(self) -> None:
+        full = np.flatnonzero(self._keys)
+        hashes, values = self._keys[full], self._values[full]
+        self._keys, self._values = (np.zeros(2 * len(old), old.dtype) for old in (self._keys, self._values))
+        _insert(self._keys, self._values, hashes, values)
+
+
+def _insert(keys: np.ndarray, values: np.ndarray, hashes: np.ndarray, numbers: np.ndarray) -> None:
+    """Put nonzero hashes that are not there yet, with their numbers, into the table of `keys` and `values`."""
+    waiting, slot = np.arange(len(hashes)), _first(keys, hashes)
+    while len(waiting):
+        free = keys[slot] == 0
+        keys[slot[free]] = hashes[waiting[free]]  # of several that want a slot the last one gets it
+        won = free & (keys[slot] == hashes[waiting])
+        values[slot[won]] = numbers[waiting[won]]
+        waiting, slot = waiting[~won], (slot[~won] + 1) & (len(keys) - 1)
+
+
+def _first(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """The first slot of each hash; the length of `keys` is a power of two."""
+    return (hashes >> np.uint64(20) & np.uint64(len(keys) - 1)).astype(np.int64)
+
+
+class EncodedWords(NamedTuple):
+    """Distinct words with their tokens and properties.
+
+    hashes: uint64 [w], of `word_hashes`; rows: WORD [w], but for `start`; tokens: [t], `length` of each; folded: uint64 [w], of
+    `filters.measures.fold`, or None where no rule needs it.
+    """
+
+    hashes: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
+    folded: np.ndarray | None
+
+    def select(self, chosen: np.ndarray) -> EncodedWords:
+        """The words whose indices are `chosen`, or where the bool array [w] is true, in the order they have here."""
+        is_chosen = np.zeros(len(self.hashes), bool)
+        is_chosen[chosen] = True
+        tokens = self.tokens[np.repeat(is_chosen, self.rows["length"])]
+        folded = None if self.folded is None else self.folded[is_chosen]
+        return EncodedWords(self.hashes[is_chosen], self.rows[is_chosen], tokens, folded)
+
+    @staticmethod
+    def join(parts: list[EncodedWords]) -> EncodedWords:
+        hashes, rows, tokens, folded = zip(*parts, strict=True)
+        joined = None if folded[0] is None else np.concatenate(folded)
+        return EncodedWords(np.concatenate(hashes), np.concatenate(rows), np.concatenate(tokens), joined)
+
+
+class SharedWords:
+    """The files by which workers share words; `key` separates words that were encoded with other options."""
+
+    def __init__(self, work: str, key: str) -> None:
+        self._folder, self._key = Path(work, FOLDER), key
+        self._known: set[str] = set()
+
+    def write(self, task: int, words: EncodedWords) -> None:
+        """Share words that task number `task` was the first to hold."""
+        if task >= SHARING_TASKS:
+            return
+        self._folder.mkdir(exist_ok=True)
+        name = f"{self._key}-{task:03d}.npz"
+        self._known.add(name)
+        folded = np.zeros(0, np.uint64) if words.folded is None else words.folded
+        temporary = self._folder / f"{name}.{os.getpid()}"
+        with open(temporary, "wb") as file:
+            rows = words.rows.view(np.uint8)  # npz files have no padded types
+            np.savez(file, hashes=words.hashes, rows=rows, tokens=words.tokens, folded=folded)
+        temporary.replace(self._folder / name)
+
+    def read_new(self) -> Iterator[EncodedWords]:
+        """EncodedWords that others left since the last call."""
+        if not self._folder.is_dir():
+            return
+        for name in sorted(set(os.listdir(self._folder)) - self._known):
+            if not (name.startswith(self._key) and name.endswith(".npz")):
+                continue
+            self._known.add(name)
+            try:
+                with np.load(self._folder / name) as found:
+                    folded = found["folded"]
+                    words = EncodedWords(found["hashes"], found["rows"].view(WORD), found["tokens"], folded)
+                    yield words if len(folded) else words._replace(folded=None)
+            except (zipfile.BadZipFile, EOFError, ValueError):
+                continue  # truncated by a loss of power: its words are encoded again
