@@ -36,8 +36,10 @@ import numpy as np
 
 from benchmarks.common import hardware
 from data_prep.common.errors import Problems
+from data_prep.common.records import Corpus, FileRange, ReadOptions
 from data_prep.readers import decompress
-from data_prep.readers import tasks as sources
+from data_prep.readers.documents import PYDOC
+from data_prep.readers.tasks import group, list_ranges
 
 ROOT = hardware.ROOT
 DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
@@ -53,10 +55,11 @@ LETTERS = np.frombuffer(b"abefghijklmnpqrstuvwxyz", np.uint8)  # none of the tag
 CHANGED = 0.02  # share of letters changed in a copy
 
 
-def pieces(inputs: list[str]) -> list[sources.Piece]:
-    tasks = sources.plan_tasks([sources.Corpus("input", tuple(inputs))], sources.ReadOptions(), Problems("stop"))
-    found = {piece.path: piece for task in tasks for piece in task.pieces}
-    return list(found.values())
+def files(inputs: list[str]) -> list[FileRange]:
+    """A range of each file of the inputs."""
+    tasks = group(list_ranges([Corpus("input", tuple(inputs))], ReadOptions(), Problems("stop")))
+    by_path = {part.path: part for task in tasks for part in task.ranges}
+    return list(by_path.values())
 
 
 def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
@@ -64,12 +67,12 @@ def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
     folder.mkdir()
     paths: list[str] = []
     left = megabytes * 1e6
-    for piece in pieces(inputs):
+    for part in files(inputs):
         if left <= 0:
             break
-        path = folder / f"{len(paths):05d}-{Path(piece.path).stem}"
+        path = folder / f"{len(paths):05d}-{Path(part.path).stem}"
         with open(path, "wb") as file:
-            for chunk in decompress.read_chunks(piece.path, piece.compression):
+            for chunk in decompress.read_chunks(part.path, part.compression):
                 left -= file.write(chunk)
         paths.append(str(path))
     return paths
@@ -79,11 +82,11 @@ def packed(inputs: list[str], megabytes: float) -> list[str]:
     """As `unpack`, but the files themselves."""
     paths: list[str] = []
     left = megabytes * 1e6
-    for piece in pieces(inputs):
+    for part in files(inputs):
         if left <= 0:
             break
-        paths.append(piece.path)
-        left -= sum(len(chunk) for chunk in decompress.read_chunks(piece.path, piece.compression))
+        paths.append(part.path)
+        left -= sum(len(chunk) for chunk in decompress.read_chunks(part.path, part.compression))
     return paths
 
 
@@ -107,7 +110,7 @@ def grow(paths: list[str], megabytes: float, folder: Path) -> None:
 
 def usual_input() -> list[str]:
     """English Wikipedia where it is at hand, else Python's documentation."""
-    return [str(DATA / "enwiki") if (DATA / "enwiki").is_dir() else sources.PYDOC]
+    return [str(DATA / "enwiki") if (DATA / "enwiki").is_dir() else PYDOC]
 
 
 def build_command(inputs: list[str], output: Path, *extra: str) -> list[str]:

@@ -460,7 +460,7 @@ def _random(drawn: ItemResult) -> str:
     sentences = drawn.counts["sentences"] / max(1, drawn.counts["documents"])
     return (
         f"{random / pairs:.0%} of the pairs have a random second part, where half should: documents have {sentences:.1f} "
-        "sentences on average, and a document without a second one has no next (--no-nsp makes no pairs; --text-documents says "
+        "sentences on average, and one of a single sentence has no next (--no-nsp makes no pairs; --text-documents says "
         "what a document is; --max-sentence N splits long sentences)"
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.report.verify_dataset import datasets
+from data_prep.report.inspect_dataset import datasets
 from megabert.data.mixture import Versions, open_versions
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def test_what_an_added_part_must_share_is_refused_by_name(base, capsys):
     assert prep("--add", "--output", base / "out", "--seq-len", 64) == 2
     assert "was built with other options (seq lens was [32, 48], is [64])" in capsys.readouterr().err
     assert prep("--add", "--output", base / "nowhere", "--input", base / "in") == 2
-    assert "holds no whole dataset to add to" in capsys.readouterr().err
+    assert "holds no complete dataset to add to" in capsys.readouterr().err
     (base / "out" / "recipe.toml").unlink()
     options = ("--no-nsp", "--seq-len", 32, 48, "--held-out", 0.1, "--rows-per-shard", 256)
     assert prep("--add", "--output", base / "out", *options) == 2
@@ -113,7 +113,7 @@ def test_what_adding_does_not_take_is_refused_and_a_recipe_only_printed(base, ca
     before = digests(base / "out")
     for option in (("--part", "1/2"), ("--merge",), ("--tokenizer", TOKENIZER)):
         assert prep("--add", "--output", base / "out", *option) == 2
-        assert "takes the tokenizer of the dataset, and goes neither with --part" in capsys.readouterr().err
+        assert "uses the tokenizer of the dataset, and excludes --part" in capsys.readouterr().err
     assert prep("--add", "--output", base / "out", "--print-recipe") == 0
     assert f'input = ["{base}/in"]' in capsys.readouterr().out
     assert digests(base / "out") == before

@@ -184,7 +184,7 @@ def test_verify_names_what_was_tampered_with_and_inspect_shows_pairs(built, comm
     folder = tmp_path / "data"
     shutil.copytree(built[0], folder)
     result = command("verify", folder)
-    assert (result.returncode, result.stderr) == (0, "") and "whole" in result.stdout
+    assert (result.returncode, result.stderr) == (0, "") and "complete" in result.stdout
     result = command("inspect", folder, "--rows", 4)
     assert result.returncode == 0 and result.stdout.count("\nrow ") == 4
     assert "    A: " in result.stdout and "    B: " in result.stdout and "tokens a sequence" in result.stdout

@@ -8,9 +8,10 @@ import pytest
 
 from data_prep.arguments import corpora
 from data_prep.common.errors import BadInput, Problems
+from data_prep.common.records import Corpus, FileRange, ReadOptions, ReadTask
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import Corpus, Piece, ReadOptions, Task, plan_tasks
-from data_prep.stages.train_tokenizer import shares
+from data_prep.readers.tasks import group, list_ranges
+from data_prep.stages.train_tokenizer import sample_shares
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
 
@@ -82,15 +83,15 @@ def test_tokens_add_up(mixed):
 
 
 def test_sampling_balances_corpora():
-    tasks = [Task(i, (Piece(f"f{i}", size=900 if i < 10 else 100),), int(i >= 10)) for i in range(20)]
+    tasks = [ReadTask(i, (FileRange(f"f{i}", size=900 if i < 10 else 100),), int(i >= 10)) for i in range(20)]
     sizes = {}
     for alpha in (1.0, 0.5, 0.0):
-        found = shares(tasks, BuildOptions(sample_alpha=alpha, sample_megabytes=10), (1.0, 1.0))
+        found = sample_shares(tasks, BuildOptions(sample_alpha=alpha, sample_megabytes=10), (1.0, 1.0))
         sizes[alpha] = [sum(s.size for s in found if s.task.corpus == c) / 1e7 for c in (0, 1)]
     assert sizes[1.0] == pytest.approx([0.9, 0.1], abs=1e-5)
     assert sizes[0.5] == pytest.approx([0.75, 0.25], abs=1e-5)
     assert sizes[0.0] == pytest.approx([0.5, 0.5], abs=1e-5)
-    found = shares(tasks, BuildOptions(sample_megabytes=10), (1.0, 9.0))
+    found = sample_shares(tasks, BuildOptions(sample_megabytes=10), (1.0, 9.0))
     weighted = [sum(s.size for s in found if s.task.corpus == c) / 1e7 for c in (0, 1)]
     assert weighted == pytest.approx([0.5, 0.5], abs=1e-5)
 
@@ -100,8 +101,8 @@ def test_a_compressed_corpus_counts_with_its_unpacked_bytes(tmp_path):
     (tmp_path / "a.txt").write_bytes(text)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text))
     found = [Corpus(name, (str(tmp_path / name),)) for name in ("a.txt", "b.txt.gz")]
-    tasks = plan_tasks(found, ReadOptions(), Problems("stop"))
+    tasks = group(list_ranges(found, ReadOptions(), Problems("stop")))
     sizes = [sum(task.size for task in tasks if task.corpus == c) for c in (0, 1)]
     assert sizes[1] < sizes[0] / 4
-    share = [s.size / 1e7 for s in shares(tasks, BuildOptions(sample_megabytes=10), (1.0, 1.0))]
+    share = [s.size / 1e7 for s in sample_shares(tasks, BuildOptions(sample_megabytes=10), (1.0, 1.0))]
     assert share == pytest.approx([0.5, 0.5], abs=0.03)

@@ -8,16 +8,16 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.build import build, build_part
 from data_prep.common.errors import BadInput, Unfinished
+from data_prep.common.records import Corpus
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
-from data_prep.readers import tasks
-from data_prep.readers.tasks import Corpus
+from data_prep.readers import documents, tasks
 
 
 @pytest.fixture
 def given(topics, tmp_path, monkeypatch):
     """(corpora, options) of a small build of some ten tasks, one file of which is unpacked first."""
-    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 16)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 16)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 15, 1 << 16))
     folder = tmp_path / "in"
     folder.mkdir()
@@ -86,7 +86,7 @@ def test_parts_at_the_same_time_share_a_folder_that_no_whole_build_may_enter(giv
     [
         (["--part", "3/2"], "--part 3/2: give K/N with K from 1 to N"),
         (["--part", "one"], "--part one: give K/N"),
-        (["--part", "1/2", "--merge"], "goes neither with --merge nor with --overwrite"),
+        (["--part", "1/2", "--merge"], "excludes --merge and --overwrite"),
         (["--part", "1/2", "--json", "summary.json"], "--json: a part has no summary; give it with --merge"),
     ],
 )

@@ -166,10 +166,10 @@ def test_a_build_that_overwrites_goes_on_where_it_was_killed(inputs, tmp_path, m
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        patched.setattr(sequences, "train_draws", full)
+        patched.setattr(sequences, "draw", full)
         assert build(*command, *options) == 4
     assert build(*command, *options) == 0
-    assert "went on from an earlier run" in capsys.readouterr().out
+    assert "resumed" in capsys.readouterr().out
 
 
 def test_a_name_that_is_not_utf8_is_said_before_the_work(inputs, tmp_path, capsys):
@@ -201,7 +201,7 @@ def test_a_summary_is_written_of_a_dataset_that_is_whole_already(inputs, tmp_pat
     )
     nowhere = tmp_path / "nowhere" / "x.json"
     assert build(*command, "--json", nowhere) == 2 and not (tmp_path / "out").exists()
-    assert f"--json {nowhere}: its folder is not there" in capsys.readouterr().err
+    assert f"--json {nowhere}: its folder does not exist" in capsys.readouterr().err
     found = []
     for added in ((), (), ("--add",)):
         arguments = ("--output", tmp_path / "out") if added else command

@@ -9,8 +9,8 @@ import pytest
 
 from data_prep.arguments import corpora
 from data_prep.common.errors import BadInput, Problems
-from data_prep.executor.inputs import Known
-from data_prep.readers import tasks
+from data_prep.executor.input_list import KnownFiles
+from data_prep.readers import documents, tasks
 from megabert.common import errors
 from megabert.common.errors import Failed
 from tests.helpers.prep_reading import plan, read_all
@@ -61,14 +61,14 @@ def test_files_at_urls_are_read_as_files_on_disk(both, pattern):
 
 def test_large_files_are_cut_and_unpacked_alike(both, monkeypatch):
     folder, url = both
-    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 12)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 12)
     monkeypatch.setattr(tasks, "SMALL", 1 << 10)
 
     def cuts(root):
         return [
-            (piece.path.removeprefix(str(root)), piece.start, piece.end, piece.size, piece.stream)
+            (piece.path.removeprefix(str(root)), piece.start, piece.end, piece.size, piece.unpack_first)
             for task in plan([str(root)])
-            for piece in task.pieces
+            for piece in task.ranges
         ]
 
     assert cuts(url) == cuts(folder)
@@ -106,20 +106,22 @@ def test_a_corpus_of_urls_has_a_name():
 
 def test_a_file_that_changes_is_noticed(both):
     _, url = both
-    pieces = [piece for task in plan([f"{url}/a.jsonl"]) for piece in task.pieces]
+    pieces = [piece for task in plan([f"{url}/a.jsonl"]) for piece in task.ranges]
     fsspec.filesystem("memory").pipe(f"{url}/a.jsonl", files_of()["a.jsonl"].replace(b"rivers", b"brooks"))
     with pytest.raises(BadInput, match=r"a\.jsonl: changed while it was read"):
-        list(tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("stop")))
+        list(documents.read_documents(pieces[0], tasks.ReadOptions(), Problems("stop")))
 
 
 def test_a_network_that_fails_is_never_skipped(web):
     web.files["/c/a.txt"] = TEXTS[0].encode()
-    pieces = [piece for task in plan([f"{web.url}/c/a.txt"]) for piece in task.pieces]
+    pieces = [piece for task in plan([f"{web.url}/c/a.txt"]) for piece in task.ranges]
     web.faults = [503, 503]
-    assert [d.text.decode() for d in tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("skip"))] == [TEXTS[0]]
+    assert [d.text.decode() for d in documents.read_documents(pieces[0], tasks.ReadOptions(), Problems("skip"))] == [
+        TEXTS[0]
+    ]
     web.faults = [503] * 4
     with pytest.raises(Failed, match="503"):
-        list(tasks.read_piece(pieces[0], tasks.ReadOptions(), Problems("skip")))
+        list(documents.read_documents(pieces[0], tasks.ReadOptions(), Problems("skip")))
 
 
 def test_a_suffix_stands_before_the_query(web):
@@ -128,13 +130,13 @@ def test_a_suffix_stands_before_the_query(web):
 
 
 def test_what_was_built_from_is_known_by_its_url(both, tmp_path, monkeypatch):
-    from data_prep.executor import inputs
+    from data_prep.executor import input_list
 
     _, url = both
-    pieces = [(0, piece) for task in plan([url]) for piece in task.pieces]
-    inputs.write(tmp_path, pieces)
+    pieces = [(0, piece) for task in plan([url]) for piece in task.ranges]
+    input_list.write(tmp_path, pieces)
     monkeypatch.chdir(tmp_path)  # a URL is no path below the folder that a command is started in
-    known = Known([tmp_path])
+    known = KnownFiles([tmp_path])
     assert all(known(piece.path) for _, piece in pieces) and not known(f"{url}/other")
 
 
@@ -155,6 +157,6 @@ def test_a_build_from_urls_writes_the_same_shards(both, tmp_path, tokenizer_file
         )
     assert digests[0] == digests[1] and len(digests[0]) == 2
     again = ["build", "--input", url, "--output", str(output), "--held-out", "0.1", *options]
-    assert main(again) == 0 and "whole already" in caplog.text
+    assert main(again) == 0 and "complete already" in caplog.text
     fsspec.filesystem("memory").pipe(f"{url}/deep/d.txt", b"Another text of the same length, or not.")
     assert main(again) == 2 and "holds a dataset of another build (input files" in caplog.text

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.common.errors import Problems
+from data_prep.common.records import Corpus, ReadOptions
 from data_prep.readers import tasks
+from data_prep.readers.documents import read_documents
 from data_prep.text import clean
 from data_prep.tokens import encoder
 
@@ -23,11 +25,11 @@ def articles(count):
     data = Path(os.environ.get("MEGABERT_DATA") or ROOT.parent / "shared" / "data")
     if not (data / "enwiki").is_dir():
         pytest.skip("no real articles: MEGABERT_DATA names no folder with enwiki")
-    options, problems = tasks.ReadOptions(), Problems("stop")
+    options, problems = ReadOptions(), Problems("stop")
     found = []
-    for task in tasks.plan_tasks([tasks.Corpus("wiki", (str(data / "enwiki"),))], options, problems):
-        for piece in task.pieces:
-            for document in tasks.read_piece(piece, options, problems):
+    for task in tasks.group(tasks.list_ranges([Corpus("wiki", (str(data / "enwiki"),))], options, problems)):
+        for part in task.ranges:
+            for document in read_documents(part, options, problems):
                 found.append(clean.paragraphs(clean.decode(document.text)[0], document.markup))
                 if len(found) == count:
                     return found

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from data_prep.common import hashing
+from data_prep.common import arrays
 from megabert.common.random_numbers import GOLDEN64
 
 
@@ -25,7 +25,7 @@ def test_runs_equal_a_plain_sum_with_python_integers() -> None:
             else 0
             for run in runs
         ]
-        assert hashing.of_runs(parts, edges, seed).tolist() == expected
+        assert arrays.segment_hashes(parts, edges, seed).tolist() == expected
 
 
 def test_no_run_is_mistaken_for_another() -> None:
@@ -35,7 +35,7 @@ def test_no_run_is_mistaken_for_another() -> None:
     runs = [run for size in range(1, 7) for run in product(range(5), repeat=size)]
     runs += [tuple(order) for order in permutations(range(5, 12))]
     edges = np.cumsum([0, *map(len, runs)])
-    hashes = hashing.of_runs(np.array([x for run in runs for x in run], np.uint8), edges)
+    hashes = arrays.segment_hashes(np.array([x for run in runs for x in run], np.uint8), edges)
     assert len(runs) == 19_530 + 5_040
     assert len(np.unique(hashes)) == len(runs) and hashes.all()
 
@@ -45,7 +45,7 @@ def test_hashes_are_uniform_in_every_byte() -> None:
     numbers = np.arange(65_536, dtype=np.uint64)
     parts = np.stack([numbers >> np.uint64(8), numbers & np.uint64(255), numbers * 0], 1).ravel()
     for seed in (0, 1):
-        hashes = hashing.of_runs(parts, np.arange(65_537) * 3, seed)
+        hashes = arrays.segment_hashes(parts, np.arange(65_537) * 3, seed)
         counts = [np.bincount(hashes.view(np.uint8)[byte::8], minlength=256) for byte in range(8)]
         chi = [float(((c - 256) ** 2 / 256).sum()) for c in counts]
         assert all(abs(x - 255) < 6 * (2 * 255) ** 0.5 for x in chi), chi

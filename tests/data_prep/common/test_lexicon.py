@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.common.lexicon import Lexicon, word_hashes
+from data_prep.tokens.word_cache import WordNumbers, word_hashes
 
 
 def words_of(rng, count):
@@ -16,7 +16,7 @@ def words_of(rng, count):
 
 def test_numbers_are_those_of_a_dictionary_over_many_batches():
     rng = random.Random(5)
-    lexicon, expected = Lexicon(), {}
+    lexicon, expected = WordNumbers(), {}
     for _ in range(60):
         words = list(dict.fromkeys(words_of(rng, 4000)))
         unknown = [i for i, word in enumerate(words) if word not in expected]
@@ -30,7 +30,7 @@ def test_numbers_are_those_of_a_dictionary_over_many_batches():
 
 def test_colliding_places_are_resolved():
     """Hashes that all begin their search at one place, in one batch and over several, and while the table grows."""
-    lexicon = Lexicon()
+    lexicon = WordNumbers()
     hashes = (np.arange(1, 301, dtype=np.uint64) << np.uint64(52)) | np.arange(1, 301, dtype=np.uint64)
     first, new = lexicon.numbers(hashes[:200])
     assert first.tolist() == list(range(200)) == new.tolist()

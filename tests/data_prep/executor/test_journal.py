@@ -11,7 +11,7 @@ from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
 from data_prep.executor.journal import Journal, write_json
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import Done, Job
+from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BuildOptions
 
 calls = []
@@ -20,7 +20,7 @@ calls = []
 def square(job, item):
     """Writes square-ITEM, which holds the item's square."""
     calls.append(("square", item))
-    done = Done()
+    done = ItemResult()
     work_files.write(job, f"square-{item}", np.array([item * item]), done)
     done.counts["squares"] += 1
     return done
@@ -28,7 +28,7 @@ def square(job, item):
 
 def add_one(job, item):
     calls.append(("add", item))
-    done = Done(facts={"value": int(work_files.read(job, f"square-{item}", np.int64)[0]) + 1})
+    done = ItemResult(facts={"value": int(work_files.read(job, f"square-{item}", np.int64)[0]) + 1})
     work_files.write(job, f"sum-{item}", np.array([done.facts["value"]]), done)
     return done
 
@@ -36,7 +36,7 @@ def add_one(job, item):
 @pytest.fixture
 def job(tmp_path):
     calls.clear()
-    return Job(BuildOptions(), "", str(tmp_path), "stop")
+    return BuildJob(BuildOptions(), "", str(tmp_path), "stop")
 
 
 def run(job, items=(1, 2, 3), consume=False):
@@ -47,7 +47,7 @@ def run(job, items=(1, 2, 3), consume=False):
     sums = journal.map("sums", add_one, job, list(items), lambda done: None)
     if consume:
         journal.consume(squares, sums)
-    journal.settle()
+    journal.flush()
     journal.close()
     assert sum(done.counts["squares"] for done in squares.results) == len(items)
     return [done.facts["value"] for done in sums.results], list(calls)
@@ -123,7 +123,7 @@ def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path, monkeypatch):
     (tmp_path / "journal" / "squares.json").mkdir()  # where the results of the stage belong
     journal.consume(squares)
     with pytest.raises(OSError, match=r"squares\.json"):
-        journal.settle()
+        journal.flush()
     journal.close()
     assert (tmp_path / "square-1").exists(), "a file is gone whose results are on no disk"
 
@@ -137,13 +137,13 @@ def test_a_json_file_is_replaced_whole(tmp_path):
 
 
 def test_a_report_survives_its_record():
-    done = Done(size=5, peak=7)
+    done = ItemResult(size=5, peak=7)
     done.counts["documents"] = 3
     done.drop("empty", 2, 4, 50, ["one", "two", "three", "four"])
     done.histogram("tokens", np.array([1, 1, 64, 65, 127, 128, 300]))
     done.files["x"] = (1, 2)
     done.seconds["read"] += 0.5
-    found = Done.from_json(json.loads(json.dumps(done.as_json())))
+    found = ItemResult.from_json(json.loads(json.dumps(done.as_json())))
     assert found == done and found.identity() == done.identity()
     assert found.histograms == {"tokens": {1: 2, 64: 3, 128: 1, 256: 1}}
     assert found.examples == {"empty": ["one", "two", "three"]}

@@ -72,7 +72,7 @@ def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whol
         (tmp_path / MANIFEST).write_text("{}")
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
-    said = f"the dataset is whole, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
+    said = f"the dataset is complete, but {tmp_path}/.work: Directory not empty: remove {tmp_path}/.work by hand"
     assert capsys.readouterr().err.count(said) == 2
 
 

@@ -37,7 +37,7 @@ def test_peak_memory_where_proc_does_not_say_it(monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc on this system")
 def test_a_copy_of_a_mapped_file_leaves_nothing_of_it_in_memory(tmp_path):
     (tmp_path / "items").write_bytes(np.arange(1 << 20, dtype=np.uint64).tobytes())
-    job = work_files.Job(BuildOptions(), "", str(tmp_path), "stop")
+    job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     items = work_files.mapped(job, "items", np.uint64)
 
     def resident() -> int:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished
-from data_prep.readers import formats, tasks
+from data_prep.readers import documents, formats
 from tests.helpers.prep_reading import plan, read_all
 
 TEXTS = [f"Row {i} of the table: é {'x' * (i % 40)}." for i in range(3000)]
@@ -46,8 +46,8 @@ def test_the_text_column_is_read_and_nulls_are_counted(name, type_, tmp_path):
 
 def test_row_groups_are_pieces_in_order(tmp_path, monkeypatch):
     path = write(tmp_path / "t.parquet", pa.table({"text": TEXTS}))
-    monkeypatch.setattr(tasks, "RANGE_BYTES", path.stat().st_size // 3)
-    pieces = [piece for task in plan([path]) for piece in task.pieces]
+    monkeypatch.setattr(documents, "RANGE_BYTES", path.stat().st_size // 3)
+    pieces = [piece for task in plan([path]) for piece in task.ranges]
     assert [(piece.start, piece.end) for piece in pieces] == [(0, 1), (1, 3), (3, 5)]
     assert sum(piece.size for piece in pieces) == path.stat().st_size
     assert read_all([path])[0] == TEXTS

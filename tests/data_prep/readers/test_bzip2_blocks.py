@@ -6,8 +6,8 @@ import random
 import pytest
 
 from data_prep.common.errors import BadInput
-from data_prep.readers import bzip2_blocks
-from data_prep.readers.bzip2_blocks import marks, read_blocks
+from data_prep.readers import decompress
+from data_prep.readers.decompress import block_marks, read_blocks
 
 RNG = random.Random(1)
 WORDS = [RNG.randbytes(RNG.randint(2, 9)).hex().encode() for _ in range(5_000)]
@@ -17,7 +17,7 @@ TEXT = b" ".join(RNG.choices(WORDS, k=60_000))  # about 700 KB: eight blocks at 
 @pytest.mark.parametrize("step", [3_001, 40_000, 1 << 20])
 @pytest.mark.parametrize("pack", ["one stream", "streams", "zeros between"])
 def test_ranges_of_any_size_give_the_text_once_and_in_order(step, pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(bzip2_blocks, "STEP", 10_007)
+    monkeypatch.setattr(decompress, "PLAIN_CHUNK", 10_007)
     path = tmp_path / "f.bz2"
     if pack == "one stream":
         packed = bz2.compress(TEXT, 1)
@@ -32,30 +32,30 @@ def test_ranges_of_any_size_give_the_text_once_and_in_order(step, pack, tmp_path
 
 
 def test_a_mark_is_found_at_every_bit():
-    mark = bzip2_blocks.BLOCK.to_bytes(6, "big")
+    mark = decompress.BLOCK.to_bytes(6, "big")
     for shift in range(8):
         value = int.from_bytes(b"ab" + mark + b"cde", "big") << (8 - shift)
         data = value.to_bytes(12, "big")
-        assert marks(data) == [(16 + shift, True)]
-        assert marks(data[: 8 + (shift > 0)]) == [(16 + shift, True)] and not marks(data[: 7 + (shift > 0)])
+        assert block_marks(data) == [(16 + shift, True)]
+        assert block_marks(data[: 8 + (shift > 0)]) == [(16 + shift, True)] and not block_marks(data[: 7 + (shift > 0)])
 
 
 def test_a_mark_by_chance_inside_a_block_ends_nothing(tmp_path, monkeypatch):
     path = tmp_path / "f.bz2"
     path.write_bytes(bz2.compress(TEXT, 1))
-    real = marks
+    real = decompress.block_marks
 
     def more(data):
         found = real(data)
         return sorted([*found, *((bit + 7_777, True) for bit, _ in found[:1])])
 
-    monkeypatch.setattr(bzip2_blocks, "marks", more)
+    monkeypatch.setattr(decompress, "block_marks", more)
     assert b"".join(read_blocks(str(path), 0, 1 << 30)) == TEXT
 
 
 @pytest.mark.parametrize("where", [0.3, 0.7])
 def test_damage_is_named_after_what_came_before(where, tmp_path, monkeypatch):
-    monkeypatch.setattr(bzip2_blocks, "MOST_BLOCK", 8 * 200_000)
+    monkeypatch.setattr(decompress, "MOST_BLOCK", 8 * 200_000)
     path = tmp_path / "f.bz2"
     packed = bytearray(bz2.compress(TEXT, 1))
     at = int(where * len(packed))
@@ -76,7 +76,7 @@ def test_a_file_cut_short_is_named(tmp_path):
 
 
 def test_a_bomb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(bzip2_blocks, "BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(decompress, "BOMB_BYTES", 1 << 20)
     path = tmp_path / "f.bz2"
     path.write_bytes(bz2.compress(bytes(20 << 20)))
     with pytest.raises(BadInput, match="unpacks to more than 200 times its size"):

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from data_prep.common.errors import BadInput
-from data_prep.readers.decompress import Edge, compression_of, first_stream, read_chunks
+from data_prep.readers.decompress import RangeEnd, compression_of, first_stream, read_chunks
 
 PACK = {
     "gz": gzip.compress,
@@ -102,7 +102,7 @@ def test_the_streams_of_a_bzip2_file_are_found_and_end_a_range(tmp_path):
     assert first_stream(str(path), starts[1] + 1, starts[2]) is None
     assert first_stream(str(path), starts[1] + 1, starts[2] + 1) == starts[2]
     for i in range(1, 6):
-        edge = Edge()
+        edge = RangeEnd()
         data = b"".join(read_chunks(str(path), "bz2", starts[1], starts[i] + 1, edge))
         assert data == b"".join(b"%d " % j * 1000 for j in range(1, 6))
         assert edge.end == 2000 * i

@@ -7,7 +7,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from data_prep.common.errors import BadInput
-from data_prep.readers import formats, tasks
+from data_prep.common.records import FileRange, ReadTask
+from data_prep.readers import formats
 from data_prep.readers.tasks import unpacked_bytes
 from tests.helpers.prep_reading import plan, read_all
 
@@ -106,5 +107,5 @@ def test_unpacked_bytes_are_told_from_openings(kind, tmp_path):
 
 
 def test_unpacked_bytes_of_plain_files_open_nothing():
-    piece = tasks.Piece("no such file", size=900)
-    assert unpacked_bytes([tasks.Task(0, (piece,)), tasks.Task(1, (piece,))]) == 1800
+    piece = FileRange("no such file", size=900)
+    assert unpacked_bytes([ReadTask(0, (piece,)), ReadTask(1, (piece,))]) == 1800

@@ -7,8 +7,10 @@ import socket
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import files, find_files, tasks
-from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks, read_piece
+from data_prep.common.records import Corpus, ReadOptions
+from data_prep.readers import files, tasks
+from data_prep.readers.documents import read_documents
+from data_prep.readers.tasks import group, list_ranges
 from tests.helpers.prep_reading import plan, read_all
 
 
@@ -19,7 +21,7 @@ def make(folder, *names):
 
 
 def names_of(folder, item, policy="stop"):
-    found = find_files.expand(str(item), Problems(policy))
+    found = files.expand(str(item), Problems(policy))
     return [os.path.relpath(path, folder) for path in found]
 
 
@@ -143,7 +145,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
         options, problems = ReadOptions(text_documents="line"), Problems("stop")
         if when == "before":
             alter()
-        documents = read_piece(task.pieces[0], options, problems)
+        documents = read_documents(task.ranges[0], options, problems)
         with pytest.raises(
             BadInput,
             match=r"changed while it was read \(\d+ bytes" if change != "vanish" else "can't be read: No such file",
@@ -153,7 +155,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
                     alter()
         path.write_bytes(pack(content))
         os.utime(path, ns=(1, 1))
-        documents = read_piece(task.pieces[0], options, skipping := Problems("skip"))
+        documents = read_documents(task.ranges[0], options, skipping := Problems("skip"))
         for i, _ in enumerate(documents):
             if i == 5:
                 alter()
@@ -164,8 +166,8 @@ def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
     make(tmp_path, *(f"{name}/{i}.txt" for name in "abc" for i in range(3)))
     corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
                Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip
-    planned = plan_tasks(corpora, ReadOptions(), Problems("stop"))
-    read = [(task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.pieces]) for task in planned]
+    planned = group(list_ranges(corpora, ReadOptions(), Problems("stop")))
+    read = [(task.index, task.corpus, [os.path.relpath(p.path, tmp_path) for p in task.ranges]) for task in planned]
     assert read == [
         (0, 0, ["a/0.txt", "a/1.txt", "a/2.txt", "b/1.txt"]),
         (1, 1, ["b/0.txt", "b/2.txt"]),

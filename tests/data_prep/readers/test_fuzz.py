@@ -17,8 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import formats, tasks
-from data_prep.readers.tasks import ReadOptions, read_piece
+from data_prep.common.records import ReadOptions
+from data_prep.readers import documents, formats
+from data_prep.readers.documents import read_documents
 from tests.helpers.prep_reading import plan
 
 PACK = {
@@ -47,9 +48,9 @@ def soup(kind):
 def read(path, problems, **options):
     """(pieces, (offset, text) of each document) of a file."""
     planned = plan([path], problems, **options)
-    pieces = [piece for task in planned for piece in task.pieces]
+    pieces = [piece for task in planned for piece in task.ranges]
     return len(pieces), [
-        (d.offset, d.text) for piece in pieces for d in read_piece(piece, ReadOptions(**options), problems)
+        (d.offset, d.text) for piece in pieces for d in read_documents(piece, ReadOptions(**options), problems)
     ]
 
 
@@ -103,7 +104,7 @@ def test_ranges_and_chunks_of_any_size_give_the_same_documents_and_counts(kind, 
     with mock.patch.multiple(formats, MAX_LINE=line, MAX_DOCUMENT=document):
         one, want = read(path, whole := Problems("skip"), **options)
         with (
-            mock.patch.object(tasks, "RANGE_BYTES", step),
+            mock.patch.object(documents, "RANGE_BYTES", step),
             mock.patch.object(formats, "STEP", data.draw(st.integers(1, 50))),
         ):
             pieces, found = read(path, cut := Problems("skip"), **options)
@@ -124,8 +125,8 @@ def test_bzip2_streams_cut_at_any_byte_give_the_same_documents(kind, folder, dat
     path.write_bytes(packed)
     _, want = read(path, whole := Problems("skip"), encoding="utf-8", format=kind)
     with (
-        mock.patch.object(tasks, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
-        mock.patch.object(tasks, "_has_streams", lambda *_: True),
+        mock.patch.object(documents, "RANGE_BYTES", 4 * data.draw(st.integers(2, 200))),
+        mock.patch.object(documents, "_must_unpack", lambda file, head: False),
     ):
         pieces, found = read(path, cut := Problems("skip"), encoding="utf-8", format=kind)
     assert pieces > 1 or len(packed) < 400
@@ -165,7 +166,7 @@ def test_tables_come_back_as_they_were_written(folder, values, group):
     want = [(i, value) for i, value in enumerate(values) if value is not None]
     for name in ("t.parquet", "t.arrow"):
         for size in (1, 300, 1 << 20):
-            with mock.patch.object(tasks, "RANGE_BYTES", size):
+            with mock.patch.object(documents, "RANGE_BYTES", size):
                 assert read(folder / name, problems := Problems("stop"))[1] == want
             assert problems.dropped["null value"] == values.count(None)
 

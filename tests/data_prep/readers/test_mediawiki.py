@@ -13,9 +13,10 @@ import mwparserfromhell
 import pytest
 
 from data_prep.common.errors import BadInput, Problems
-from data_prep.readers import mediawiki, tasks
+from data_prep.common.records import ReadOptions
+from data_prep.readers import documents, mediawiki, tasks
+from data_prep.readers.documents import read_documents
 from data_prep.readers.mediawiki import prose
-from data_prep.readers.tasks import ReadOptions, read_piece
 from tests.helpers.prep_reading import plan, read_all
 
 DATA = Path(os.environ.get("MEGABERT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
@@ -191,12 +192,12 @@ def test_random_markup_never_fails_and_never_stays():
         assert not [token for token in ("{{", "}}", "[[", "]]", "{|", "|}", "|-") if token in found]
 
 
-def documents(path, **options):
+def read_file(path, **options):
     """(number of pieces, documents) of a file."""
     planned = plan([path], **options)
-    pieces = [piece for task in planned for piece in task.pieces]
+    pieces = [piece for task in planned for piece in task.ranges]
     problems = Problems("stop")
-    read = [d.text for piece in pieces for d in read_piece(piece, ReadOptions(**options), problems)]
+    read = [d.text for piece in pieces for d in read_documents(piece, ReadOptions(**options), problems)]
     return len(pieces), [t if isinstance(t, str) else t.decode() for t in read]
 
 
@@ -223,12 +224,12 @@ def test_a_bzip2_file_cut_anywhere_gives_each_document_once_and_in_order(kind, s
             packed = b"".join(bz2.compress(whole[i : min(i + 5, cut + 7)]) for i in range(0, cut + 7, 5))
     path = tmp_path / "d.bz2"
     path.write_bytes(packed)
-    pieces, want = documents(path)
+    pieces, want = read_file(path)
     assert pieces == 1 and len(want) >= 5 and want[0].strip() == texts[0]
-    monkeypatch.setattr(tasks, "_has_streams", lambda *_: True)
+    monkeypatch.setattr(tasks.documents, "_must_unpack", lambda file, head: False)
     for size in (61, 500, 3001, len(packed) // 2):
-        monkeypatch.setattr(tasks, "RANGE_BYTES", size * tasks.EXPANSION)
-        pieces, found = documents(path)
+        monkeypatch.setattr(documents, "RANGE_BYTES", size * documents.EXPANSION)
+        pieces, found = read_file(path)
         assert pieces > 1 and found == want
 
 

@@ -15,7 +15,7 @@ import zstandard
 
 from data_prep.common.errors import BadInput, Problems
 from data_prep.readers import documents, formats, pydoc_corpus, tasks
-from data_prep.readers.decompress import Edge
+from data_prep.readers.decompress import RangeEnd
 from data_prep.text import clean
 from tests.helpers.prep_reading import plan, read_all
 
@@ -81,15 +81,15 @@ def test_a_file_cut_in_ranges_gives_each_document_once_and_in_order(kind, size, 
     options = {"text_documents": kind} if "line" in kind else {}
     whole, _ = read_all([path], **options)
     assert len(whole) == 60
-    monkeypatch.setattr(tasks, "RANGE_BYTES", size)
-    assert sum(len(task.pieces) for task in plan([path], **options)) > 2
+    monkeypatch.setattr(documents, "RANGE_BYTES", size)
+    assert sum(len(task.ranges) for task in plan([path], **options)) > 2
     assert [text.strip() for text in read_all([path], **options)[0]] == [text.strip() for text in whole]
 
 
 def test_chunk_ends_anywhere_change_nothing():
     for cut in range(1, len(WIKI)):
         chunks = iter([WIKI[:cut], WIKI[cut:]])
-        found = list(formats.split_elements(chunks, 0, "wiki", "f", Problems("stop"), Edge()))
+        found = list(formats.split_elements(chunks, 0, "wiki", "f", Problems("stop"), RangeEnd()))
         assert [offset for offset, _ in found] == [0, WIKI.index(b'<doc id="2"')]
         assert [formats.wiki_body(element, False).split() for _, element in found] == [
             b"First text. Second line.".split(),
@@ -268,8 +268,8 @@ def test_what_a_document_is_does_not_change_at_16_mib(text, counts, tmp_path):
         found.append((copies, texts, problems.noted))
     for (copies, texts, noted), count in zip(found, counts or (None, None), strict=True):
         assert len(texts) == (count or copies)
-        assert noted[documents.UNTOLD] == (text is LINES)
-        assert noted[documents.UNTOLD_DOCUMENTS] == (len(texts) if text is LINES else 0)
+        assert noted[documents.AMBIGUOUS] == (text is LINES)
+        assert noted[documents.AMBIGUOUS_DOCUMENTS] == (len(texts) if text is LINES else 0)
 
 
 def test_the_parts_of_a_large_file_do_not_depend_on_its_ranges(tmp_path, monkeypatch):
@@ -282,8 +282,8 @@ def test_the_parts_of_a_large_file_do_not_depend_on_its_ranges(tmp_path, monkeyp
     assert "".join(want) == path.read_text() and len(want) > 100
     assert all(text.endswith("\n") for text in want[:-1]) and max(map(len, want)) < 2_500 + 2 * 1_024
     for size in (700, 1_024, 5_000, 8_192):
-        monkeypatch.setattr(tasks, "RANGE_BYTES", size)
-        assert sum(len(task.pieces) for task in plan([path], text_documents="file")) > 10
+        monkeypatch.setattr(documents, "RANGE_BYTES", size)
+        assert sum(len(task.ranges) for task in plan([path], text_documents="file")) > 10
         assert read_all([path], text_documents="file")[0] == want
 
 
@@ -298,7 +298,7 @@ def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more))
     monkeypatch.setattr(tasks, "TASK_BYTES", (4_096, 4_096))
     planned = plan([tmp_path / "in"])
-    assert not opened and sum(len(task.pieces) for task in planned) == 1_200 and len(planned) > 20
+    assert not opened and sum(len(task.ranges) for task in planned) == 1_200 and len(planned) > 20
     found, problems = read_all([tmp_path / "in"])
     assert len(opened) >= 1_200 and sorted(found) == sorted(
         [f"Text {i}.\n" for i in range(600)] + [f"Record {i}." for i in range(600)]
@@ -314,7 +314,7 @@ def test_an_arrow_file_is_cut_by_its_batches(footer, tmp_path, monkeypatch):
     path = tmp_path / "t.arrow"
     with (pa.ipc.new_file if footer else pa.ipc.new_stream)(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=100)
-    monkeypatch.setattr(tasks, "RANGE_BYTES", path.stat().st_size // 4)
-    pieces = [piece for task in plan([path]) for piece in task.pieces]
+    monkeypatch.setattr(documents, "RANGE_BYTES", path.stat().st_size // 4)
+    pieces = [piece for task in plan([path]) for piece in task.ranges]
     assert [(piece.start, piece.end) for piece in pieces] == [(0, 2), (2, 4), (4, 6), (6, 9)]
     assert read_all([path])[0] == [f"Row {i}." for i in range(900) if i % 50]

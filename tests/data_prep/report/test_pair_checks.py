@@ -8,8 +8,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.common.errors import Unfinished
-from data_prep.executor.work_files import Done
-from data_prep.report import pair_checks
+from data_prep.executor.work_files import ItemResult
+from data_prep.stages import sequences
 
 GOOD = {
     "pairs": 2000,
@@ -22,25 +22,25 @@ GOOD = {
 GOOD |= {"sentences": 4000, "documents": 400}
 
 
-def drawn(**changes: int) -> Done:
-    done = Done()
+def drawn(**changes: int) -> ItemResult:
+    done = ItemResult()
     done.counts.update(GOOD | {name.replace("_", " "): value for name, value in changes.items()})
     return done
 
 
 def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    pair_checks.check(drawn(random_next=1200, truncated_tokens=20_000), 128, allow=False)
+    sequences.check(drawn(random_next=1200, truncated_tokens=20_000), 128, allow=False)
     with pytest.raises(Unfinished, match=r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp.*--allow"):
-        pair_checks.check(drawn(random_next=1201), 128, allow=False)
+        sequences.check(drawn(random_next=1201), 128, allow=False)
     with pytest.raises(
         Unfinished, match=r"20% of the tokens are cut off, .* 22 tokens .*--seq-len 512.*--max-sentence 16"
     ):
-        pair_checks.check(drawn(truncated_tokens=20_001), 128, allow=False)
+        sequences.check(drawn(truncated_tokens=20_001), 128, allow=False)
     assert not capsys.readouterr().err
-    pair_checks.check(drawn(random_next=1201), 128, allow=True)
-    pair_checks.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
-    pair_checks.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
-    pair_checks.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True)  # no pairs at all
+    sequences.check(drawn(random_next=1201), 128, allow=True)
+    sequences.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
+    sequences.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
+    sequences.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True)  # no pairs at all
     assert capsys.readouterr().err.count("of the pairs have a random second part") == 3
 
 
@@ -55,4 +55,4 @@ def test_a_corpus_of_single_sentences(tmp_path, capsys) -> None:
     assert not list((tmp_path / "out").glob("*.tar")) and not (tmp_path / "out" / "manifest.json").exists()
     assert main([*command, "--allow"]) == 0
     out = capsys.readouterr().out
-    assert "random next 100.0%, cut off 0 tokens (0.0%)" in out and "went on from an earlier run" in out
+    assert "random next 100.0%, cut off 0 tokens (0.0%)" in out and "resumed" in out

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.report import verify_dataset
+from data_prep.report import inspect_dataset
 from tests.helpers import wordpiece
 from tests.helpers.rows import make_dataset
 
@@ -22,7 +22,7 @@ def folder(tmp_path) -> Path:
     inner = make_dataset(tmp_path / "data" / "held_out", 8, seed=3)
     sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
     folder = make_dataset(tmp_path / "data", 148, held_out=HELD | {"manifest_sha256": sha256})
-    assert list(verify_dataset.verify(folder)) == []
+    assert list(inspect_dataset.verify(folder)) == []
     return folder
 
 
@@ -41,12 +41,12 @@ def test_every_flipped_bit_and_every_cut_is_named_with_its_file(folder):
         else:
             del data[at:]
         path.write_bytes(data)
-        found = list(verify_dataset.verify(folder))
+        found = list(inspect_dataset.verify(folder))
         assert any(line.startswith(f"{path}: ") for line in found), (path, at, found)
         others = [p for p in files if p != path and any(line.startswith(f"{p}: ") for line in found)]
         assert not others, (path, at, found)
         path.write_bytes(whole)
-    assert list(verify_dataset.verify(folder)) == []
+    assert list(inspect_dataset.verify(folder)) == []
 
 
 def test_flips_in_rows_name_block_row_and_byte(folder):
@@ -60,7 +60,7 @@ def test_flips_in_rows_name_block_row_and_byte(folder):
         data = bytearray(whole)
         data[start + int(rng.integers(64))] ^= 1 << int(rng.integers(8))
         path.write_bytes(data)
-        first, last = verify_dataset.verify(folder)
+        first, last = inspect_dataset.verify(folder)
         assert first == f"{path}: block {block}, row {row} (ids at byte {start}) does not match its checksum"
         assert last == f"{path}: SHA-256 is not the one in the manifest"
 
@@ -72,8 +72,8 @@ def test_processes_change_nothing_but_the_time(folder):
             file.write(b"\xff\xfe\xfd")
     (folder / "shard-000001.tar").unlink()
     (folder / "shard-000009.tar").write_bytes(b"")
-    one = list(verify_dataset.verify(folder))
-    assert list(verify_dataset.verify(folder, workers=3)) == one
+    one = list(inspect_dataset.verify(folder))
+    assert list(inspect_dataset.verify(folder, workers=3)) == one
     said = [f"{folder / 'shard-000009.tar'}: is not in the manifest", f"{folder / 'shard-000001.tar'}: is missing"]
     assert all(line in one for line in said) and len(one) >= 8
 
@@ -83,26 +83,26 @@ def test_a_folder_of_datasets_is_verified_whole(folder, tmp_path):
     shutil.copytree(folder, top / "seq512")
     make_dataset(top / "seq128", 20)
     (top / "notes").mkdir()
-    assert verify_dataset.datasets(top) == [top / "seq128", top / "seq512"]
-    assert list(verify_dataset.verify(top, workers=2)) == []
+    assert inspect_dataset.datasets(top) == [top / "seq128", top / "seq512"]
+    assert list(inspect_dataset.verify(top, workers=2)) == []
     with open(top / "seq512" / "shard-000001.tar", "r+b") as file:
         file.truncate(9000)
-    (line,) = verify_dataset.verify(top)
+    (line,) = inspect_dataset.verify(top)
     assert line.startswith(f"{top / 'seq512' / 'shard-000001.tar'}: block 1 is cut at byte 9000 of ")
     (top / "seq128" / "manifest.json").write_text("{")
-    first, _ = verify_dataset.verify(top)
+    first, _ = inspect_dataset.verify(top)
     assert first.startswith(f"{top / 'seq128' / 'manifest.json'}: not valid JSON")
 
 
 def test_a_dataset_that_lost_its_manifest_does_not_pass(folder, tmp_path):
     (folder / "manifest.json").unlink()
     for top in (folder, tmp_path):
-        assert any(line.startswith(f"{folder / 'manifest.json'}: not found") for line in verify_dataset.verify(top))
+        assert any(line.startswith(f"{folder / 'manifest.json'}: not found") for line in inspect_dataset.verify(top))
 
 
 @pytest.mark.parametrize("name", ["", "nothing"])
 def test_no_dataset_is_one_line(tmp_path, name):
-    (line,) = verify_dataset.verify(tmp_path / name)
+    (line,) = inspect_dataset.verify(tmp_path / name)
     assert line.startswith(f"{tmp_path / name / 'manifest.json'}: not found")
 
 
@@ -112,8 +112,8 @@ def test_a_vocab_txt_is_compared_with_its_hash(tmp_path):
     entry |= {"special_ids": {"pad": 0, "unk": 6, "cls": 7, "sep": 8, "mask": 9}}
     entry |= {"sha256": hashlib.sha256(vocab.read_bytes()).hexdigest()}
     make_dataset(tmp_path, 8, tokenizer=entry)
-    assert list(verify_dataset.verify(tmp_path)) == []
+    assert list(inspect_dataset.verify(tmp_path)) == []
     vocab.write_bytes(vocab.read_bytes().replace(b"fox", b"fix"))
-    assert list(verify_dataset.verify(tmp_path)) == [
+    assert list(inspect_dataset.verify(tmp_path)) == [
         f"{vocab}: is not the tokenizer the manifest names (SHA-256 differs)"
     ]

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from data_prep import pipeline
 from data_prep.common.errors import Problems
+from data_prep.common.records import Corpus, ReadOptions
 from data_prep.executor import work_files
-from data_prep.executor.journal import Journal
+from data_prep.executor.journal import Journal, Stages
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
-from data_prep.readers.tasks import Corpus, ReadOptions, plan_tasks
+from data_prep.readers.tasks import group, list_ranges
 from data_prep.stages import dedup
 from data_prep.stages.read import read_task
 from megabert.data.shards import Dataset
@@ -97,21 +97,23 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
         monkeypatch.setattr(work_files, "MAX_OPENS", 1)
         monkeypatch.setattr(work_files, "MERGED_RUNS", 1)
     options = BuildOptions(dedup=("documents", "near"))
-    job = work_files.Job(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
-    tasks = plan_tasks(
-        [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))], ReadOptions(), Problems("stop")
+    job = work_files.BuildJob(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
+    tasks = group(
+        list_ranges(
+            [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))], ReadOptions(), Problems("stop")
+        )
     )
     read = [read_task(job, task) for task in tasks]
     documents = sum(done.facts["documents"] for done in read)
     drops = []
     with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
-        stages = pipeline.Stages(journal, progress=False)
+        stages = Stages(journal, progress=False)
         for kind, records in (("documents", documents), ("near", documents * dedup.minhash.BANDS)):
-            runs = dedup.Runs(kind, "read", len(tasks))
+            runs = dedup.SortedRuns(kind, "read", len(tasks))
             assert (len(dedup.ranges(runs, records)) > 1) == (size == 64)
             assert len(dedup.merges(runs, records)) == merged
-            drops.append(pipeline.find_duplicates(stages, job, runs, records, []))
+            drops.append(dedup.find_duplicates(stages, job, runs, records, []))
             assert isinstance(drops[-1], list) == merged
-        journal.settle()
+        journal.flush()
     masks = [dedup.mask_documents(job, mask) for mask in dedup.task_masks(len(tasks), drops)]
     assert work_files.total(masks).dropped == {"exact duplicate": 40, "near duplicate": 30}

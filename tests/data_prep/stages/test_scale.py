@@ -6,12 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from data_prep import pipeline
 from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
-from data_prep.executor.journal import Journal
+from data_prep.executor.journal import Journal, Stages
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import Job
+from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.stages import dedup, shuffle
 from data_prep.stages.write import plan_shards
@@ -47,12 +46,12 @@ def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, o
         here = slice(task * RECORDS, (task + 1) * RECORDS)
         records = np.sort(work_files.keyed(keys[here], numbers[here]), order="key")
         (tmp_path / f"read-{task:07d}.documents-keys").write_bytes(records.tobytes())
-    job = Job(BuildOptions(), "", str(tmp_path), "stop")
+    job = BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     with contextlib.closing(Journal(tmp_path, Pool(1))) as journal:
-        stages, runs = pipeline.Stages(journal, progress=False), dedup.Runs("documents", "read", TASKS)
+        stages, runs = Stages(journal, progress=False), dedup.SortedRuns("documents", "read", TASKS)
         made = []
-        drops = pipeline.find_duplicates(stages, job, runs, len(keys), made)
-        journal.settle()
+        drops = dedup.find_duplicates(stages, job, runs, len(keys), made)
+        journal.flush()
     masks = dedup.task_masks(TASKS, [drops])
     assert len(dedup.ranges(runs, len(keys))) == 65  # each of which would open each task's file
     assert len(opened) < 2 * TASKS
@@ -66,28 +65,28 @@ def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, o
 
 def test_rows_of_many_tasks_open_a_file_few_times():
     tokens = 250_000_000_000
-    part = shuffle.Part("train", 128, 4, TASKS, "uint16", "out")
+    part = shuffle.RowSplit("train", 128, 4, TASKS, "uint16", "out")
     buckets = len(shuffle.buckets(part, tokens, 65_536 * 128))
     merges = shuffle.merges(part, tokens, buckets)
     assert sum(merge.runs.runs for merge in merges) == TASKS and len(merges) <= 64
     assert TASKS + buckets * len(merges) < buckets * TASKS / 200
     assert max(tokens / TASKS * merge.runs.runs / merge.runs.ranges for merge in merges) < 1.1 * (1 << 23)
     # 20 GB of text: opening takes seconds, and merging would write it all once more
-    assert not shuffle.merges(shuffle.Part("train", 128, 4, 640, "uint16", "out"), 5_000_000_000, 600)
+    assert not shuffle.merges(shuffle.RowSplit("train", 128, 4, 640, "uint16", "out"), 5_000_000_000, 600)
 
 
 def test_shards_of_many_buckets_are_planned_in_one_pass():
     rows = np.random.default_rng(0).integers(60_000, 70_000, TASKS).tolist()
     began = time.process_time()
-    plans = plan_shards(shuffle.Part("train", 128, 4, TASKS, "uint16", "out"), rows, 65_536)
+    plans = plan_shards(shuffle.RowSplit("train", 128, 4, TASKS, "uint16", "out"), rows, 65_536)
     assert time.process_time() - began < 2
     assert [plan.first_row for plan in plans] == list(range(0, sum(rows), 65_536))
     assert sum(plan.rows for plan in plans) == sum(rows)
-    assert sum(len(plan.pieces) for plan in plans) < 2 * TASKS + len(plans)
+    assert sum(len(plan.slices) for plan in plans) < 2 * TASKS + len(plans)
     first = np.concatenate([[0], np.cumsum(rows)])
     for plan in plans[:: TASKS // 10]:
-        starts = [int(first[bucket]) + at for bucket, at, _ in plan.pieces]
+        starts = [int(first[bucket]) + at for bucket, at, _ in plan.slices]
         assert (
             starts[0] == plan.first_row
-            and starts[1:] == [start + count for start, (_, _, count) in zip(starts, plan.pieces, strict=True)][:-1]
+            and starts[1:] == [start + count for start, (_, _, count) in zip(starts, plan.slices, strict=True)][:-1]
         )

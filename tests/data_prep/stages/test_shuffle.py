@@ -9,7 +9,7 @@ from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
 from data_prep.readers import tasks
 from data_prep.stages import shuffle
-from data_prep.stages.shuffle import Part
+from data_prep.stages.shuffle import RowSplit
 from data_prep.stages.write import plan_shards
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -64,10 +64,10 @@ def test_neighbouring_rows_are_strangers(make):
 
 
 def test_shards_cut_buckets_where_the_rows_say():
-    part = Part("train", 128, 2, 1, "uint16", "out")
+    part = RowSplit("train", 128, 2, 1, "uint16", "out")
     plans = plan_shards(part, [300, 0, 500, 248], 512)
     assert [(plan.index, plan.first_row, plan.rows) for plan in plans] == [(0, 0, 512), (1, 512, 512), (2, 1024, 24)]
-    assert [plan.pieces for plan in plans] == [
+    assert [plan.slices for plan in plans] == [
         ((0, 0, 300), (2, 0, 212)),
         ((2, 212, 288), (3, 0, 224)),
         ((3, 224, 24),),

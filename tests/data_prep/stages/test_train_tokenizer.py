@@ -97,8 +97,8 @@ def test_a_trained_vocabulary_is_no_larger_than_asked_for(tmp_path: Path) -> Non
     )
     assert trained(ideographs, tmp_path, vocab_size=605, **options).vocab_size == 605  # all fit: as ever
     syllables = ["".join(chr(0xAC00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]
-    with pytest.raises(BadInput, match="400 pieces are too few, as the corpus' characters alone take 605"):
+    with pytest.raises(BadInput, match="400 tokens are too few, as the corpus' characters alone take 605"):
         trained(syllables, tmp_path, vocab_size=400, **options)
     assert trained(syllables, tmp_path, vocab_size=605, **options).vocab_size == 605
-    with pytest.raises(BadInput, match=r"200 pieces are too few, as the corpus' characters alone take 30\d"):
+    with pytest.raises(BadInput, match=r"200 tokens are too few, as the corpus' characters alone take 30\d"):
         trained(syllables, tmp_path, vocab_size=200, **options)

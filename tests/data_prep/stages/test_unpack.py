@@ -11,11 +11,11 @@ import zstandard
 
 from data_prep.build import build
 from data_prep.common.errors import Problems, Unfinished
+from data_prep.common.records import Corpus, FileRange, ReadOptions
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import Done, Job
+from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BuildOptions
-from data_prep.readers import decompress, tasks
-from data_prep.readers.tasks import Corpus, Piece, ReadOptions
+from data_prep.readers import decompress, documents, tasks
 from data_prep.stages import unpack
 from megabert.data.tokenizer import Tokenizer
 
@@ -37,9 +37,9 @@ MAKE = {
 
 @pytest.fixture
 def small_ranges(monkeypatch):
-    monkeypatch.setattr(tasks, "RANGE_BYTES", 1 << 17)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 1 << 17)
     monkeypatch.setattr(tasks, "TASK_BYTES", (1 << 16, 1 << 18))
-    monkeypatch.setattr(tasks, "BZIP2_BYTES", 20_000)
+    monkeypatch.setattr(unpack, "BZIP2_BYTES", 20_000)
     monkeypatch.setitem(decompress.FEED, "bz2", 4_096)
 
 
@@ -53,7 +53,7 @@ def make(tokenizer_file, tmp_path, monkeypatch):
     real = unpack.unpack
 
     def recorded(job, part):
-        calls.append(part.piece)
+        calls.append(part.range)
         return real(job, part)
 
     monkeypatch.setattr(unpack, "unpack", recorded)
@@ -94,11 +94,11 @@ def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_
     for name, pack in (("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)):
         path = tmp_path / name
         path.write_bytes(pack("".join(lines).encode()))
-        assert path.stat().st_size < tasks.RANGE_BYTES // 4 * 3 // 2
+        assert path.stat().st_size < documents.RANGE_BYTES // 4 * 3 // 2
         (piece,) = [
-            piece for _, piece in tasks.list_pieces([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
+            piece for _, piece in tasks.list_ranges([Corpus("i", (str(path),))], ReadOptions(), Problems("stop"))
         ]
-        assert piece.stream, name
+        assert piece.unpack_first, name
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -156,22 +156,13 @@ def test_a_build_that_stops_while_it_unpacks_goes_on(small_ranges, topics, token
 
 def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
     """Text of both sides of a hole would be one document."""
-    job = Job(BuildOptions(), "", str(tmp_path), "skip")
-    piece = Piece("dump.bz2", "bz2", "wiki", size=3, stream=True)
-    items = [unpack.Part(0, number, piece) for number in range(3)]
-    results = [Done(facts={"spools": [[f"spool {number}", 100]], "whole": number != 1}) for number in range(3)]
+    job = BuildJob(BuildOptions(), "", str(tmp_path), "skip")
+    piece = FileRange("dump.bz2", "bz2", "wiki", size=3, unpack_first=True)
+    items = [unpack.UnpackPart(0, number, piece) for number in range(3)]
+    results = [ItemResult(facts={"spools": [[f"spool {number}", 100]], "whole": number != 1}) for number in range(3)]
     ((_, text),) = unpack.cut(job, [(0, piece)], items, results)
     assert [name for name, *_ in json.loads((tmp_path / text.index).read_bytes())] == ["spool 0", "spool 1"]
-    assert text.size == 200 and not text.stream
-
-
-def test_nothing_is_unpacked_to_guess_the_ratio_of_a_small_file(tmp_path, monkeypatch):
-    path = tmp_path / "small.bz2"
-    path.write_bytes(bz2.compress(b"One sentence. Another one.\n" * 10_000))
-    asked = []
-    monkeypatch.setattr(decompress, "ratio", lambda head, compression: asked.append(compression) or 1.0)
-    (piece,) = tasks._ranges(Piece(str(path), "bz2", "text", size=path.stat().st_size), b"", ReadOptions())
-    assert piece.size == path.stat().st_size and not piece.stream and asked == []
+    assert text.size == 200 and not text.unpack_first
 
 
 def test_the_speed_of_a_build_counts_unpacking(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from data_prep.text.masking import KINDS, mask
+from data_prep.text.clean import MASK_KINDS, mask_addresses
 
 CASES = [
     ("Write to jane.doe+x@mail.example-site.co.uk, or not.", "Write to email@example.com, or not."),
@@ -22,11 +22,11 @@ CASES = [
 @pytest.mark.parametrize(("text", "expected"), CASES)
 def test_addresses_and_citation_marks(text, expected):
     counts = Counter()
-    assert mask(text, KINDS, counts) == expected
+    assert mask_addresses(text, MASK_KINDS, counts) == expected
     assert (counts.total() > 0) == (text != expected)
-    assert mask(text, (), Counter()) == text
+    assert mask_addresses(text, (), Counter()) == text
 
 
 def test_a_long_text_of_near_misses_takes_no_time():
     text = "a." * 200_000 + "@" + "1." * 200_000 + "f:" * 100_000
-    assert mask(text, KINDS, Counter()) == text
+    assert mask_addresses(text, MASK_KINDS, Counter()) == text

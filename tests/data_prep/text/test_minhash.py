@@ -7,9 +7,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from data_prep.filters import quality
-from data_prep.text import minhash
-from data_prep.text.minhash import BANDS, PERMUTATIONS, ROWS, SHINGLE, THRESHOLD
+from data_prep.filters.measures import describe_words
+from data_prep.stages import minhash
+from data_prep.stages.minhash import BANDS, PERMUTATIONS, ROWS, SHINGLE, THRESHOLD
 from tests.helpers.prep_texts import articles, batch_of
 
 
@@ -187,7 +187,7 @@ def test_planted_copies_are_found_and_nothing_else_is(capsys) -> None:
     ]
     copies = 500
     plant(documents, copies, seed=9)
-    table = quality.describe(list(numbers), np.zeros(len(numbers), np.uint8))["hash"]
+    table = describe_words(list(numbers), np.zeros(len(numbers), np.uint8))["hash"]
     words, edges = hashes_of([table[np.array(document, np.int64)] for document in documents])
     pairs = dropped_pairs(minhash.signatures(words, edges))
     full = np.diff(edges) > 0

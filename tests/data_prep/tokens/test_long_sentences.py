@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_prep.tokens import long_sentences
+from data_prep.stages import sequences
 from data_prep.tokens.encoder import Encoded
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
@@ -28,16 +28,16 @@ def encoded(tokenizer, documents):
 def test_only_documents_without_sentence_ends_are_split_unasked(tokenizer):
     short = encoded(tokenizer, [["the fox over the river"] * 90, ["the sea " * 150]])
     assert 0.2 < 300 / len(short.tokens) < 0.5
-    assert long_sentences.limit_of(short, 125, 0) == 10
-    assert long_sentences.limit_of(short, 150, 0) == 0  # nothing is longer than two rows
+    assert sequences.sentence_limit(short, 125, 0) == 10
+    assert sequences.sentence_limit(short, 150, 0) == 0  # nothing is longer than two rows
     most = encoded(tokenizer, [["the fox over the river"] * 300, ["the sea " * 150]])
-    assert long_sentences.limit_of(most, 125, 0) == 0 and long_sentences.limit_of(most, 125, 40) == 40
+    assert sequences.sentence_limit(most, 125, 0) == 0 and sequences.sentence_limit(most, 125, 40) == 40
 
 
 def test_cuts_are_at_the_best_places(tokenizer):
     text = "the river over foxing, " * 40 + "the end"
     before = encoded(tokenizer, [["the fox", text], [], ["the sea " * 3]])
-    after = long_sentences.split(before, 30, tokenizer)
+    after = sequences.split_long(before, 30, tokenizer)
     assert after.tokens is before.tokens and after.sentence_lengths.sum() == len(before.tokens)
     assert after.document_sizes.tolist()[1:] == [0, 1] and after.document_sizes[0] > 8
     assert after.sentence_lengths.max() <= 30 * 5 // 4 and after.sentence_lengths[1:-1].min() >= 10
@@ -48,6 +48,6 @@ def test_cuts_are_at_the_best_places(tokenizer):
 
 def test_without_clauses_words_stay_whole(tokenizer):
     before = encoded(tokenizer, [["foxing rivers " * 200]])
-    after = long_sentences.split(before, 16, tokenizer)
+    after = sequences.split_long(before, 16, tokenizer)
     begins = np.cumsum(after.sentence_lengths)[:-1]
     assert len(begins) > 30 and tokenizer.word_start[before.tokens[begins]].all()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from data_prep.stages.sequences import SequenceSpans, _truncate, assemble, filled_rows, sentence_pairs
+from data_prep.stages.shuffle import pack
 from data_prep.tokens.encoder import Encoded
-from data_prep.tokens.packing import pack
-from data_prep.tokens.sentence_pairs import Ranges, _truncate, assemble, filled_rows, sentence_pairs
 
 
 def documents(sentence_lengths):
@@ -148,7 +148,7 @@ def test_filled_rows_drop_nothing_stay_in_documents_and_begin_with_words():
 
 def test_assembled_sequences_hold_their_parts_between_the_special_tokens():
     tokens = np.arange(10, 40).astype(np.uint16)
-    ranges = Ranges(np.array([[0, 3, 20, 22], [5, 6, 0, 0]]), np.array([1, -1], np.int8))
+    ranges = SequenceSpans(np.array([[0, 3, 20, 22], [5, 6, 0, 0]]), np.array([1, -1], np.int8))
     flat, lengths, first = assemble(tokens, ranges, np.array([1, 0]), 2, 3)
     assert flat.tolist() == [2, 15, 3, 2, 10, 11, 12, 3, 30, 31, 3]
     assert lengths.tolist() == [3, 8] and first.tolist() == [3, 5]

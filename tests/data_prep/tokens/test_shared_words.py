@@ -5,7 +5,7 @@ import pytest
 
 from data_prep.tokens import encoder as encoder_module
 from data_prep.tokens.encoder import WordEncoder
-from data_prep.tokens.shared_words import TASKS, SharedWords
+from data_prep.tokens.word_cache import SHARING_TASKS, SharedWords
 from megabert.data.tokenizer import Tokenizer
 
 DOCUMENTS = 2 * [["One two. Three four!", "\u00dcber \u201cone\u201d u.s. 2,000"], ["two " + "long" * 400]]
@@ -23,44 +23,44 @@ def test_words_taken_over_are_words_learnt(tokenizer_file, tmp_path, folded):
     tokenizer = Tokenizer.load(tokenizer_file)
     one, other = (WordEncoder(tokenizer, np.dtype(np.uint16), folded=folded) for _ in range(2))
     encoded(one, 2 * [["two three"]])
-    SharedWords(tmp_path, "key").give(0, one.learnt())
+    SharedWords(tmp_path, "key").write(0, one.take_learned())
     encoded(one, DOCUMENTS)
     giver = SharedWords(tmp_path, "key")
-    giver.give(1, one.learnt())
-    assert one.learnt() is None
+    giver.write(1, one.take_learned())
+    assert one.take_learned() is None
     encoded(other, [["Three and five and five"]])  # the two know words of each other
-    assert len(other.learnt().hashes) == 2  # "Three" stood there once
+    assert len(other.take_learned().hashes) == 2  # "Three" stood there once
     taker = SharedWords(tmp_path, "key")
-    for words in taker.take():
-        other.take_over(words)
-    assert not list(taker.take()) and not list(SharedWords(tmp_path, "other").take())
-    assert len(list(giver.take())) == 1  # not its own
+    for words in taker.read_new():
+        other.add_words(words)
+    assert not list(taker.read_new()) and not list(SharedWords(tmp_path, "other").read_new())
+    assert len(list(giver.read_new())) == 1  # not its own
     for found, want in zip(encoded(other, DOCUMENTS), encoded(one, DOCUMENTS), strict=True):
         np.testing.assert_array_equal(found, want)
     assert (encoded(other, DOCUMENTS)[3] is not None) is folded
-    assert other.learnt() is None  # nothing was left to learn
+    assert other.take_learned() is None  # nothing was left to learn
 
 
 def test_a_file_that_a_loss_of_power_cut_off_is_passed_over(tokenizer_file, tmp_path):
     encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
     encoded(encoder, DOCUMENTS)
-    words = encoder.learnt()
+    words = encoder.take_learned()
     for task in range(3):
-        SharedWords(tmp_path, "key").give(task, words)
+        SharedWords(tmp_path, "key").write(task, words)
     first, second, _ = sorted(tmp_path.rglob("*.npz"))
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:-100])
-    (found,) = SharedWords(tmp_path, "key").take()
+    (found,) = SharedWords(tmp_path, "key").read_new()
     assert (found.rows == words.rows).all() and (found.tokens == words.tokens).all()
 
 
 def test_later_tasks_keep_their_words(tokenizer_file, tmp_path, monkeypatch):
     encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
     encoded(encoder, DOCUMENTS)
-    words = encoder.learnt()
-    SharedWords(tmp_path, "key").give(TASKS, words)
+    words = encoder.take_learned()
+    SharedWords(tmp_path, "key").write(SHARING_TASKS, words)
     assert not list(tmp_path.rglob("*"))
-    monkeypatch.setattr(encoder_module, "MAX_WORDS", 2 * encoder._lexicon.size + 1)
-    before = encoder._lexicon.size
-    encoder.take_over(words._replace(hashes=words.hashes ^ np.uint64(1)))
-    assert encoder._lexicon.size == before  # the cache would be more than half full
+    monkeypatch.setattr(encoder_module, "MAX_WORDS", 2 * encoder._numbers.size + 1)
+    before = encoder._numbers.size
+    encoder.add_words(words._replace(hashes=words.hashes ^ np.uint64(1)))
+    assert encoder._numbers.size == before  # the cache would be more than half full
