@@ -1,8 +1,8 @@
-"""bias_gelu and dropout_add_layer_norm against fp64, in every awkward size, and as citizens of torch."""
+"""The element-wise operations of a layer against fp64, in awkward sizes: GELU with and without a gate, rotation, dropout, LayerNorm."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,23 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabert import ops
+from megabert.ops.rotary import THETA
+from tests.helpers import tiny
 from tests.ops import reference
-from tests.ops.oracle import DTYPES, check, needs_library, normal
+from tests.ops.oracle import ON, check, needs_library, normal
 
 pytestmark = needs_library
 SEED, STREAM, EPS = 0x5EED, 9, 1e-12
-SIZES = [(1, 1), (3, 1), (1, 3), (2, 1023), (130, 96), (5, 3, 16)]
+PLACES = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 100, 8191]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_bias_gelu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    inputs = [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)]
+@ON
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 3), (2, 1023), (130, 96), (5, 3, 16), (700, 1024)], ids=str)
+def test_bias_gelu(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     check(
-        lambda x, b: [ops.bias_gelu(x, b, "native")],
-        lambda x, b: [ops.bias_gelu(x, b, "torch")],
+        lambda x, b: [ops.bias_gelu(x, b, "native")], lambda x, b: [ops.bias_gelu(x, b, "torch")],
         lambda x, b: [reference.bias_gelu(x, b)],
-        inputs, [normal(*shape, seed=3)], dtype,
+        [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)], [normal(*shape, seed=3)], dtype, device=device,
+    )  # fmt: skip
+
+
+@ON
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (1, 6), (2, 2046), (130, 192), (5, 3, 32)], ids=str)
+def test_bias_geglu(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    half = (*shape[:-1], shape[-1] // 2)
+    check(
+        lambda x, b: [ops.bias_geglu(x, b, "native")], lambda x, b: [ops.bias_geglu(x, b, "torch")],
+        lambda x, b: [reference.bias_geglu(x, b)],
+        [normal(*shape, seed=1, scale=3), normal(shape[-1], seed=2)], [normal(*half, seed=3)], dtype, device=device,
     )  # fmt: skip
 
 
@@ -41,9 +52,40 @@ def test_gelu_keeps_relative_accuracy_in_the_tail() -> None:
 def test_gelu_of_extremes() -> None:
     x = torch.tensor([[float("inf"), 3e38, 40.0, -40.0, -3e38, float("nan")]])
     found = ops.bias_gelu(x, torch.zeros(6), "native")[0]
-    assert found[:3].tolist() == x[0, :3].tolist()
-    assert found[3:5].abs().max() == 0
-    assert found[5].isnan()
+    assert found[:3].tolist() == x[0, :3].tolist() and found[3:5].abs().max() == 0 and found[5].isnan()
+
+
+def through_complex_numbers(qkv: Tensor, heads: int, size: int) -> Tensor:
+    """The formula as the paper has it: pairs of columns are complex numbers, multiplied by exp(i angle)."""
+    parts = qkv.view(*qkv.shape[:2], 3, heads, size)
+    turn = PLACES[..., None] * THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    pairs = torch.complex(parts[..., : size // 2], parts[..., size // 2 :])[:, :, :2]
+    turned = pairs * torch.polar(torch.ones_like(turn), turn)[:, :, None, None]
+    return torch.cat([torch.cat([turned.real, turned.imag], -1), parts[:, :, 2:]], 2).reshape(qkv.shape)
+
+
+@ON
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (2, 6), (3, 40), (2, 64)])
+def test_rotate(heads: int, size: int, backend: str, dtype: torch.dtype, device: str) -> None:
+    angles, there, shape = ops.rotation(PLACES, size), ops.rotation(PLACES.to(device), size), (2, 5, 3 * heads * size)
+
+    def plain(x: Tensor) -> list[Tensor]:
+        return [reference.rotate(x, *angles, heads)]
+
+    check(
+        lambda x: [ops.rotate(x, heads, there, backend)], plain,
+        lambda x: [through_complex_numbers(x, heads, size)] if dtype != torch.float32 else plain(x),
+        [normal(*shape, seed=1)], [normal(*shape, seed=2)], dtype, device=device,
+    )  # fmt: skip
+
+
+def test_rotation_has_the_angles_of_the_paper() -> None:
+    """In fp32, whose angle at the last place of 8,192 has 13 bits behind the point."""
+    qkv = normal(*PLACES.shape, 3 * 2 * 64, seed=1)
+    found, wanted = ops.rotate(qkv, 2, ops.rotation(PLACES, 64), "torch"), through_complex_numbers(qkv, 2, 64)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+    torch.testing.assert_close(found[:, :3], wanted[:, :3], rtol=0, atol=2e-6)
 
 
 def norm_inputs(shape: tuple[int, ...]) -> list[Tensor]:
@@ -56,12 +98,12 @@ def keep_factor(shape: tuple[int, ...], p: float) -> Tensor:
     return reference.keep_mask(SEED, STREAM, rows, shape[-1], p).view(shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ON
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
-@pytest.mark.parametrize("shape", [(1, 3), (2, 1023), (200, 96), (5, 3, 16)], ids=str)
-def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dtype: torch.dtype) -> None:
-    seed, keep = torch.tensor([SEED]), keep_factor(shape, p)
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1023), (200, 96), (5, 3, 16), (40, 5000)], ids=str)
+def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dtype: torch.dtype, device: str) -> None:
+    seed, keep = torch.tensor([SEED], device=device), keep_factor(shape, p)
 
     def plain(x: Tensor, b: Tensor, r: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
         z = r + (x + b) * keep.to(x.dtype)
@@ -73,22 +115,18 @@ def test_dropout_add_layer_norm(shape: tuple[int, ...], post: bool, p: float, dt
         return [normed, normed if post else z]
 
     check(
-        lambda x, b, r, w, s: ops.dropout_add_layer_norm(
-            x, b, r, w, s, p, EPS, seed, STREAM, "native", post=post
-        ),
-        plain, exact, norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype,
+        lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, p, EPS, seed, STREAM, "native", post=post),
+        plain, exact, norm_inputs(shape), [normal(*shape, seed=7), normal(*shape, seed=8)], dtype, device=device,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_alone(dtype: torch.dtype) -> None:
-    shape, seed = (7, 1023), torch.tensor([SEED])
+@ON
+def test_dropout(dtype: torch.dtype, device: str) -> None:
+    shape, seed = (7, 1023), torch.tensor([SEED], device=device)
     keep = keep_factor(shape, 0.3)
     check(
-        lambda x: [ops.dropout(x, 0.3, seed, STREAM, "native")],
-        lambda x: [x * keep.to(x.dtype)],
-        lambda x: [x * keep],
-        [normal(*shape, seed=1)], [normal(*shape, seed=2)], dtype,
+        lambda x: [ops.dropout(x, 0.3, seed, STREAM, "native")], lambda x: [x * keep.to(x.dtype)], lambda x: [x * keep],
+        [normal(*shape, seed=1)], [normal(*shape, seed=2)], dtype, device=device,
     )  # fmt: skip
     x = normal(*shape, seed=1).to(dtype)
     assert ops.dropout(x, 0.0, seed, STREAM, "native").equal(x)
@@ -98,8 +136,7 @@ def test_dropout_alone(dtype: torch.dtype) -> None:
 def test_only_the_norm_is_used(post: bool, used: int) -> None:
     """A gradient that does not exist must not be needed: of z, of the norm's first or second use."""
     leaves = [t.float().requires_grad_() for t in norm_inputs((4, 24))]
-    seed = torch.tensor([SEED])
-    outputs = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, seed, STREAM, "native", post=post)
+    outputs = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native", post=post)
     outputs[used].sum().backward()
     exact = [t.double().requires_grad_() for t in norm_inputs((4, 24))]
     reference.dropout_add_layer_norm(*exact, EPS, keep_factor((4, 24), 0.1))[0].sum().backward()
@@ -108,63 +145,18 @@ def test_only_the_norm_is_used(post: bool, used: int) -> None:
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_strided_inputs_give_the_same() -> None:
-    x = normal(6, 40, seed=1).float()
-    strided = torch.stack([x, x], -1)[..., 0]
-    assert not strided.is_contiguous()
-    bias = normal(80, seed=2).float()[::2]
-    assert ops.bias_gelu(strided, bias, "native").equal(ops.bias_gelu(x, bias.clone(), "native"))
-    seed = torch.tensor([SEED])
-    args = [strided.clone(), bias, strided, bias, bias]
-    a = ops.dropout_add_layer_norm(*args, 0.1, EPS, seed, STREAM, "native")
-    b = ops.dropout_add_layer_norm(*(t.clone() for t in args), 0.1, EPS, seed, STREAM, "native")
-    assert a[0].equal(b[0]) and a[1].equal(b[1])
-
-
-def test_empty_batch() -> None:
-    x, v = torch.empty(0, 16, requires_grad=True), torch.ones(16, requires_grad=True)
-    ops.bias_gelu(x, v, "native").sum().backward()
-    y, _ = ops.dropout_add_layer_norm(x, v, x, v, v, 0.1, EPS, torch.tensor([1]), 0, "native")
-    y.sum().backward()
-    assert v.grad is not None and v.grad.abs().max() == 0
-
-
-def test_the_number_of_threads_changes_no_bit() -> None:
-    before = torch.get_num_threads()
-    results = []
-    # of more than 512 rows of this width a thread gets a part
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        leaves = [t.bfloat16().requires_grad_() for t in norm_inputs((3000, 64))]
-        y, z = ops.dropout_add_layer_norm(*leaves, 0.1, EPS, torch.tensor([SEED]), STREAM, "native")
-        g = ops.dropout(ops.bias_gelu(y, leaves[1], "native"), 0.1, torch.tensor([SEED]), STREAM + 1, "native")
-        (g.float().square().sum() + z.float().sum()).backward()
-        results.append([g, *(t.grad for t in leaves)])
-    torch.set_num_threads(before)
-    for a, b in zip(*results, strict=True):
-        assert a is not None and b is not None and a.equal(b)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_torch_knows_the_operations(p: float) -> None:
-    seed = torch.tensor([SEED])
-    x, r = (normal(4, 24, seed=s).float().requires_grad_() for s in (1, 2))
-    b, w, s = (normal(24, seed=s).float().requires_grad_() for s in (3, 4, 5))
-    library: Any = torch.ops.megabert
-    torch.library.opcheck(library.bias_gelu, (x, b))
-    torch.library.opcheck(library.dropout, (x, seed, 1, p))
-    torch.library.opcheck(library.dropout_add_layer_norm, (x, b, r, w, s, seed, 1, p, 1e-5))
-    y, z, mean, rstd = (t.detach() for t in library.dropout_add_layer_norm(x, b, r, w, s, seed, 1, p, 1e-5))
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(library.bias_gelu_backward, (y, x.detach(), b.detach()), test_utils=checks)
-    torch.library.opcheck(
-        library.dropout_add_layer_norm_backward,
-        (y, None, False, z, mean, rstd, w.detach(), seed, 1, p),
-        test_utils=checks,
+def test_empty_batches_have_zero_gradients() -> None:
+    x, v, wide = torch.empty(0, 3, 48, requires_grad=True), *(torch.ones(n, requires_grad=True) for n in (48, 48))
+    turned = ops.rotate(x, 2, ops.rotation(torch.empty(0, 3, dtype=torch.int32), 8), "native")
+    y, _ = ops.dropout_add_layer_norm(
+        ops.bias_gelu(turned, v, "native"), v, x, v, v, 0.1, EPS, torch.tensor([1]), 0, "native"
     )
+    ops.bias_geglu(y, wide, "native").sum().backward()
+    for leaf in (v, wide):
+        assert leaf.grad is not None and leaf.grad.abs().max() == 0
 
 
-def test_compiles_in_one_graph() -> None:
+def test_a_layer_compiles_in_one_graph() -> None:
     def layer(x: Tensor, v: Tensor, seed: Tensor) -> Tensor:
         y, z = ops.dropout_add_layer_norm(ops.bias_gelu(x, v, "native"), v, x, v, v, 0.1, EPS, seed, STREAM, "native")
         first, second = ops.dropout_add_layer_norm(y, v, z, v + 1, v * 2, 0.1, EPS, seed, STREAM, "native", post=True)
@@ -179,22 +171,72 @@ def test_compiles_in_one_graph() -> None:
     assert grads[0] is not None and grads[0].equal(grads[1])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.ones(2, 8, dtype=torch.float16)}, "x has dtype"),
-        ({"bias": torch.ones(7)}, "bias has size 7 in dimension 0, not 8"),
-        ({"residual": torch.ones(3, 8)}, "residual has another shape"),
-        ({"weight": torch.ones(8, dtype=torch.bfloat16)}, "weight has dtype"),
-        ({"seed": torch.ones(1)}, "seed has dtype"),
-        ({"seed": torch.ones(3, dtype=torch.int64)}, "seed has 3 elements, not 1 or 2"),
-        ({"p": 1.0}, "p is 1"),
-    ],
-)
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    args: dict[str, Any] = {
-        "x": torch.ones(2, 8), "bias": torch.ones(8), "residual": torch.ones(2, 8), "weight": torch.ones(8),
-        "shift": torch.ones(8), "seed": torch.tensor([1]), "stream": 0, "p": 0.1, "eps": 1e-5,
-    }  # fmt: skip
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.megabert.dropout_add_layer_norm(**(args | change))
+# -- dropout masks that follow the row, whichever micro-batch it is in ------------------------------------------------
+
+ROWS, TOKENS, WIDTH, HEADS, KEY, P = 6, 5, 16, 2, 77, 0.3
+Operation = Callable[[Tensor, Tensor], Tensor]
+
+
+def norm_of(backend: str) -> Operation:
+    zeros, ones = torch.zeros(WIDTH), torch.ones(WIDTH)
+    return lambda x, seed: ops.dropout_add_layer_norm(x, zeros, x, ones, zeros, P, 1e-6, seed, 5, backend, post=True)[0]
+
+
+def attention_of(backend: str) -> Operation:
+    def run(x: Tensor, seed: Tensor) -> Tensor:
+        start, end = (torch.zeros(len(x), TOKENS).int(), torch.full((len(x), TOKENS), TOKENS - 1).int())
+        inputs = ops.attention_inputs(backend, start, end, torch.full((len(x), 1), TOKENS - 1).int())
+        return ops.attend(torch.cat([x, x * 2, x * 3], -1), HEADS, inputs, P, seed, 5, backend)
+
+    return run
+
+
+OPERATIONS: dict[str, Operation] = {
+    "dropout native": lambda x, seed: ops.dropout(x, P, seed, 5, "native"),
+    "dropout torch": lambda x, seed: ops.dropout(x, P, seed, 5, "torch"),
+    **{f"norm {kind}": norm_of(kind) for kind in ("native", "torch")},
+    **{f"attention {kind}": attention_of(kind) for kind in ("native", "fused_softmax", "sdpa")},
+    "softmax": lambda x, seed: ops.fused_softmax_mask(
+        x[:, None, :, :TOKENS].expand(-1, 3, -1, -1), p=P, seed=seed, stream=5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rows_mask_follows_the_row(name: str) -> None:
+    torch.manual_seed(0)
+    x, operation = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True), OPERATIONS[name]
+
+    def run(first: int, last: int, *seed: int) -> tuple[Tensor, Tensor]:
+        y = operation(x[first:last], torch.tensor(seed))
+        return y.detach(), torch.autograd.grad(y.square().sum(), x)[0][first:last]
+
+    whole, gradient = run(0, ROWS, KEY, 0)
+    parts = [run(first, last, KEY, first) for first, last in ((0, 2), (2, 3), (3, 6))]
+    torch.testing.assert_close(torch.cat([y for y, _ in parts]), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.cat([dx for _, dx in parts]), gradient, rtol=1e-5, atol=1e-5)
+    for other in ((KEY, 1), (KEY + 1, 0)):
+        assert (run(0, ROWS, *other)[0] - whole).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("backends", [("sdpa", "torch"), ("native", "native")], ids=["torch", "native"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gradients_do_not_depend_on_micro_batches(backends: tuple[str, str], recomputed: bool) -> None:
+    changes = {"model__dropout": 0.1, "model__attention_dropout": 0.1, "model__activation_checkpointing": recomputed}
+    model = tiny.model(tiny.config(**changes, ops__attention=backends[0], ops__layer=backends[1])).train()
+
+    def losses(cuts: list[tuple[int, int]]) -> tuple[float, list[Tensor]]:
+        total = 0.0
+        model.zero_grad()
+        for first, last in cuts:
+            out = model(**tiny.batch(3, range(first, last)).inputs(), seed=torch.tensor([KEY, first]))
+            (out.mlm_loss_sum + out.nsp_loss_sum).backward()
+            total += float(out.mlm_loss_sum.detach() + out.nsp_loss_sum.detach())
+        return total, [p.grad.clone() for p in model.parameters()]
+
+    one, gradients = losses([(0, 8)])
+    for cuts in ([(0, 4), (4, 8)], [(6, 8), (0, 2), (2, 6)]):
+        total, parts = losses(cuts)
+        assert total == pytest.approx(one, rel=1e-5)
+        for ours, theirs in zip(parts, gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,212 @@
+"""What holds for every native operation: gradients by finite differences, torch's own checks, the same bits with any threads and
+strides, wrong arguments named. The operations compute in fp32, so steps are wide and tolerances those of fp32."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megabert import ops
+from tests.ops.oracle import needs_library, normal
+
+pytestmark = needs_library
+SEED, P = torch.tensor([99]), 0.25
+
+
+class Case(NamedTuple):
+    """An operation, and shapes of its inputs: for finite differences, and of more rows than one thread takes."""
+
+    call: Callable[..., Any]
+    small: tuple[tuple[int, ...], ...]
+    large: tuple[tuple[int, ...], ...]
+
+
+def ranges(x: Tensor, queries: int, keys: int) -> list[Tensor]:
+    """Key ranges [B, Q] of unequal sizes, that of every fifth query empty."""
+    start = (torch.arange(queries) % 3).int().expand(len(x), -1).contiguous()
+    return [start, torch.where(torch.arange(queries) % 5 == 4, start, keys).int()]
+
+
+def labels(x: Tensor) -> Tensor:
+    found = torch.arange(len(x)) % 6
+    found[1::4] = -100
+    return found
+
+
+CASES = {
+    "bias_gelu": Case(lambda x, b: ops.bias_gelu(x, b, "native"), ((3, 5), (5,)), ((3000, 64), (64,))),
+    "bias_geglu": Case(lambda x, b: ops.bias_geglu(x, b, "native"), ((3, 10), (10,)), ((1500, 192), (192,))),
+    "rotate": Case(
+        lambda x: ops.rotate(x, 2, ops.rotation(torch.arange(x.shape[1]).expand(len(x), -1) * 3, x.shape[2] // 6), "native"),
+        ((1, 3, 36),), ((2, 1500, 96),),
+    ),
+    "dropout": Case(lambda x: ops.dropout(x, P, SEED, 2, "native"), ((3, 9),), ((3000, 64),)),
+    "dropout_add_layer_norm": Case(
+        lambda x, b, r, w, s: ops.dropout_add_layer_norm(x, b, r, w, s, P, 1e-5, SEED, 2, "native"),
+        ((3, 9), (9,), (3, 9), (9,), (9,)), ((3000, 64), (64,), (3000, 64), (64,), (64,)),
+    ),
+    "softmax_mask": Case(
+        lambda x: ops.fused_softmax_mask(
+            x, **dict(zip(("key_start", "key_end"), ranges(x, *x.shape[2:]), strict=True)), scale=0.7, p=P, seed=SEED
+        ),
+        ((1, 2, 3, 5),), ((2, 4, 256, 96),),
+    ),
+    "attention": Case(
+        lambda x, b: ops.attend(x + b.detach(), 2, ranges(x, x.shape[1], x.shape[1]), P, SEED, 1, "native", b),
+        ((1, 3, 24), (24,)), ((2, 64, 192), (192,)),
+    ),
+    "mlm_loss": Case(
+        lambda h, w, b: ops.mlm_loss(h, w, b, labels(h), 6, "native", 0.1, 0.01)[0],
+        ((3, 4), (8, 4), (8,)), ((1500, 16), (128, 16), (128,)),
+    ),
+    "mlm_loss_of_logits": Case(
+        lambda x: ops.mlm_loss_of_logits(x, labels(x), "native", 0.1, 0.01)[0], ((3, 6),), ((1500, 128),)
+    ),
+}  # fmt: skip
+
+
+def inputs(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    return [normal(*shape, seed=number) for number, shape in enumerate(shapes)]
+
+
+REGISTERED = set(re.findall(r'"(\w+)\(', (Path(__file__).parents[2] / "csrc" / "registration.cpp").read_text()))
+
+
+def test_every_registered_operation_has_a_case() -> None:
+    assert set(CASES) == {name for name in REGISTERED if not name.endswith("_backward")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_finite_differences(name: str) -> None:
+    leaves = [t.float().requires_grad_() for t in inputs(CASES[name].small)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input #")  # that fp32 is less precise than fp64
+        assert torch.autograd.gradcheck(CASES[name].call, leaves, eps=1e-2, atol=2e-3, rtol=2e-2)
+
+
+class Calls(TorchDispatchMode):
+    """The calls of native operations, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "megabert":
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_knows_the_operation(name: str) -> None:
+    """Schemas, shapes for tracing and gradients by torch.library.opcheck, of the forward and of the backward operation."""
+    leaves = [t.float().requires_grad_() for t in inputs(CASES[name].small)]
+    with Calls() as calls:
+        torch.autograd.backward([out for out in _tensors(CASES[name].call(*leaves)) if out.requires_grad], None)
+    called = {func._schema.name.partition("::")[2] for func, _ in calls.found}
+    assert called == {name, f"{name}_backward"} & REGISTERED
+    addresses = {leaf.data_ptr() for leaf in leaves}
+    for func, args in calls.found:
+        backward = func._schema.name.endswith("_backward")
+        copies = [
+            a.detach().clone().requires_grad_(not backward and a.data_ptr() in addresses)
+            if isinstance(a, Tensor)
+            else a
+            for a in args
+        ]
+        checks = ("test_schema", "test_faketensor") if backward else torch.library._OPCHECK_DEFAULT_UTILS
+        torch.library.opcheck(func, tuple(copies), test_utils=checks)
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [t.sum() for t in (found if isinstance(found, tuple) else (found,))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads_and_strides_change_no_bit(name: str) -> None:
+    before, results = torch.get_num_threads(), []
+    for threads, strided in ((1, False), (2, False), (2, True)):
+        torch.set_num_threads(threads)
+        leaves = [t.bfloat16() for t in inputs(CASES[name].large)]
+        leaves = [(torch.stack([t, t], -1)[..., 1] if strided else t).requires_grad_() for t in leaves]
+        found = CASES[name].call(*leaves)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        gradients = torch.autograd.grad([o.float().square().sum() for o in outputs], leaves)
+        results.append([*outputs, *gradients])
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(a.equal(b) for a, b in zip(results[0], other, strict=True))
+
+
+INTS = torch.zeros(2, 3, dtype=torch.int32)
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "attention": {
+        "qkv": torch.ones(1, 4, 24), "bias": None, "key_start": torch.zeros(1, 4).int(),
+        "key_end": torch.full((1, 4), 4).int(), "seed": SEED, "stream": 0, "heads": 2, "p": 0.1,
+    },
+    "dropout_add_layer_norm": {
+        "x": torch.ones(2, 8), "bias": torch.ones(8), "residual": torch.ones(2, 8), "weight": torch.ones(8),
+        "shift": torch.ones(8), "seed": SEED, "stream": 0, "p": 0.1, "eps": 1e-5,
+    },
+    "bias_geglu": {"x": torch.ones(2, 4), "bias": torch.ones(4)},
+    "bias_geglu_backward": {"grad": torch.ones(2, 2), "x": torch.ones(2, 4), "bias": torch.ones(4)},
+    "rotate": {"qkv": torch.ones(2, 12), "cos": torch.ones(2, 1), "sin": torch.ones(2, 1), "heads": 2, "back": False},
+    "mlm_loss": {
+        "hidden": torch.ones(2, 8), "weight": torch.ones(32, 8), "bias": torch.ones(32), "labels": torch.tensor([0, 1]),
+        "vocab_size": 20, "label_smoothing": 0.0, "z_loss": 0.0, "need_grad": True,
+    },
+    "softmax_mask": {
+        "scores": torch.ones(2, 2, 3, 4), "key_start": None, "key_end": None, "mask": None, "seed": SEED, "stream": 0,
+        "scale": 1.0, "p": 0.1,
+    },
+}  # fmt: skip
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("attention", {"qkv": torch.ones(1, 4, 24).double()}, "qkv has dtype"),
+    ("attention", {"heads": 5}, "not a multiple of 3 x 5 heads"),
+    ("attention", {"bias": torch.ones(8)}, "bias has size 8 in dimension 0, not 24"),
+    ("attention", {"key_start": torch.zeros(1, 4)}, "key_start has dtype"),
+    ("attention", {"key_end": torch.full((1, 4), 5).int()}, r"outside \[0, 4\]"),
+    ("attention", {"key_start": torch.full((1, 4), -1).int()}, r"outside \[0, 4\]"),
+    ("attention", {"key_end": torch.ones(1, 3).int()}, "key_end has size 3"),
+    ("dropout_add_layer_norm", {"x": torch.ones(2, 8).half()}, "x has dtype"),
+    ("dropout_add_layer_norm", {"bias": torch.ones(7)}, "bias has size 7 in dimension 0, not 8"),
+    ("dropout_add_layer_norm", {"residual": torch.ones(3, 8)}, "residual has another shape"),
+    ("dropout_add_layer_norm", {"weight": torch.ones(8).bfloat16()}, "weight has dtype"),
+    ("dropout_add_layer_norm", {"seed": torch.ones(1)}, "seed has dtype"),
+    ("dropout_add_layer_norm", {"seed": torch.ones(3).long()}, "seed has 3 elements, not 1 or 2"),
+    ("dropout_add_layer_norm", {"p": 1.0}, r"p is 1, not in \[0, 1\)"),
+    ("bias_geglu", {"x": torch.ones(2, 3), "bias": torch.ones(3)}, "x has 3 columns, which are no two halves"),
+    ("bias_geglu_backward", {"grad": torch.ones(2, 4)}, "grad is not half of x in its last dimension"),
+    ("rotate", {"qkv": torch.ones(2, 13)}, "qkv has 13 columns"),
+    ("rotate", {"sin": torch.ones(3, 1)}, "sin has 3 elements, not 1 a token"),
+    ("rotate", {"cos": torch.ones(2, 1).double()}, "cos has dtype Double"),
+    ("mlm_loss", {"labels": torch.tensor([0, 20])}, r"labels\[1\] is 20"),
+    ("mlm_loss", {"labels": torch.tensor([-1, 0])}, r"labels\[0\] is -1"),
+    ("mlm_loss", {"labels": torch.ones(2)}, "labels has dtype"),
+    ("mlm_loss", {"weight": torch.ones(32, 7)}, "weight has size 7 in dimension 1, not 8"),
+    ("mlm_loss", {"vocab_size": 33}, "vocab_size is 33"),
+    ("mlm_loss", {"label_smoothing": 1.0}, "label_smoothing is 1"),
+    ("mlm_loss", {"z_loss": -0.1}, "z_loss is -0.1"),
+    ("softmax_mask", {"scores": torch.ones(2, 3, 4)}, "scores has 3 dimensions"),
+    ("softmax_mask", {"key_start": torch.zeros(2, 3)}, "key_start has dtype"),
+    ("softmax_mask", {"key_end": INTS + 5}, r"key_end\[0, 0\] is 5, outside \[0, 4\]"),
+    ("softmax_mask", {"key_end": INTS[:, :1] - 1}, r"key_end\[0, 0\] is -1, outside \[0, 4\]"),
+    ("softmax_mask", {"key_start": torch.zeros(3, 3).int()}, "key_start has size 3 in dimension 0"),
+    ("softmax_mask", {"mask": torch.ones(2, 2, 3, 4).int()}, "mask has dtype"),
+    ("softmax_mask", {"mask": torch.ones(2, 2, 3, 5)}, "mask has size 5 in dimension 3"),
+    ("softmax_mask", {"mask": torch.ones(3, 4)}, "mask has 2 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}: {said}" for name, _, said in WRONG])
+def test_wrong_arguments_are_named(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops.megabert, name)(**(ARGUMENTS[name] | change))
