@@ -32,8 +32,8 @@ from benchmarks.common import hardware
 from megabert import config as configuration
 from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig
-from megabert.distributed import process_group
-from megabert.distributed.process_group import World
+from megabert.distributed import ranks
+from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 
@@ -109,7 +109,7 @@ class DcpSaves:
 
 def run_rank(asked: dict[str, Any]) -> None:
     """One rank that saves again and again; rank 0 prints the seconds of the slowest rank for each save."""
-    world = process_group.init(process_group.discover())
+    world = ranks.init(ranks.discover())
     side: Any = (DcpSaves if asked["side"] == DCP else OurSaves)(asked, world)
     found = []
     for step in range(1, asked["saves"] + 1):
@@ -128,7 +128,7 @@ def run_rank(asked: dict[str, Any]) -> None:
         found.append(dict(zip(("blocked", "committed"), slowest, strict=True)))
     if world.is_main:
         print(json.dumps(found), flush=True)
-    process_group.shutdown()
+    ranks.shutdown()
 
 
 def run_side(asked: dict[str, Any], ranks: int) -> list[dict[str, float]]:

@@ -35,7 +35,7 @@ from megabert import hf as pretrained
 from megabert.commands.extraction import Extractor
 from megabert.common.environment import keep_freed_memory
 from megabert.config import ModelConfig
-from megabert.distributed.process_group import discover
+from megabert.distributed.ranks import discover
 from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
 from megabert.finetune.save import Described
 

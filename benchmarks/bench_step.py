@@ -39,7 +39,7 @@ from megabert.config import Config
 from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed import process_group
+from megabert.distributed import ranks
 from megabert.engine import DTYPES, Engine, precision
 from megabert.metrics import datasheet_tflops, matmul_tflops, training_flops
 from megabert.model import BertForPreTraining
@@ -83,7 +83,7 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
 class OurStep:
     """The project's training step."""
 
-    def __init__(self, cfg: Config, world: process_group.World) -> None:
+    def __init__(self, cfg: Config, world: ranks.World) -> None:
         with world.device:
             torch.manual_seed(cfg.seed)
             module = BertForPreTraining(cfg.model, cfg.ops, world.device.type, DTYPES[cfg.precision])
@@ -113,7 +113,7 @@ def map_large_blocks() -> None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
 
 
-def measure(args: argparse.Namespace, dropout: float, world: process_group.World, data: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: Path) -> dict[str, Any]:
     device, dataset = world.device, Dataset(data)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     cfg = make_config(args, dropout)
@@ -297,7 +297,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     results = []
     try:
-        world = process_group.init(process_group.discover({}))
+        world = ranks.init(ranks.discover({}))
         args.precision = precision.choose(args.precision, world)
         with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
             data = prepare(args, Path(folder))
@@ -309,7 +309,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        process_group.shutdown()
+        ranks.shutdown()
     if args.json:
         hardware.write_json(args.json, {"benchmark": "step", "unit": "real tokens/s", "results": results})
     return 0

@@ -59,13 +59,13 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
     """Run a command to its exit code, the same way however it was called; `prog` is for its usage lines."""
     command = COMMANDS[name]
     if command.saves:
-        from megabert.distributed.preemption import leave_when_signalled
+        from megabert.distributed.signals import leave_when_signalled
 
         leave_when_signalled()  # before the slow imports
     arguments.call_as(prog or called())
     code = errors.code_of(lambda: importlib.import_module(command.module).main(argv))
     if command.saves:
-        from megabert.distributed.preemption import ignore_signals
+        from megabert.distributed.signals import ignore_signals
 
         ignore_signals()
     return code

@@ -36,7 +36,7 @@ from megabert.config import Config, ModelConfig
 
 if TYPE_CHECKING:
     from megabert.data.batch import Update
-    from megabert.distributed.process_group import World
+    from megabert.distributed.ranks import World
     from megabert.engine import Engine, UpdateResult
 
 # -- work and its ceiling --------------------------------------------------------------------------------------------

@@ -29,9 +29,8 @@ from megabert.data.mixture import AnyDataset, token_counts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import run_lock
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
-from megabert.distributed.together import agreed, refuse, together
+from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
 from megabert.engine.choice import choose_backends
@@ -103,12 +102,12 @@ def open_data(config: Config, world: World) -> tuple[AnyDataset, Tokenizer]:
     dataset = open_dataset(config, world)
     for problem in dataset.problems if world.is_main else ():
         log.warning(f"{problem}; its rows are left out")
-    return dataset, agreed(world, lambda: Tokenizer.load(dataset.tokenizer_path))
+    return dataset, on_every_rank(world, lambda: Tokenizer.load(dataset.tokenizer_path))
 
 
 def open_dataset(config: Config, world: World) -> AnyDataset:
     """The first rank of each node reads the manifests and checks that its node has all shards; rank 0 broadcasts them to the
-    others. A collective. Raises Refused where a rank cannot open the dataset, or opens another one."""
+    others. A collective. Raises RankRefused where a rank cannot open the dataset, or opens another one."""
     data, tolerant = config.data, config.data.on_damage == "skip"
     dataset: AnyDataset | None = None
     problem, code = "", errors.OK
@@ -117,7 +116,7 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
             dataset = mixture.open_mixture(data.path, data.mix, tolerant)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
-    refuse(world, problem, code)
+    refuse_together(world, problem, code)
     if world.size == 1:
         assert dataset is not None
         return dataset
@@ -125,7 +124,7 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
     of_rank_0 = mixture.from_json(told, data.mix, tolerant)
     if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
         problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
-    refuse(world, problem, code)
+    refuse_together(world, problem, code)
     return dataset or of_rank_0
 
 
@@ -146,7 +145,7 @@ def complete_config(
     if path is not None:
         state = checkpoints.read_state(path)
     elif replay is not None:
-        state = agreed(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
+        state = on_every_rank(world, lambda: json.loads((run_dir / CONFIG).read_bytes()))
     config = precision.with_precision(config, world, state["config"]["precision"] if state else "")
     return config, Origin(run_dir, checkpoints, writes, path, state)
 
@@ -183,7 +182,7 @@ def build_engine(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        model = agreed(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+        model = on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
         if counts is not None:
             model.start_from_frequencies(torch.tensor(counts))
         return model
@@ -202,7 +201,7 @@ def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer,
         predicted[tokenizer.special_ids["sep"]] = config.causal_updates
         counts.extend(token_counts(dataset, predicted).tolist())
 
-    together(world, count)
+    on_main(world, count)
     return world.broadcast(counts)
 
 
@@ -231,7 +230,7 @@ def resume(
         first = start_engine(engine, config.init_from, world)
         log.info(f"starting from weights and moments of {config.init_from} at step {first['step']}")
     elif config.init_from:
-        weights, first = agreed(world, lambda: load_weights(config.init_from))
+        weights, first = on_every_rank(world, lambda: load_weights(config.init_from))
         engine.load_weights(weights)
         log.info(f"starting from the weights of {config.init_from} at step {first['step']}")
     return provenance, None
@@ -328,7 +327,7 @@ class Pretraining:
         problems: list[Exception] = []
         sums = self.engine.eval_sums(_readable(batches, progress, problems))
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
-        refuse(self.world, *problem)
+        refuse_together(self.world, *problem)
         figures = evaluation.summary(sums)
         shown = "  ".join(f"{k.removeprefix('eval/')} {v:.4f}" for k, v in figures.items() if v < 1e4)
         log.info(f"step {step:>7,}  held-out  {shown}")

@@ -79,7 +79,7 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
     """What the arguments ask for; the exit code. Raises ValueError, BadTraining and what the layers below raise."""
     from megabert import config as configuration
     from megabert.common.environment import keep_freed_memory
-    from megabert.distributed.preemption import REQUEUE, end_of_time
+    from megabert.distributed.signals import REQUEUE, end_of_time
     from megabert.engine.profiler import parse_steps
     from megabert.pretraining import open_run
 

@@ -21,9 +21,8 @@ from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
 from megabert.config import Config
 from megabert.data.batch import VACANT, RowDigest
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import Gathering, World
-from megabert.distributed.together import refuse
+from megabert.distributed.ranks import Gathering, World, refuse_together
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
 from megabert.engine.profiler import Profiler
@@ -144,13 +143,13 @@ class Agreement:
         self._sent = own, problem, self._world.start_gather(own.values())
 
     def finish(self) -> Sync | None:
-        """What all ranks reported; None where nothing was sent since. Waits. Raises Refused where a rank has a problem."""
+        """What all ranks reported; None where nothing was sent since. Waits. Raises RankRefused where a rank has a problem."""
         if self._sent is None:
             return None
         (own, problem, gathering), self._sent = self._sent, None
         sync = own.reduce(gathering.result())
         if sync.problem:
-            refuse(self._world, problem, own.problem)
+            refuse_together(self._world, problem, own.problem)
         return sync
 
 
@@ -422,7 +421,7 @@ class Trainer:
         self.agreement.start(own, update.problem)
 
     def agree(self) -> None:
-        """Take in what all ranks reported, if a report was sent. Waits. Raises Refused where a rank has no data."""
+        """Take in what all ranks reported, if a report was sent. Waits. Raises RankRefused where a rank has no data."""
         sync = self.agreement.finish()
         if sync is None:
             return

@@ -38,7 +38,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """What the test makes of the signals that stop a run ends with it."""
-    from megabert.distributed.preemption import SIGNALS
+    from megabert.distributed.signals import SIGNALS
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
@@ -49,10 +49,10 @@ def own_signals() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
     """This process as a world of one rank. DeepSpeed forgets its groups, which end with the world, for the next module's."""
-    from megabert.distributed import process_group
+    from megabert.distributed import ranks
 
-    yield process_group.init(process_group.discover({}))
-    process_group.shutdown()
+    yield ranks.init(ranks.discover({}))
+    ranks.shutdown()
     if groups := sys.modules.get("deepspeed.utils.groups"):
         groups._WORLD_GROUP = None
 

@@ -14,7 +14,7 @@ from megabert import distillation
 from megabert import hf as pretrained
 from megabert.checkpoint import Checkpoints
 from megabert.config import CheckpointConfig, Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.metrics import figures
 from megabert.model import BertForPreTraining

@@ -15,8 +15,8 @@ from megabert import evaluation
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import HeldOutSamples
 from megabert.metrics import as_markdown

@@ -14,7 +14,7 @@ import torch
 from megabert import config as configuration
 from megabert.checkpoint import load_weights, write_start
 from megabert.config import Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import evaluate_run
 from megabert.pretraining import open_run

@@ -16,7 +16,7 @@ import torch
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest, dataset
-from megabert.distributed.together import Refused, agreed
+from megabert.distributed.ranks import RankRefused, on_every_rank
 from megabert.model import BertForPreTraining
 from megabert.pretraining import Pretraining, open_dataset, open_run
 from tests.helpers import tiny
@@ -98,10 +98,10 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
         assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
         assert mixture.identity(its) == mixture.identity(want)
     make_dataset(tmp_path / "a", 200, seed=7)
-    with pytest.raises(Refused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
+    with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
         open_dataset(cfg, first)  # type: ignore[arg-type]
     (tmp_path / "a" / "shard-000001.tar").unlink()
-    with pytest.raises(Refused, match=r"rank 8: .*shard-000001\.tar: is missing"):
+    with pytest.raises(RankRefused, match=r"rank 8: .*shard-000001\.tar: is missing"):
         open_dataset(cfg, first)  # type: ignore[arg-type]
 
 
@@ -112,14 +112,14 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     cfg = config(tmp_path)
     open_dataset(cfg, main)  # type: ignore[arg-type]
     alone.told = main.told
-    with pytest.raises(Refused, match=r"rank 8: .*tokenizer\.model") as found:
+    with pytest.raises(RankRefused, match=r"rank 8: .*tokenizer\.model") as found:
         open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
     assert exit_code(found.value) == USER_ERROR
-    assert agreed(other, lambda: "read") == "read"  # type: ignore[arg-type]
+    assert on_every_rank(other, lambda: "read") == "read"  # type: ignore[arg-type]
     other.max_ints = lambda own: [USER_ERROR]  # type: ignore[method-assign]
     other.gather = lambda own: [["", 0]] * 8 + [["its disk is gone", USER_ERROR]]  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="rank 8: its disk is gone"):
-        agreed(other, lambda: "read")  # type: ignore[arg-type]
+    with pytest.raises(RankRefused, match="rank 8: its disk is gone"):
+        on_every_rank(other, lambda: "read")  # type: ignore[arg-type]
 
 
 def test_an_evaluation_opens_what_the_first_one_left_open(tmp_path, reads) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megabert.common.logs import log
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.metrics import Stragglers, median
 from tests.helpers import tiny
 from tests.helpers.loop import Killed

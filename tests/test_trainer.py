@@ -16,9 +16,8 @@ from megabert.checkpoint import Checkpoints, newest_step
 from megabert.checkpoint.rate_record import FILE, RECORD
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
-from megabert.distributed import process_group
-from megabert.distributed.process_group import World
-from megabert.distributed.together import refuse
+from megabert.distributed import ranks
+from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.watchdog import Watchdog
 from megabert.trainer import Trainer
 from tests.helpers import tiny
@@ -50,9 +49,9 @@ class Ranks:
 )
 def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports, code, text) -> None:
     with pytest.raises(ValueError, match=text) as found:
-        refuse(Ranks(reports), "", 0)  # type: ignore[arg-type]
+        refuse_together(Ranks(reports), "", 0)  # type: ignore[arg-type]
     assert exit_code(found.value) == code
-    refuse(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
+    refuse_together(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
 
 
 def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None) -> Trainer:
@@ -153,7 +152,7 @@ def collectives(world: World, folder: str) -> list[list[str]]:
         call = getattr(module, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_code.co_filename.endswith("process_group.py"):
+            if sys._getframe(1).f_code.co_filename.endswith("ranks.py"):
                 updates[-1].append(name)
             return call(*args, **kwargs)
 
@@ -175,7 +174,7 @@ def collectives(world: World, folder: str) -> list[list[str]]:
     ours.train_update = next_update  # type: ignore[method-assign]
     for name in CALLS:
         hook(dist, name)
-    hook(process_group, "wait_for_ranks")
+    hook(ranks, "wait_for_ranks")
     with pytest.raises(Killed):
         ours.train()
     return updates[1:-1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megabert.common.files import canonical
 from megabert.config import Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 
 FILE = "learning_rates.bin"
 # step, number in the data, seconds, rate, CRC-32 of the rest

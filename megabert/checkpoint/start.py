@@ -12,7 +12,7 @@ from megabert.checkpoint.manifest import MANIFEST, WEIGHTS, file_name, has_momen
 from megabert.checkpoint.store import SAVING, STEP, Checkpoints, committed_step
 from megabert.checkpoint.tensors import StoredTensors, write_slices
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World, discover
+from megabert.distributed.ranks import World, discover
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from megabert.common.errors import Failed, tried_again
 from megabert.common.files import canonical, compact, sync, write_whole
 from megabert.common.logs import log
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot

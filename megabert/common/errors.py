@@ -4,7 +4,7 @@
     2    a mistake in the command, the configuration or the data: a restart would not help
     3    training went wrong: non-finite or spiking repeatedly
     4    I/O failed, or a process, a machine or a peer was lost: a restart may help
-    85   stopped with everything saved (`megabert.distributed.preemption`)
+    85   stopped with everything saved (`megabert.distributed.signals`)
     130  interrupted at the terminal
 
 An exception that belongs to another class than its type suggests has the attribute `exit_code`.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megabert.common import environment
 from megabert.common.errors import describe
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 
 SIZES = [8, 2**12, 2**16, 2**20, 2**24, 2**28]  # bytes of an all-reduce
 LONGEST = 3.0  # seconds that one all-reduce may take by what the size before took

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from megabert.common.files import lock
-from megabert.distributed.process_group import World
-from megabert.distributed.together import together
+from megabert.distributed.ranks import World, on_main
 
 PATIENCE = 5.0  # seconds that a process which was just killed may need to be gone
 
@@ -28,7 +27,7 @@ def take(run_dir: str | Path, world: World, patience: float = PATIENCE) -> None:
     Raises ValueError on every rank, naming the holder, when another process holds it for `patience` seconds, and Failed
     where the file system fails. Where it has no locks one warning is printed and the run goes on without.
     """
-    together(world, lambda: _take(Path(run_dir), patience))
+    on_main(world, lambda: _take(Path(run_dir), patience))
 
 
 def _take(run_dir: Path, patience: float) -> None:

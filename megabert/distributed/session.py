@@ -8,10 +8,9 @@ from pathlib import Path
 from megabert.common import errors, logs
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.distributed import process_group
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
-from megabert.distributed.together import Refused
+from megabert.distributed import ranks
+from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 
 # how the RuntimeError begins that torch raises, wherever a process is, when a worker of its loader dies
@@ -23,7 +22,7 @@ class Session:
 
     def __init__(self) -> None:
         """Raises ValueError where the environment describes no world."""
-        self.world: World = process_group.discover()
+        self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
         self.apart = False  # an error may be one rank's alone, so that each rank says its own
         logs.setup(self.world.rank, self.world.size)
@@ -35,7 +34,7 @@ class Session:
 
     def join(self, ends: float | None = None) -> Stop:
         """Meet the other ranks; signals, and the moment `ends` (seconds of the epoch), then ask to stop. A collective."""
-        self.world = process_group.init(self.world)
+        self.world = ranks.init(self.world)
         return Stop(ends)
 
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
@@ -65,7 +64,7 @@ def _run(command: Callable[[Session], int]) -> int:
         code = command(session)
         good = True
         return code
-    except (BadTraining, Refused) as error:  # on every rank
+    except (BadTraining, RankRefused) as error:  # on every rank
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
         return errors.exit_code(error)
@@ -86,4 +85,4 @@ def _run(command: Callable[[Session], int]) -> int:
     finally:
         if session is not None and session.watchdog is not None:
             session.watchdog.stop(good)
-        process_group.shutdown()
+        ranks.shutdown()

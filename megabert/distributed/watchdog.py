@@ -33,22 +33,30 @@ from typing import Any
 import torch.distributed as dist
 
 from megabert.common.errors import FAILED, leave_exit_code
-from megabert.distributed import collectives, heartbeat
-from megabert.distributed.failed_ranks import Standing, find_failed_ranks
-from megabert.distributed.process_group import World
+from megabert.distributed import hangs
+from megabert.distributed.hangs import Standing, find_failed_ranks
+from megabert.distributed.ranks import World
 
-START_SECONDS = (
-    600.0  # until something was finished the time-out is at least this: libraries load, checkpoints are read
-)
-TICK = 1.0  # seconds between two heartbeats
-SILENT_SECONDS = 5.0  # without a sign: as good as stopped, once the time-out has passed
-LOST_SECONDS = 12.0  # without a sign from another host: lost at once
-GONE_TICKS = 2  # a process must be gone at so many looks: it may just have left in good order
-STORE_SECONDS = 3.0  # the store must be unreachable for so long, for the same reason
-READERS_SECONDS = 2.5  # the rank that holds the store outlives a verdict by this, for the others to read it
-RECORD_SECONDS = 2.0  # for torch's flight recorder, which asks a device that may not answer
-SHOWN = 8  # failed ranks that are named
-EXPLAIN_SECONDS = 8.0  # how long a failed collective waits for its reason
+# Until something was finished the time-out is at least this: libraries load, checkpoints are read.
+START_SECONDS = 600.0
+# Seconds between two heartbeats.
+TICK = 1.0
+# Without a heartbeat for so long: as good as stopped, once the time-out has passed.
+SILENT_SECONDS = 5.0
+# Without a heartbeat from another host for so long: lost at once.
+LOST_SECONDS = 12.0
+# A process must be gone at so many ticks: it may just have left in good order.
+GONE_TICKS = 2
+# The store must be unreachable for so long, for the same reason.
+STORE_SECONDS = 3.0
+# The rank that holds the store outlives a verdict by this, for the others to read it.
+READERS_SECONDS = 2.5
+# For torch's flight recorder, which asks a device that may not answer.
+RECORD_SECONDS = 2.0
+# Failed ranks that are named.
+SHOWN = 8
+# How long a failed collective waits for its reason.
+EXPLAIN_SECONDS = 8.0
 
 
 @dataclass
@@ -113,7 +121,7 @@ class Watchdog:
     def start(self) -> None:
         """Begin to give signs of life and to look for those of others. A collective."""
         world = self.world
-        places = world.gather([socket.gethostname(), heartbeat.pid_namespace(), os.getpid()])
+        places = world.gather([socket.gethostname(), hangs.pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
         # A launcher that starts ranks again may keep its store: the signs of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
@@ -169,13 +177,13 @@ class Watchdog:
 
     def _sign(self) -> dict[str, Any]:
         """What this rank says of itself."""
-        doing, waiting = heartbeat.main_thread()
+        doing, waiting = hangs.main_thread()
         return {
             "beat": self._beat,
             "step": self._step,
             "doing": doing,
             "waiting": waiting,
-            "entered": collectives.entered(),
+            "entered": hangs.entered(),
             "unfinished": self._unfinished,
             "left": self._leaving.is_set() and self._good,
         }
@@ -239,7 +247,7 @@ class Watchdog:
                 self._end(verdict)
 
     def _record(self) -> None:
-        self._unfinished = collectives.unfinished()
+        self._unfinished = hangs.unfinished()
 
     def _look_at(self, peer: Peer, passed: float) -> None:
         last = self._heartbeats.get(peer.rank)
@@ -249,7 +257,7 @@ class Watchdog:
         elif self._mute < 2 * TICK:  # with a mute store nobody can be heard
             peer.silent += passed
         near = peer.namespace == self._peers[self.world.rank].namespace
-        peer.gone = peer.gone + 1 if near and not heartbeat.is_alive(peer.pid) else 0
+        peer.gone = peer.gone + 1 if near and not hangs.is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
         """What is wrong, if anything is."""
@@ -301,9 +309,9 @@ class Watchdog:
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 trace = self.run_dir / f"hang-trace-{rank}"
-                _at_most(RECORD_SECONDS, collectives.write_trace, trace)
+                _at_most(RECORD_SECONDS, hangs.write_trace, trace)
             for peer in self._peers:
-                if peer.rank in verdict.kill and peer.namespace == own.namespace and heartbeat.is_alive(peer.pid):
+                if peer.rank in verdict.kill and peer.namespace == own.namespace and hangs.is_alive(peer.pid):
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)

@@ -31,8 +31,7 @@ from megabert.common.logs import log
 from megabert.config import Config, ModelConfig, OpsConfig
 from megabert.data.masking import largest_capacity
 from megabert.data.shards import Manifest
-from megabert.distributed.process_group import World
-from megabert.distributed.together import refuse, together
+from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.model import BertForPreTraining
 
@@ -77,14 +76,14 @@ def choose_backends(config: Config, manifest: Manifest, world: World, run_dir: P
         if writes:
             write_whole(run_dir / RECORD, canonical({"place": place, "chosen": chosen}))
 
-    together(world, choose)
+    on_main(world, choose)
     found: dict[str, str] = world.broadcast(chosen)
     problems = [
         f"ops.{role}=auto is {name} on rank 0 and cannot run here: {reason}"
         for role, name in found.items()
         if (reason := obstacles(role, config, world.device.type)[name])
     ]
-    refuse(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
+    refuse_together(world, "; ".join(problems), errors.USER_ERROR if problems else errors.OK)
     return config.model_copy(update={"ops": config.ops.model_copy(update=found)})
 
 

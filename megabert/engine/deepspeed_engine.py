@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megabert.common import random_numbers
 from megabert.config import Config, accumulation, shares
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import steps
 from megabert.engine.precision import DTYPES, multiply_in_float8, repeat_bit_for_bit
 from megabert.engine.update_result import HostCopy, OwnTime, UpdateResult, doubles, loss_table, scaled_loss

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert.distributed.process_group import wait_for_ranks
+from megabert.distributed.ranks import wait_for_ranks
 
 # Elements summed at once, at most: 100 MB, a millisecond of NVLink.
 BUCKET = 25_000_000

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megabert.common import environment
 from megabert.common.logs import log
 from megabert.config import Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 
 AUTO = "auto"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megabert.config import Config, merge_deepspeed, to_deepspeed
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine.gradients import FlatGradients
 from megabert.engine.update_result import OwnTime
 from megabert.engine.zero_layout import ZeroLayout

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.optim.guarded import FlatSegment, GuardedOptimizer
 
 # Kind of state of an element, beside MOMENTS.

@@ -137,7 +137,7 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
 def train(args: argparse.Namespace, ranks: Session) -> int:
     """Every combination that has no result yet, then the table and `summary.json`."""
     from megabert import hf
-    from megabert.distributed.preemption import REQUEUE
+    from megabert.distributed.signals import REQUEUE
     from megabert.engine import precision
     from megabert.finetune import run, search
 
@@ -171,7 +171,7 @@ def train(args: argparse.Namespace, ranks: Session) -> int:
 
 def predict(args: argparse.Namespace, ranks: Session) -> int:
     """Write a fine-tuned model's predictions for a file."""
-    from megabert.distributed.preemption import REQUEUE
+    from megabert.distributed.signals import REQUEUE
     from megabert.finetune import prediction
 
     if args.limit:

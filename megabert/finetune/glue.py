@@ -49,9 +49,9 @@ from megabert.finetune.settings import AXES, Settings
 from megabert.finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from megabert.distributed.preemption import Stop
-    from megabert.distributed.process_group import World
+    from megabert.distributed.ranks import World
     from megabert.distributed.session import Session
+    from megabert.distributed.signals import Stop
     from megabert.distributed.watchdog import Watchdog
     from megabert.finetune.datasets import TextExample
     from megabert.finetune.run import Data, FineTuning
@@ -374,8 +374,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def run_all(args: argparse.Namespace, ranks: Session) -> int:
     """Every task in turn: its runs, then the table of what exists so far."""
     from megabert import hf
-    from megabert.distributed.preemption import REQUEUE
-    from megabert.distributed.together import together
+    from megabert.distributed.ranks import on_main
+    from megabert.distributed.signals import REQUEUE
     from megabert.engine import precision
     from megabert.finetune import run, search
 
@@ -391,12 +391,12 @@ def run_all(args: argparse.Namespace, ranks: Session) -> int:
             run.configure(start.config, chosen, len(examples.splits["train"]), world.size)
     output, commons = Path(args.output), {one.entry.task.name: common_of(one, args.limit) for one in plans}
     for name, common in commons.items():
-        together(world, partial(search.refuse, output / name, common))
+        on_main(world, partial(search.refuse, output / name, common))
     watchdog = search.claim_folder(output, {"model_sha256": hf.fingerprint(start.weights)}, ranks)
     page = ""
     for one in plans:
         folder = output / one.entry.task.name
-        together(world, partial(claim_task, folder, commons[one.entry.task.name]))
+        on_main(world, partial(claim_task, folder, commons[one.entry.task.name]))
         examples = read_splits(one.entry, args.limit)
         log.info(f"{one.entry.title}: " + ", ".join(f"{name} {len(part):,}" for name, part in examples.splits.items()))
         results = train(one, folder, examples, start, world, stop, watchdog, args.log_interval)

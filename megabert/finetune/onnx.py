@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megabert.data.tokenizer import SPECIAL_TOKENS
-from megabert.distributed.process_group import discover
+from megabert.distributed.ranks import discover
 from megabert.finetune import datasets, huggingface, scores
 from megabert.finetune.encoding import NO_SPANS, TaskItem
 from megabert.finetune.heads import TOKEN_KINDS

@@ -21,8 +21,7 @@ from tqdm import tqdm
 from megabert.common.files import appearing_file
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups as groups_of
-from megabert.distributed.process_group import World
-from megabert.distributed.together import together
+from megabert.distributed.ranks import World, on_main
 from megabert.finetune import datasets, save, scores
 from megabert.finetune.batches import ItemLayout, collate
 from megabert.finetune.encoding import TaskItem
@@ -168,7 +167,7 @@ def predict_with(
             bar = stack.enter_context(tqdm(unit=" texts", disable=None if world.is_main else True, leave=False))
             stack.enter_context(threads_apart())
             files = PredictionFiles(stack, written)
-            together(world, files.begin)
+            on_main(world, files.begin)
             for examples, items in stack.enter_context(closing(chunks)):
                 logits = logits_of(
                     found.module, items, found.described.layout, world, BATCH_TOKENS, threads=workers(world.device)
@@ -178,12 +177,12 @@ def predict_with(
                 if probabilities:
                     shown = scores.probability_lines(task, examples, items, logits, predictions, labels)
                     lines[probabilities] = scores.PROBABILITIES.lines(examples, list(shown))
-                together(world, partial(files.add, lines))
+                on_main(world, partial(files.add, lines))
                 count += len(examples)
                 bar.update(len(examples))
                 if world.agree_any(stopped()):
                     raise PredictionStopped
-            together(world, files.end)
+            on_main(world, files.end)
     except PredictionStopped:
         return None
     return count

@@ -32,8 +32,8 @@ from megabert.common.files import write_whole
 from megabert.common.logs import duration, log
 from megabert.config import Config
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import DTYPES, Engine
 from megabert.finetune import encoding, heads, save, scores

@@ -19,10 +19,9 @@ from typing import Any
 
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
-from megabert.distributed.preemption import Stop
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.session import Session
-from megabert.distributed.together import together
+from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune.run import RESULT, FineTuning, write_json
 from megabert.finetune.settings import Settings
@@ -30,7 +29,7 @@ from megabert.finetune.settings import Settings
 COMMON, SUMMARY = "settings.json", "summary.json"
 
 
-def refuse(output: Path, common: Mapping[str, Any]) -> None:
+def refuse_together(output: Path, common: Mapping[str, Any]) -> None:
     """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the folder
     holds. A folder that is empty or does not exist passes."""
     path = output / COMMON
@@ -52,7 +51,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
 
 def claim(output: Path, common: Mapping[str, Any]) -> None:
     """Write what all runs of `output` have in common; errors as of `refuse`."""
-    refuse(output, common)
+    refuse_together(output, common)
     if not (output / COMMON).is_file():
         write_json(output / COMMON, common)
 
@@ -100,7 +99,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def claim_folder(output: Path, common: Mapping[str, Any], ranks: Session) -> Watchdog:
     """Lock `output` for runs with `common` settings, and watch the ranks from here on. A collective. Errors as of `refuse`, before
     anything is written."""
-    together(ranks.world, lambda: refuse(output, common))
+    together(ranks.world, lambda: refuse_together(output, common))
     run_lock.take(output, ranks.world)
     together(ranks.world, lambda: claim(output, common))
     watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 
 # State of an element beside its weight, in fp32; Muon's matrices have the first alone.
 MOMENTS = ("exp_avg", "exp_avg_sq")

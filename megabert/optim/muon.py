@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.optim.adamw import AdamW
 from megabert.optim.guarded import MOMENTS, FlatSegment, blocks, parameter_groups
 

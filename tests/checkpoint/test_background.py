@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from megabert.checkpoint import Checkpoints, load_weights, store
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks

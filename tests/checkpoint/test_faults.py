@@ -18,7 +18,7 @@ import pytest
 from megabert.checkpoint import Checkpoints, store, tensors
 from megabert.common import errors, files
 from megabert.common.errors import Failed
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.checkpoint.test_store import ALONE, FakeEngine, at_moments, saved_run, settings, state, stored
 from tests.helpers import tiny
 from tests.helpers.ranks import CONTEXT, run_ranks

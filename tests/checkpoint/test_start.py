@@ -11,7 +11,7 @@ import torch
 
 from megabert.checkpoint import Checkpoints, check_compatible, load_weights, newest_step, write_start
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.checkpoint.test_store import WEIGHTS_FILE, state
 from tests.helpers import tiny
 

@@ -15,7 +15,7 @@ from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.checkpoint.manifest import MOMENTS, group_of
 from megabert.common import errors
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import ParameterSlice
 from tests.helpers import tiny

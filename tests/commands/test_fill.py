@@ -17,7 +17,7 @@ from megabert.checkpoint import Checkpoints
 from megabert.commands import export, fill
 from megabert.config import CheckpointConfig
 from megabert.distributed import run_lock
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import ParameterSlice
 from tests.helpers import runs

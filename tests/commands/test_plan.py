@@ -41,7 +41,7 @@ from megabert.config import Config, ModelConfig
 from megabert.data.batch import Batch, BatchLayout, collate
 from megabert.data.masking import Vocabulary, mask, masking_at
 from megabert.data.shards import Rows
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine.gradients import LEAST
 from megabert.metrics import training_flops
 from megabert.model import BertForPreTraining

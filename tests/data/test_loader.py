@@ -17,7 +17,7 @@ from megabert.data.loader import Batch, Loader, eval_batches
 from megabert.data.masking import Masking
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.ops import attention_inputs
 from tests.data.test_tokenizer import train as train_tokenizer
 from tests.helpers.rows import make_dataset, vocabulary

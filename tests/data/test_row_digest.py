@@ -8,7 +8,7 @@ import pytest
 from megabert.data.batch import RowDigest, Update, row_digest
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset, vocabulary
 from tests.helpers.streams import key

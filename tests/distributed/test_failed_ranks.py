@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megabert.distributed.failed_ranks import Standing, find_failed_ranks
+from megabert.distributed.hangs import Standing, find_failed_ranks
 
 RANKS = 8
 SUM, FLAGS = "nccl:all_reduce of [[4096]] Float", "gloo:all_reduce of [[4]] Long"

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabert.distributed import process_group
-from megabert.distributed.process_group import World
+from megabert.distributed import ranks
+from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from tests.integration.conftest import free_port
 
@@ -27,7 +27,7 @@ Fault = Callable[[World, dist.ProcessGroup], object]
 
 
 def synchronize(works: list[dist.Work]) -> None:
-    """The device's queue is worked off; as in CUDA's own, nothing here is torch's code of collectives."""
+    """The device's queue is worked off; as in CUDA's own, nothing here is torch's code of hangs."""
     while not all(work.is_completed() for work in works):
         time.sleep(0.01)
 
@@ -86,7 +86,7 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, failed: int) 
     try:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        world = process_group.init(process_group.discover())
+        world = ranks.init(ranks.discover())
         device = dist.new_group(backend="gloo")
         watchdog = Watchdog(world, folder, TIMEOUT)
         watchdog.start()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megabert.distributed.preflight import Line, Place, Survey, clock_skew, measure_files, report, survey
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 
 VERSIONS = {"torch": "2.13.0", "numpy": "2.4.6", "megabert": "abc", "kernel": "6.1"}

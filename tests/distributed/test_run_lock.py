@@ -20,7 +20,7 @@ import torch
 from megabert.common import logs
 from megabert.common.errors import FAILED, exit_code
 from megabert.distributed import run_lock
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ ALONE = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
 HOLD = """
 import os, sys, time, torch
 from megabert.distributed import run_lock
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 run_lock.take(sys.argv[1], World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
 if os.fork() == 0:
     time.sleep(60)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabert.distributed import collectives, heartbeat
-from megabert.distributed.process_group import World
+from megabert.distributed import hangs
+from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, Peer, Watchdog
 
 
@@ -21,7 +21,7 @@ def watchdog(tmp_path: Path, ranks: int = 3, timeout: float = 30.0) -> Watchdog:
     """Rank 0 of `ranks`, which has done 5 updates; the others are on other hosts and gave a sign just now."""
     dog = Watchdog(World(0, 0, ranks, torch.device("cpu"), "gloo", "torchrun"), tmp_path, timeout)
     dog._peers = [Peer(rank, f"host{rank}", f"home{rank}", 100 + rank) for rank in range(ranks)]
-    dog._peers[0].namespace, dog._peers[0].pid = heartbeat.pid_namespace(), os.getpid()
+    dog._peers[0].namespace, dog._peers[0].pid = hangs.pid_namespace(), os.getpid()
     dog.progress(5)
     return dog
 
@@ -63,14 +63,14 @@ def test_a_rank_on_another_host_is_lost_after_a_while_unless_it_left_in_good_ord
 def test_a_process_that_is_gone_from_this_host_is_dead_at_the_second_look(tmp_path):
     dog = watchdog(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dog._peers[1].namespace, dog._peers[1].pid = heartbeat.pid_namespace(), child.pid
+    dog._peers[1].namespace, dog._peers[1].pid = hangs.pid_namespace(), child.pid
     sign(dog, 1, 1)
     look(dog, 3)
-    assert heartbeat.is_alive(child.pid) and dog._find() is None
+    assert hangs.is_alive(child.pid) and dog._find() is None
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it waits to be reaped
     look(dog, 1)
-    assert not heartbeat.is_alive(child.pid) and dog._find() is None
+    assert not hangs.is_alive(child.pid) and dog._find() is None
     look(dog, 1)
     verdict = dog._find()
     child.wait()
@@ -91,8 +91,8 @@ def test_at_the_time_out_the_silent_rank_is_named_and_not_the_waiting_one(tmp_pa
 
 def test_at_the_time_out_the_rank_that_does_not_wait_is_named(tmp_path, monkeypatch):
     dog = watchdog(tmp_path, timeout=8)
-    monkeypatch.setattr(heartbeat, "main_thread", lambda: ("b.py:2 in g", True))
-    monkeypatch.setattr(collectives, "entered", lambda: {"0": 12})
+    monkeypatch.setattr(hangs, "main_thread", lambda: ("b.py:2 in g", True))
+    monkeypatch.setattr(hangs, "entered", lambda: {"0": 12})
     for beat in range(3):
         sign(dog, 1, beat, waiting=False, doing="loop.py:7 in spin")
         sign(dog, 2, beat)
@@ -111,8 +111,8 @@ def test_at_the_time_out_the_rank_that_does_not_wait_is_named(tmp_path, monkeypa
 def test_at_the_time_out_the_rank_that_entered_less_is_named_wherever_the_others_wait(tmp_path, monkeypatch):
     """As under NCCL: the others wait for the device, which their stacks do not show."""
     dog = watchdog(tmp_path, timeout=8)
-    monkeypatch.setattr(heartbeat, "main_thread", lambda: ("b.py:2 in g", False))
-    monkeypatch.setattr(collectives, "entered", lambda: {"0": 12})
+    monkeypatch.setattr(hangs, "main_thread", lambda: ("b.py:2 in g", False))
+    monkeypatch.setattr(hangs, "entered", lambda: {"0": 12})
     for beat in range(3):
         sign(dog, 1, beat, entered={"0": 11}, waiting=True, doing="reader.py:7 in read")
         sign(dog, 2, beat, waiting=False)
@@ -137,7 +137,7 @@ def test_before_anything_was_finished_the_time_out_is_longer(tmp_path, done, lim
 
 def test_the_main_thread_is_placed_in_its_own_code():
     place: list[tuple[str, bool]] = []
-    thread = threading.Thread(target=lambda: place.append(heartbeat.main_thread()))
+    thread = threading.Thread(target=lambda: place.append(hangs.main_thread()))
     thread.start()
     thread.join()  # the innermost frames are the library's
     ((where, waiting),) = place

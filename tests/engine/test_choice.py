@@ -14,7 +14,7 @@ import torch
 from megabert import config as configuration
 from megabert import ops
 from megabert.config import Config, ModelConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import choice
 from tests.ops.oracle import needs_library
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import importlib, importlib.util, sys, torch
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine.steps import import_deepspeed
 import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
 assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules

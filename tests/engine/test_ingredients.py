@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from megabert.checkpoint import Checkpoints, load_weights
 from megabert.checkpoint.manifest import MOMENTS, WEIGHTS, InvalidManifest, file_name, index_slices
 from megabert.checkpoint.tensors import StoredTensors, check_files, write_slices
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import ParameterSlice
 from megabert.optim.muon import find_matrices
 from tests.checkpoint.test_store import state

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from megabert.commands import export
-from megabert.distributed.process_group import discover
+from megabert.distributed.ranks import discover
 from megabert.finetune import datasets, encoding, huggingface, onnx, save, scores, tasks
 from megabert.finetune.prediction import logits_of
 from megabert.finetune.save import Finetuned

@@ -16,7 +16,7 @@ import torch
 
 from megabert import hf as pretrained
 from megabert.config import OpsConfig
-from megabert.distributed.process_group import World, discover
+from megabert.distributed.ranks import World, discover
 from megabert.finetune import datasets, encoding, heads, huggingface, prediction, save, tasks
 from megabert.finetune.batches import collate
 from megabert.finetune.run import configure

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megabert import hf as pretrained
 from megabert.checkpoint import load_weights
 from megabert.common.errors import BadTraining
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import datasets, run, save, search, tasks
 from megabert.finetune.run import Data, FineTuning

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from megabert.distributed.heartbeat import is_alive
+from megabert.distributed.hangs import is_alive
 from tests.integration.conftest import ROOT, free_port
 
 SMALL = (
@@ -24,7 +24,7 @@ SMALL = (
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAIN = """
 import sys
-from megabert.distributed.preemption import ignore_signals
+from megabert.distributed.signals import ignore_signals
 from megabert.train import main
 code = main()
 ignore_signals()
@@ -47,7 +47,7 @@ class Job:
             run.parent.mkdir(parents=True, exist_ok=True)
             script = run.parent / f"driver-{run.name}.py"
             script.write_text(
-                "from megabert.distributed.preemption import leave_when_signalled\nleave_when_signalled()\n"
+                "from megabert.distributed.signals import leave_when_signalled\nleave_when_signalled()\n"
                 + driver
                 + MAIN
             )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megabert.config import Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.metrics import PretrainingMeter, Shown
 from tests.helpers import tiny

@@ -86,14 +86,14 @@ def _rank(
     try:
         import torch
 
-        from megabert.distributed import process_group
+        from megabert.distributed import ranks
 
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=size)
-        world = process_group.init(process_group.discover())
+        world = ranks.init(ranks.discover())
         # bytes: a tensor sent as itself is a file descriptor of a process that may be gone when it is read
         results.put((rank, True, pickle.dumps(function(world, *args))))
         world.barrier()
-        process_group.shutdown()
+        ranks.shutdown()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

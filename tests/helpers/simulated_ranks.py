@@ -11,7 +11,7 @@ from megabert.checkpoint.manifest import read_manifest
 from megabert.checkpoint.store import SAVING, BackgroundTask, Checkpoints, SaveInFlight
 from megabert.checkpoint.tensors import StoredTensors
 from megabert.config import CheckpointConfig
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
 from megabert.engine.zero_layout import WEIGHT, Master, ParameterSlice, ZeroLayout, _offsets, _slice_of_group
 from megabert.optim.guarded import MOMENTS, FlatSegment

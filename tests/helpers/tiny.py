@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import Config
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.model import BertForPreTraining
 

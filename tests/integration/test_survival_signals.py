@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megabert.distributed.preemption import SIGNALS
+from megabert.distributed.signals import SIGNALS
 from tests.helpers.job import Job
 from tests.integration.conftest import metrics
 
@@ -117,13 +117,13 @@ def test_the_end_of_the_time_allowed_is_not_reached(how, dataset, tmp_path):
 
 LEAVES = """
 import os
-from megabert.distributed import process_group
-def init(world, init=process_group.init):
+from megabert.distributed import ranks
+def init(world, init=ranks.init):
     world = init(world)
     if world.rank == 1:
         os._exit(85)
     return world
-process_group.init = init
+ranks.init = init
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megabert import config as configuration
-from megabert.distributed.process_group import World
+from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.optim.apex import obstacle
 from megabert.optim.build import build_optimizer

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from megabert.distributed import preemption
-from megabert.distributed.preemption import Stop, end_of_time, parse_duration
+from megabert.distributed import signals
+from megabert.distributed.signals import Stop, end_of_time, parse_duration
 
 pytestmark = pytest.mark.usefixtures("own_signals")
 
@@ -55,22 +55,22 @@ def test_the_request_comes_before_the_longest_step_and_save_no_longer_fit(monkey
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     stop = Stop(ends=2000.0)
-    assert stop.seconds_left == 1000 - 60 - preemption.MARGIN_SECONDS  # a first save of unknown length
+    assert stop.seconds_left == 1000 - 60 - signals.MARGIN_SECONDS  # a first save of unknown length
     for seconds in (1.0, 30.0, 2.0):
         stop.updated(seconds)
     stop.saved(10.0)
     stop.saved(20.0)
-    now = 2000.0 - 2 * 30 - 20 - preemption.MARGIN_SECONDS - 0.1
+    now = 2000.0 - 2 * 30 - 20 - signals.MARGIN_SECONDS - 0.1
     assert not stop.requested
     now += 0.2
     assert stop.requested
-    for _ in range(preemption.RECENT):
+    for _ in range(signals.RECENT):
         stop.updated(1.0)  # the long update is forgotten
     assert not stop.requested
     assert not Stop().requested and Stop().seconds_left == float("inf")
 
 
-@pytest.mark.parametrize("number", preemption.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
     stop = Stop()
     assert not stop.requested
@@ -81,13 +81,13 @@ def test_a_signal_sets_the_flag_and_its_echo_does_no_harm(number):
 
 SECOND = """
 import os, signal, time
-from megabert.distributed import preemption
-preemption.leave_when_signalled()
+from megabert.distributed import signals
+signals.leave_when_signalled()
 if {early}:
     os.kill(os.getpid(), signal.SIGTERM)
-preemption.Stop()
+signals.Stop()
 os.kill(os.getpid(), signal.SIGUSR1)
-time.sleep(preemption.ECHO_SECONDS + 0.2)
+time.sleep(signals.ECHO_SECONDS + 0.2)
 os.kill(os.getpid(), signal.SIGUSR2)
 time.sleep(5)
 """
@@ -101,7 +101,7 @@ def test_a_signal_before_the_run_or_after_the_first_one_ends_the_process(early, 
 
 ENDING = """
 import os, signal, time
-from megabert.distributed.preemption import Stop, ignore_signals
+from megabert.distributed.signals import Stop, ignore_signals
 class Last:  # goes with the module, when Python has put back the signals' default actions
     def __del__(self, kill=os.kill, me=os.getpid(), numbers={numbers}):
         for number in numbers:
@@ -113,16 +113,16 @@ if {ignored}:
 """
 
 
-@pytest.mark.parametrize(("ignored", "code"), [(True, 0), (False, -preemption.SIGNALS[0])])
+@pytest.mark.parametrize(("ignored", "code"), [(True, 0), (False, -signals.SIGNALS[0])])
 def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code(ignored, code):
-    script = ENDING.format(ignored=ignored, numbers=[int(number) for number in preemption.SIGNALS])
+    script = ENDING.format(ignored=ignored, numbers=[int(number) for number in signals.SIGNALS])
     assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == code
 
 
 STUCK = """
 import socket, sys
 from datetime import timedelta
-from megabert.distributed.preemption import leave_when_signalled
+from megabert.distributed.signals import leave_when_signalled
 leave_when_signalled()
 import torch.distributed as dist
 print("waiting", flush=True)
@@ -130,7 +130,7 @@ dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelt
 """
 
 
-@pytest.mark.parametrize("number", preemption.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
     """The main thread sits in torch's own code, where Python runs no handler."""
     with socket.socket() as probe:
@@ -141,7 +141,7 @@ def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.5)
         process.send_signal(number)
-        assert process.wait(5) == preemption.REQUEUE
+        assert process.wait(5) == signals.REQUEUE
     finally:
         process.kill()
         process.wait()

@@ -1,8 +1,8 @@
-"""Process group: how ranks find each other under every launcher, and agree.
+"""Ranks: how they find each other under every launcher, and their collectives for flags, counts, JSON and errors.
 
-`discover` reads the environment only; `init` starts the process group. Every agreement below is a collective: all
-ranks must call it, in the same order. Control messages (flags, counts, JSON) go over gloo on the CPU, so that they
-never wait for a GPU; gradients go over NCCL on CUDA.
+`discover` reads the environment only; `init` starts the process group. Every method of `World` that names other ranks is a
+collective: all ranks must call it, in the same order. Control messages go over gloo on the CPU, so that they never wait for
+a GPU; gradients go over NCCL on CUDA.
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")  # a name, an IPv4 or IPv6 address
-TIMEOUT = timedelta(minutes=20)  # longer than any rank-0-only work (hashing, consolidating) between collectives
-PORTS = range(20_000, 32_000)  # of ranks that meet under srun; from 32,768 on Linux gives ports to anybody
-TURNS = 16  # ports that are tried
-NOTICE = "megabert"  # first word of what rank 0 answers there
-VISIT_SECONDS = 5.0  # for a port that answers to say whose it is
-LOOK_SECONDS = 0.5  # between two looks at all ports
-SETTLE_SECONDS = 0.2  # gloo threads let go of a collective in microseconds, on a full machine in milliseconds
+from megabert.common import errors
+
+# A name, an IPv4 or IPv6 address.
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
+# Longer than any work of rank 0 alone (hashing, consolidating) between collectives.
+TIMEOUT = timedelta(minutes=20)
+# Of ranks that meet under srun; from 32,768 on Linux gives ports to any process.
+PORTS = range(20_000, 32_000)
+# Ports that are tried.
+TURNS = 16
+# First word of rank 0's answer there.
+NOTICE = "megabert"
+# Time-out of one such connection.
+VISIT_SECONDS = 5.0
+# Between two passes over all ports.
+LOOK_SECONDS = 0.5
+# gloo's threads release a collective's tensors in microseconds, on a full machine in milliseconds.
+SETTLE_SECONDS = 0.2
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,13 @@ class Gathering:
 
 
 def wait_for_ranks(work: dist.Work) -> None:
-    """Wait for a collective that was begun, in a function that the watchdog knows (`heartbeat.WAITING`)."""
+    """Wait for a collective that was started, in a function that the watchdog knows (`hangs.WAITING`)."""
     work.wait()
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. `device` is where the model lives; `launcher` is who started the ranks."""
+    """This process among the ranks. `device` is where the model is; `launcher` started the ranks."""
 
     rank: int
     local_rank: int
@@ -64,7 +76,8 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    job: str = ""  # which job this is, where ranks meet at one of several ports; "" where the launcher named the one
+    # The job, where ranks meet at one of several ports; "" where the launcher named the one.
+    job: str = ""
 
     @property
     def is_main(self) -> bool:
@@ -129,8 +142,54 @@ class World:
         return tensor.tolist()
 
 
-_described: list[str] = []  # variables of the environment that `init` set
-_control: dist.ProcessGroup | None = None  # gloo group of all ranks; None means the default group is gloo already
+class RankRefused(ValueError):
+    """A rank cannot continue with what it read; raised on every rank, with the exit code of the cause."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.exit_code = code
+
+
+def on_main(world: World, action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; its error is raised on every rank, as ValueError or Failed. A collective."""
+    problem, code = "", errors.OK
+    if world.is_main:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            problem, code = errors.describe(error), errors.exit_code(error)
+    problem, code = world.broadcast([problem, code])
+    if code:
+        raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
+
+
+def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
+    """This rank's result of `action`, which every rank runs. A collective; raises RankRefused on every rank where any rank's
+    raises ValueError or OSError."""
+    results: list[Result] = []
+    problem, code = "", errors.OK
+    try:
+        results.append(action())
+    except (ValueError, OSError) as error:
+        problem, code = errors.describe(error), errors.exit_code(error)
+    refuse_together(world, problem, code)
+    return results[0]
+
+
+def refuse_together(world: World, problem: str, code: int) -> None:
+    """Raises RankRefused on every rank when any has a problem ("": none), naming the first; `code` is its exit code. A
+    collective. A fault (code 4) of any rank is the one that is named: what another reports may be its consequence."""
+    if not world.max_ints([code])[0]:
+        return
+    reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[0]]
+    for rank, text, exit_code in sorted(reports, key=lambda report: report[2] != errors.FAILED):
+        raise RankRefused(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
+
+
+# Variables of the environment that `init` set.
+_described: list[str] = []
+# gloo group of all ranks; None means the default group is gloo already.
+_control: dist.ProcessGroup | None = None
 
 
 def discover(environment: dict[str, str] | None = None) -> World:
@@ -159,8 +218,8 @@ def discover(environment: dict[str, str] | None = None) -> World:
 
 
 def init(world: World) -> World:
-    """Start torch.distributed for `world` and select its device; gives the world with its meeting place. Safe to call
-    twice. Raises ConnectionError where the ranks cannot meet, for whatever reason: another start may help."""
+    """Start torch.distributed for `world` and select its device; the world with its store's address. Safe to call twice.
+    Raises ConnectionError where the ranks cannot meet, for whatever reason: another start may help."""
     global _control
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -249,7 +308,7 @@ def _share_cores(world: World) -> None:
 
 
 def ports_from(first: int) -> list[int]:
-    """The ports at which ranks meet where nobody named one, in the order in which they are tried."""
+    """The ports at which ranks meet where the launcher named none, in the order in which they are tried."""
     return [PORTS[(first - PORTS[0] + 997 * turn) % len(PORTS)] for turn in range(TURNS)]
 
 
@@ -265,11 +324,11 @@ def _start(world: World) -> tuple[str, int]:
                 _check_own(world.master[0])
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
             if world.master is None:
-                address = _tell_through_mpi(store.port)
+                address = _address_through_mpi(store.port)
             else:
                 address, notice = (world.master[0], store.port), Notice(world, store.port)
         else:
-            address = _tell_through_mpi() if world.master is None else find_notice(world)
+            address = _address_through_mpi() if world.master is None else find_notice(world)
             store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         dist.init_process_group(
@@ -326,7 +385,7 @@ class Notice:
             try:
                 with self._server.accept()[0] as visitor:
                     visitor.sendall(self._text)
-            except ConnectionError:  # a visitor that is gone again
+            except ConnectionError:  # the visitor closed first
                 continue
             except OSError:  # closed
                 return
@@ -364,8 +423,8 @@ def find_notice(world: World) -> tuple[str, int]:
     raise last
 
 
-def _tell_through_mpi(port: int = 0) -> tuple[str, int]:
-    """The address of rank 0's store, whose `port` rank 0 tells the others through MPI, which mpirun has connected."""
+def _address_through_mpi(port: int = 0) -> tuple[str, int]:
+    """The address of rank 0's store, whose `port` rank 0 broadcasts through MPI, which mpirun has connected."""
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed
 
 from megabert.common.errors import FAILED, USER_ERROR, exit_code
-from megabert.distributed import process_group
-from megabert.distributed.process_group import World, _share_cores, discover, first_host, init
+from megabert.distributed import ranks
+from megabert.distributed.ranks import World, _share_cores, discover, first_host, init
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import free_port
 
@@ -112,7 +112,7 @@ def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
 
 def test_a_rendezvous_that_nobody_joins_is_worth_another_start(monkeypatch):
     """Torch says that in an error of another type than when a port is taken."""
-    monkeypatch.setattr(process_group, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=1))
     world = World(0, 0, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", free_port()))
     with pytest.raises(ConnectionError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1") as found:
         init(world)
@@ -121,18 +121,18 @@ def test_a_rendezvous_that_nobody_joins_is_worth_another_start(monkeypatch):
 
 def test_ranks_under_srun_pass_by_the_ports_that_others_hold(monkeypatch):
     """The first port is that of a program that says nothing, the second another job's."""
-    monkeypatch.setattr(process_group, "VISIT_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "VISIT_SECONDS", 0.5)
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
     environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "127.0.0.1"}
     main, other = (discover(environment | {"SLURM_PROCID": rank}) for rank in "01")
     assert main.job == other.job == f"{os.getpid()}.0.3" and main.master == other.master
-    ports = process_group.ports_from(main.master[1])
+    ports = ranks.ports_from(main.master[1])
     assert len(set(ports)) == len(ports) and all(20_000 <= port < 32_768 for port in ports)
     another = replace(main, job="1.0.0", master=("127.0.0.1", ports[1]))
     with socket.create_server(("", ports[0])), ThreadPoolExecutor(1) as pool:
-        notices = [process_group.Notice(another, 7)]
-        found = pool.submit(process_group.find_notice, other)
-        notices.append(process_group.Notice(main, 12_345))
+        notices = [ranks.Notice(another, 7)]
+        found = pool.submit(ranks.find_notice, other)
+        notices.append(ranks.Notice(main, 12_345))
         assert found.result() == ("127.0.0.1", 12_345)
         for notice in notices:
             notice.close()
@@ -149,10 +149,10 @@ def test_rank_0_says_at_once_that_it_is_not_where_the_ranks_are_to_meet() -> Non
 
 MEET = """
 import sys
-from megabert.distributed import process_group
-world = process_group.init(process_group.discover())
+from megabert.distributed import ranks
+world = ranks.init(ranks.discover())
 print(world.master, world.sum_ints([world.rank + 1]), flush=True)
-process_group.shutdown()
+ranks.shutdown()
 """
 
 
@@ -218,12 +218,12 @@ def test_the_helper_relays_a_failure_of_one_rank():
 def test_a_group_leaves_no_variables_behind():
     script = """
 import os
-from megabert.distributed import process_group
+from megabert.distributed import ranks
 os.environ["RANK"] = "0"
 before = dict(os.environ)
-process_group.init(process_group.discover({}))
+ranks.init(ranks.discover({}))
 assert os.environ["LOCAL_RANK"] == "0" and os.environ["MASTER_PORT"] == "0"
-process_group.shutdown()
+ranks.shutdown()
 assert dict(os.environ) == before
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "OMP_")) and "RANK" not in k}
@@ -233,21 +233,21 @@ assert dict(os.environ) == before
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from megabert.distributed import process_group
-world = process_group.init(process_group.discover())
+from megabert.distributed import ranks
+world = ranks.init(ranks.discover())
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, world.sum_ints([world.rank + 1])]))
-process_group.shutdown()
+ranks.shutdown()
 """
 TRAIN = """
 from tests.helpers import tiny
-from megabert.distributed import process_group
+from megabert.distributed import ranks
 import json, sys
 from pathlib import Path
-world = process_group.init(process_group.discover())
+world = ranks.init(ranks.discover())
 engine = tiny.engine(tiny.config(zero__stage=2), world)
 losses = tiny.train(engine, range(2))
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, losses]))
-process_group.shutdown()
+ranks.shutdown()
 """
 
 
