@@ -2,7 +2,7 @@
 
 megabert doctor [--json]        exit 0 when training can run here, 1 when it cannot
 LAUNCHER … megabert/commands/doctor.py --cluster [--folder RUNS]        the same of a whole cluster, in a minute: started by srun,
-    mpirun, torchrun or deepspeed as training would be; devices, versions, clocks, network, files, and who is slowest
+    mpirun, torchrun or deepspeed as training would be; devices, versions, network, files, and who is slowest
 
 Nothing is assumed from a package's name: each is imported, in a process of its own, so that one that crashes or hangs
 is a line of the report. Only packages that training needs decide the exit code; the rest costs speed or a feature.

@@ -2,7 +2,7 @@
 
 TERM, USR1 and USR2 ask to stop; so does a limit (`--max-time`, the end of SLURM's job) that comes close. Nothing is done
 inside a signal handler, where a collective would hang: the loop asks once an update. A second signal ends the process
-at once; one that follows within a second is the same request, which a launcher and the batch system both passed on.
+at once; one that follows within a second is the same request, forwarded by a launcher and the batch system both.
 No torch here: signals are caught before the slow imports.
 """
 
@@ -17,22 +17,27 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-REQUEUE = 85  # exit code: everything is saved, start the same command again
+# Exit code: everything is saved, start the same command again.
+REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-ECHO_SECONDS = 1.0  # one request may reach a process twice: with its group and through its launcher
-RECENT = 100  # updates, and saves, whose longest is taken for the time of the next one
-LATE = 2  # updates until all ranks know of a request: they hear of it while the next one is trained
-MARGIN_SECONDS = 5.0  # for what is neither an update nor a save: an evaluation's end, leaving
-UNKNOWN_SAVE = (0.1, 60.0)  # before the first save: it takes this share of the time allowed, at most so many seconds
+# One request may reach a process twice: with its group and through its launcher.
+ECHO_SECONDS = 1.0
+# Updates, and saves, whose longest is taken for the time of the next one.
+RECENT = 100
+# Updates until all ranks know of a request: the ranks' record of an update is read after the next one.
+LATE = 2
+# For what is neither an update nor a save: an evaluation's end, leaving.
+MARGIN_SECONDS = 5.0
+# Before the first save: its share of the time allowed, and the most seconds.
+UNKNOWN_SAVE = (0.1, 60.0)
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 
 _taken_over = threading.Event()
 _early: threading.Thread | None = None
 
 
 def leave_when_signalled() -> None:
-    """Until a `Stop` takes over there is nothing to lose: a signal ends the process, to be started again.
+    """Until a `Stop` takes over, when there is nothing to save, a signal ends the process, to be started again.
 
     A thread waits for it, because the main thread may sit in a rendezvous, where no handler of Python's would run.
     """
@@ -45,13 +50,13 @@ def leave_when_signalled() -> None:
 def _leave() -> None:
     last = False
     while not last:
-        last = _taken_over.is_set()  # then what is waiting already is looked at once more
+        last = _taken_over.is_set()  # then signals that are pending already are handled once more
         if signal.sigtimedwait(SIGNALS, 0.1) is not None:
             os._exit(REQUEUE)
 
 
 def ignore_signals() -> None:
-    """What a run has come to is decided: while the interpreter ends it would take the signals' default actions."""
+    """The exit code is decided: while the interpreter ends, a signal would take its default action."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -93,11 +98,11 @@ class Stop:
         return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def updated(self, seconds: float) -> None:
-        """One more update took so long, with what belonged to it (data, evaluation)."""
+        """Note the time of one more update, with its data and evaluation."""
         self._updates.append(seconds)
 
     def saved(self, seconds: float) -> None:
-        """One more save took so long until it was committed."""
+        """Note the time of one more save until it was committed."""
         self._saves.append(seconds)
 
 

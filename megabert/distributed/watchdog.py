@@ -1,17 +1,19 @@
 """Watchdog over the ranks: one that died, stopped or hangs is named, and the whole job ends.
 
-Every rank tells the others once a second, through a connection of its own to the process group's store, that it lives
-and what its main thread does. Two threads a rank: `_exchange` talks to the store and may be stuck in it, when the process
-that holds it is stopped; `_judge` never blocks. They run while the main thread waits in a collective, and while it loops.
+Every rank sends a heartbeat once a second, through a connection of its own to the process group's store, with what its main
+thread does. Two threads a rank: `_exchange` reads and writes the store and may block in it, when the process that holds it
+is stopped; `_judge` never blocks. They run while the main thread waits in a collective, and while it loops.
 
-    a rank's process is gone, or a rank on another host gives no sign for LOST_SECONDS    the job ends at once
-    this rank makes no progress for `timeout` seconds     the failed ranks are those that give no sign of life, or else
-                                                          those that block the others (`find_failed_ranks`)
-    the store is gone, or does not answer at the time-out     so is rank 0, which holds it
+    a rank's process is gone, or a rank on another host       the job ends at once
+    sends no heartbeat for LOST_SECONDS
+    this rank makes no progress for `timeout` seconds         the failed ranks are those without a heartbeat, or else those
+                                                              that block the others (`hangs.find_failed_ranks`)
+    the store is gone, or does not answer at the time-out     rank 0, which holds it, has failed
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
-`hang-RANK.txt` and torch's flight record to `hang-trace-RANK`, kills failed ranks on its own host that give no sign, exits
-with code 4. Time is counted in the judge's own ticks, so that a job that was suspended as a whole does not wake up overdue.
+`hang-RANK.txt` and torch's flight record to `hang-trace-RANK`, kills failed ranks on its own host that send no heartbeat,
+exits with code 4. Time is counted in the judge's own ticks, so that a job that was suspended as a whole does not resume
+overdue.
 """
 
 from __future__ import annotations
@@ -61,11 +63,12 @@ EXPLAIN_SECONDS = 8.0
 
 @dataclass
 class Peer:
-    """What this rank knows of one rank: where it is, its last sign of life, and the seconds since that sign."""
+    """What this rank knows of one rank: where it is, its last heartbeat, and the seconds since then."""
 
     rank: int
     host: str
-    namespace: str  # of process ids
+    # Of process ids.
+    namespace: str
     pid: int
     beat: int = -1
     step: int = 0
@@ -81,7 +84,7 @@ class Peer:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     def take(self, sign: dict[str, Any]) -> None:
-        """What a sign of life says."""
+        """Fields of its newest heartbeat."""
         self.beat, self.step, self.doing = sign["beat"], sign["step"], sign["doing"]
         self.waiting, self.left = sign["waiting"], sign["left"]
         self.entered, self.unfinished = sign["entered"], sign["unfinished"]
@@ -102,7 +105,7 @@ class Verdict:
 
 
 class Watchdog:
-    """Watches this rank's progress and the others' signs of life from `start` (a collective) to `stop`."""
+    """Watches this rank's progress and the others' heartbeats from `start` (a collective) to `stop`."""
 
     def __init__(self, world: World, run_dir: str | Path, timeout: float) -> None:
         """`timeout`: seconds without progress until the job ends; 0 for any time. Stacks go to `run_dir`."""
@@ -119,11 +122,11 @@ class Watchdog:
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
-        """Begin to give signs of life and to look for those of others. A collective."""
+        """Start sending heartbeats and watching those of the others. A collective."""
         world = self.world
         places = world.gather([socket.gethostname(), hangs.pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
-        # A launcher that starts ranks again may keep its store: the signs of an earlier attempt are not ours.
+        # A launcher that restarts ranks may keep its store: heartbeats of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
         self._store: Any = dist.HashStore()
         if world.size > 1:
@@ -131,7 +134,7 @@ class Watchdog:
             patience = timedelta(seconds=30)
             self._store = dist.TCPStore(*world.master, is_master=False, wait_for_workers=False, timeout=patience)
         self._send_heartbeat()
-        world.barrier()  # from here on every rank's first sign can be read
+        world.barrier()  # from here on every rank's first heartbeat can be read
         for function in (self._exchange, self._judge):
             _thread(function)
         self.started = True
@@ -176,7 +179,7 @@ class Watchdog:
         self._store.set(self._key(self.world.rank), json.dumps(self._sign()))
 
     def _sign(self) -> dict[str, Any]:
-        """What this rank says of itself."""
+        """This rank's heartbeat."""
         doing, waiting = hangs.main_thread()
         return {
             "beat": self._beat,
@@ -213,11 +216,11 @@ class Watchdog:
 
     @property
     def _suspicious(self) -> bool:
-        """Whether something seems wrong."""
+        """Whether a rank may have failed."""
         return self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK
 
     def _watched(self) -> list[Peer]:
-        """The next rank; all of them when something seems wrong, so that their silence is known at the time-out."""
+        """The next rank; all of them when one may have failed, so that their silence is known at the time-out."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
         if self._suspicious:
             return others
@@ -254,13 +257,13 @@ class Watchdog:
         if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
             peer.take(last)
-        elif self._mute < 2 * TICK:  # with a mute store nobody can be heard
+        elif self._mute < 2 * TICK:  # a store that does not answer hides every heartbeat
             peer.silent += passed
         near = peer.namespace == self._peers[self.world.rank].namespace
         peer.gone = peer.gone + 1 if near and not hangs.is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
-        """What is wrong, if anything is."""
+        """The verdict of this moment; None where no rank has failed."""
         watched = [peer for peer in self._watched() if not peer.left]
         overdue = self._idle >= self._limit
         near = self._peers[self.world.rank].namespace
@@ -268,7 +271,7 @@ class Watchdog:
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
         lost = [p for p in watched if p.namespace != near and p.silent >= patience]
         if dead or lost:
-            return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it gives no sign of life"))
+            return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it sends no heartbeat"))
         if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
         if not overdue:
@@ -277,7 +280,7 @@ class Watchdog:
             what = "is stopped or lost: its store does not answer"
             return self._verdict_on(_all(self._peers[:1], what), hang=True)
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
-            return self._verdict_on(_all(silent, "is stopped or lost: it gives no sign of life"), hang=True)
+            return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
         own = self._peers[self.world.rank]
         own.take(self._sign())
         everybody = sorted([own, *watched], key=lambda peer: peer.rank)
@@ -286,7 +289,7 @@ class Watchdog:
         return self._verdict_on({rank: text + reason for rank, reason in found.items()}, hang=True, force=False)
 
     def _verdict_on(self, failed: Mapping[int, str], hang: bool = False, force: bool = True) -> Verdict:
-        """On `failed` ranks, each with what is wrong with it; `force`: those on this host are killed."""
+        """On `failed` ranks, each with its reason; `force`: those on this host are killed."""
         peers = [self._peers[rank] for rank in failed]
         shown = "; ".join(f"{p} {failed[p.rank]}; at step {p.step}, {p.doing}" for p in peers[:SHOWN])
         if len(peers) > SHOWN:
@@ -315,7 +318,7 @@ class Watchdog:
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
-        finally:  # whatever could not be written: this process must not be the one that hangs
+        finally:  # this process must not be the one that hangs, whatever could not be written
             os._exit(leave_exit_code(FAILED))
 
 

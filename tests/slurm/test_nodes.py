@@ -76,7 +76,7 @@ def test_a_node_vanishes_and_comes_back(cluster, network, dataset, curve, tmp_pa
     finally:
         network.set_link("n3", "up")
     job.finished(PATIENCE)
-    assert "rank 2 (host n3, " in job.log and "is lost: it gives no sign of life" in job.log, job.log
+    assert "rank 2 (host n3, " in job.log and "is lost: it sends no heartbeat" in job.log, job.log
     assert "resuming from" in job.log and job.losses() == curve and len(job.losses(2)) == 2
 
 
@@ -99,7 +99,7 @@ def test_a_network_that_falls_into_halves_and_heals(cluster, network, dataset, c
     network.cut_off(("n3", "n4"), heal=True)
     cluster.wait(job.number, lambda found: int(found["Restarts"]) > 0, PATIENCE)
     job.finished(PATIENCE)
-    assert "is lost: it gives no sign of life" in job.log
+    assert "is lost: it sends no heartbeat" in job.log
     assert "resuming from" in job.log and job.losses() == curve
 
 
