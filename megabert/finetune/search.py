@@ -19,7 +19,7 @@ from typing import Any
 
 from megabert.config import WatchdogConfig
 from megabert.distributed import run_lock
-from megabert.distributed.ranks import World, refuse_together
+from megabert.distributed.ranks import World, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -29,7 +29,7 @@ from megabert.finetune.settings import Settings
 COMMON, SUMMARY = "settings.json", "summary.json"
 
 
-def refuse_together(output: Path, common: Mapping[str, Any]) -> None:
+def refuse(output: Path, common: Mapping[str, Any]) -> None:
     """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or what else the folder
     holds. A folder that is empty or does not exist passes."""
     path = output / COMMON
@@ -51,7 +51,7 @@ def refuse_together(output: Path, common: Mapping[str, Any]) -> None:
 
 def claim(output: Path, common: Mapping[str, Any]) -> None:
     """Write what all runs of `output` have in common; errors as of `refuse`."""
-    refuse_together(output, common)
+    refuse(output, common)
     if not (output / COMMON).is_file():
         write_json(output / COMMON, common)
 
@@ -99,9 +99,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def claim_folder(output: Path, common: Mapping[str, Any], ranks: Session) -> Watchdog:
     """Lock `output` for runs with `common` settings, and watch the ranks from here on. A collective. Errors as of `refuse`, before
     anything is written."""
-    together(ranks.world, lambda: refuse_together(output, common))
+    on_main(ranks.world, lambda: refuse(output, common))
     run_lock.take(output, ranks.world)
-    together(ranks.world, lambda: claim(output, common))
+    on_main(ranks.world, lambda: claim(output, common))
     watchdog = ranks.watch(output, WatchdogConfig().timeout_seconds)
     ranks.apart = True
     return watchdog
