@@ -14,7 +14,7 @@ from transformers import BertForPreTraining as HuggingFace
 
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
-from megabert.hf.hf_names import from_huggingface, to_huggingface, to_huggingface_config
+from megabert.hf.mapping import from_huggingface, to_huggingface, to_huggingface_config
 from megabert.model import BertForPreTraining, Output, parameter_count
 
 VOCAB = 1000  # padded to 1,024

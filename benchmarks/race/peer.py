@@ -19,7 +19,7 @@ from megabert import config
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import usual
-from megabert.hf.hf_names import from_huggingface
+from megabert.hf.mapping import from_huggingface
 
 MODEL = "model."  # what keys of its size begin with
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.common import hardware
 from megabert import config
-from megabert.config import Config, toml_files
-from megabert.config.overrides import parse_value
+from megabert.config import Config, sources
+from megabert.config.sources import parse_value
 
 TRACKS = (*("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"), *("5m-tokens", "20m-tokens", "80m-tokens"))
 _MINUTES = re.compile(r"(\d+(?:\.\d+)?)min-(\d+)cores")
@@ -119,12 +119,12 @@ def keys_and_values(said: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    return toml_files.names(FOLDER)
+    return sources.toml_names(FOLDER)
 
 
 def load(name: str) -> RaceRecipe:
     """A recipe of benchmarks/recipes, or the file of that path. Raises ValueError naming file and field."""
-    path, tree = toml_files.read(name, FOLDER, "--recipe", "recipe")
+    path, tree = sources.read_toml(name, FOLDER, "--recipe", "recipe")
     known = {"about", "change", "system", "preset", "vocabulary", "keys"}
     if unknown := sorted(set(tree) - known):
         raise ValueError(f"{path}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}")

@@ -21,27 +21,27 @@ from megabert.common.run_files import CONFIG
 
 if TYPE_CHECKING:
     from megabert.config import Config
-    from megabert.hf.hf_read import Foreign
+    from megabert.hf import Pretrained
 
 
 def convert(
     source: str | Path, run: str | Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()
-) -> Foreign:
+) -> Pretrained:
     """Write `run`: a checkpoint of step 0, a config.toml that starts from it, and the tokenizer's file.
 
-    Arguments and errors as of `hf_read.read`; after an error nothing is written.
+    Arguments and errors as of `read.read`; after an error nothing is written.
     """
     from megabert import checkpoint
-    from megabert.hf import hf_read
+    from megabert.hf import read
 
     folder, run = Path(source), Path(run)
     if not folder.is_dir():
-        raise ValueError(f"{source}: no such folder; name one with {hf_read.CONFIG} and {hf_read.WEIGHTS[0]}")
-    foreign = hf_read.read(folder, tokenizer, nsp, words)
+        raise ValueError(f"{source}: no such folder; name one with {read.CONFIG} and {read.WEIGHTS[0]}")
+    foreign = read.read(folder, tokenizer, nsp, words)
     with appearing(run, "config.toml") as new:
         for name, data in foreign.tokenizer.files().items():
             (new / name).write_bytes(data)
-        state = foreign.state()
+        state = {name: value for name, value in foreign.state.items() if name != "step"}
         checkpoint.write_start(new, foreign.weights, state)
         (new / CONFIG).write_bytes(canonical(state))
         (new / "config.toml").write_text(toml(foreign.config, run.resolve()))

@@ -37,19 +37,19 @@ def export(
     """
     from megabert import hf
     from megabert.common.files import appearing, write_tensors
-    from megabert.hf import hf_names, hf_tokenizer, model_card, sentence_folder
+    from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
 
     pretrained = hf.load(run, tokenizer)
     model = pretrained.config.model
-    config = hf_names.to_huggingface_config(model, pretrained.config.data.masking.causal)
+    config = mapping.to_huggingface_config(model, pretrained.config.data.masking.causal)
     card = model_card.render(pretrained, Path(output).resolve().name, config["architectures"][0])
     if pool:
         pooling = sentence_folder.Pooling(pool, model.max_positions)
         sentence_folder.write(output, pretrained, {}, pooling, card, overwrite)
         return pretrained
-    weights = hf_names.to_huggingface(pretrained.weights, model)
-    files = hf_tokenizer.files(pretrained.tokenizer, model.max_positions, not model.modern)
-    files |= {CONFIG: hf_tokenizer.as_json(config), "README.md": card.encode()}
+    weights = mapping.to_huggingface(pretrained.weights, model)
+    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, not model.modern)
+    files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     with appearing(output, CONFIG, overwrite) as folder:
         for file, data in files.items():
             (folder / file).write_bytes(data)
@@ -110,12 +110,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _pretrained(args: argparse.Namespace) -> int:
-    from megabert.hf import hf_names
+    from megabert.hf import mapping
 
     pool = args.sentence_transformers
     pretrained = export(args.model, args.output, args.tokenizer, args.overwrite, pool)
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
-    architecture = hf_names.to_huggingface_config(model, causal)["architectures"][0]
+    architecture = mapping.to_huggingface_config(model, causal)["architectures"][0]
     kind = f"a SentenceTransformer of {pool} vectors" if pool else architecture
     log.info(f"{args.output}: {kind} of step {pretrained.step:,}, {model.vocab_size:,} tokens")
     if causal:

@@ -41,8 +41,8 @@ class Filler:
         """Raises ValueError for a Hugging Face folder whose weights are no masked language model's."""
         import torch
 
-        from megabert.hf import hf_tokenizer
-        from megabert.hf.hf_read import MLM_HEAD
+        from megabert.hf import tokenizer_files
+        from megabert.hf.read import MLM_HEAD
 
         if MLM_HEAD in pretrained.initialised:
             raise ValueError(
@@ -50,7 +50,7 @@ class Filler:
             )
         self.pretrained, self.tokenizer = pretrained, pretrained.tokenizer
         self.model = pretrained.model(torch.device("cpu"))
-        self.encoder: Any = hf_tokenizer.build(pretrained.tokenizer)
+        self.encoder: Any = tokenizer_files.build(pretrained.tokenizer)
 
     def fill(self, text: str, pair: str = "", top: int = 5) -> Filled:
         """The `top` likeliest tokens of every [MASK]. Raises ValueError without a mask, with more than one where the model is
@@ -59,7 +59,7 @@ class Filler:
         import torch
 
         from megabert.data.packing import pack
-        from megabert.hf.hf_read import NSP_HEAD, POOLER
+        from megabert.hf.read import NSP_HEAD, POOLER
 
         if not self.tokenizer.keeps_whitespace:
             text, pair = text.strip(), pair.strip()

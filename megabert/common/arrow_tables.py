@@ -1,7 +1,7 @@
-"""Parquet and Arrow tables, and the folders that Hugging Face `datasets` saves: columns of rows, a few rows at a time.
+"""Reader of Parquet and Arrow tables, and of the folders that Hugging Face `datasets` saves, a few rows at a time.
 
-What pre-training's corpora and fine-tuning's files are read by. Arrow files come with or without a footer, as Feather 2 and
-`datasets` write them. Bytes that are no table, and columns that are not there, are `BadTable`, one line.
+Of pre-training's corpora and fine-tuning's files alike. Arrow files come with or without a footer, as Feather 2 and `datasets`
+write them. Damaged tables and missing columns raise `BadTable`, one line.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import Any
 from megabert.common import fields
 
 BATCH_ROWS = 256
-MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))  # of a file's first bytes
+# first bytes of a file
+MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
 ENDINGS = (".parquet", ".arrow", ".feather")
-# Text packs 3 to 40 times smaller. A file that unpacks to more than this is made to fill disks, not to be read. BOMB_BYTES is
-# what `data_prep` reads in one task at most (`readers/tasks.py`), so that of a small file nothing need be unpacked to know that.
+# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. BOMB_BYTES is the largest task of
+# `data_prep` (`readers/tasks.py`), so that a small file need not be unpacked to be accepted.
 BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
-STATE, SPLITS = "state.json", "dataset_dict.json"  # of a saved dataset, of a dictionary of them
+# of a saved dataset, and of a dictionary of them
+STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
 class BadTable(ValueError):
-    """A table that is damaged, or has not what is asked of it."""
+    """A table that is damaged, or lacks a column."""
 
 
 @contextlib.contextmanager
 def errors(path: str) -> Iterator[None]:
-    """Everything that pyarrow raises for bytes that are not a table, as BadTable."""
+    """Turns everything that pyarrow raises for damaged tables into BadTable."""
     import pyarrow
 
     try:
@@ -39,7 +41,7 @@ def errors(path: str) -> Iterator[None]:
     except BadTable:
         raise
     except MemoryError:
-        raise BadTable(f"{path}: damaged table (its sizes ask for more memory than there is)") from None
+        raise BadTable(f"{path}: damaged table (its sizes need more memory than there is)") from None
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file system
@@ -48,7 +50,7 @@ def errors(path: str) -> Iterator[None]:
 
 
 def kind_of(head: bytes) -> str:
-    """parquet or arrow (file or stream) where the first bytes say so, else ""."""
+    """ "parquet" or "arrow" (file or stream) by the first bytes, else ""."""
     return next((name for magic, name in MAGIC if head.startswith(magic)), "")
 
 
@@ -81,7 +83,7 @@ def type_of(schema: Any, parts: Sequence[str]) -> Any:
 
 
 def schema_of(kind: str, file: Any) -> Any:
-    """The schema of an open table, whose place is afterwards at its start. Raises inside `errors`."""
+    """The schema of an open table, which is rewound. Raises pyarrow's errors."""
     import pyarrow.parquet as parquet
     from pyarrow import ipc
 
@@ -135,7 +137,7 @@ def arrow_batches(
     file.seek(0)
     schema = (ipc.open_file(file) if has_footer else ipc.open_stream(file)).schema
     outer = sorted({schema.get_field_index(parts[0]) for parts in columns})
-    if start:  # the batches before are passed over without being read
+    if start:  # earlier batches are skipped without being read
         file = pyarrow.memory_map(path)
     file.seek(0)
     options = ipc.IpcReadOptions(included_fields=outer, use_threads=False)
@@ -180,7 +182,7 @@ def plain(column: Any) -> Any:
 
 
 def names_in(path: str, data: bytes) -> list[str]:
-    """What the bytes of a saved dataset's state, or of a dictionary's list of splits, name. Raises BadTable."""
+    """The names in the bytes of a saved dataset's state, or of a dictionary's list of splits. Raises BadTable."""
     try:
         record = json.loads(data.decode())
         dictionary = os.path.basename(path) == SPLITS
@@ -189,7 +191,7 @@ def names_in(path: str, data: bytes) -> list[str]:
         raise BadTable(f"{path}: not the JSON object of a saved dataset") from None
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
-            raise BadTable(f"{path}: names {name!r}, which is no name in this folder")
+            raise BadTable(f"{path}: names {name!r}, which is no file name")
     return list(names)
 
 
@@ -208,7 +210,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is a folder, or a file that says by its first bytes or its name that it is such a table."""
+    """Whether a path is a folder, or a file that is such a table by its first bytes or its name."""
     if path.is_dir() or path.suffix in ENDINGS:
         return True
     if not path.is_file():
@@ -229,8 +231,8 @@ def columns(path: Path) -> list[str]:
 def rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
     """(file and row, the values of `wanted`) of each row: texts, numbers, lists of them, or None.
 
-    A column is as `megabert.common.tables.rows` takes it. The number of a class is the name that a dataset's own description
-    gives it. Raises BadTable for a file that is damaged, a column that is missing or holds anything else.
+    `wanted` as of `megabert.common.tables.rows`. A class number is replaced by its name where the dataset's description has one.
+    Raises BadTable for a damaged file, and for a column that is missing or of another type.
     """
     for file in files(path) if path.is_dir() else [path]:
         yield from _rows(file, wanted)
@@ -285,7 +287,7 @@ def _kind(path: Path, file: Any) -> str:
 
 
 def _alternative(path: str, schema: Any, spec: str) -> list[list[str]]:
-    """The columns of the first alternative of `spec` that is there, of the type that a cell may have."""
+    """The columns of the first alternative of `spec` that exists. Raises BadTable, also for an unsupported type."""
     failed: BadTable | None = None
     for one in spec.split("|"):
         try:
@@ -312,7 +314,7 @@ def _check(path: str, name: str, type_: Any) -> None:
 
 
 def _class_names(path: str, schema: Any, parts: Sequence[str]) -> list[str]:
-    """The names of a column's classes as `datasets` writes them into a table's description; [] where it has none."""
+    """The names of a column's classes in the description that `datasets` writes into a table; [] where there are none."""
     try:
         tree = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         node = tree.get("info", {}).get("features", {}).get(parts[0], {})

@@ -1,6 +1,6 @@
 """Text fields of records: one by name, one inside others (`article.body`), several joined (`title+abstract`).
 
-A name that a record or table has as it is spelt comes first, whatever signs are in it.
+A name that a record or table has literally comes first, whatever signs are in it.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-JOINT = "\n\n"  # between joined fields: each is a paragraph of its own, however its lines are wrapped
+# between joined fields: each is a paragraph
+JOINT = "\n\n"
 
 
 def names(spec: str, has: Any) -> list[str]:
-    """The fields that `spec` joins, in order; `has` holds the names that there are."""
+    """The fields that `spec` joins, in order; `has` contains the existing names."""
     return [spec] if spec in has or "+" not in spec else spec.split("+")
 
 
@@ -34,14 +35,14 @@ def find(record: dict[str, Any], name: str) -> Any:
 
 
 def join(texts: Sequence[str | None]) -> str | None:
-    """Texts of the fields of one record; None where it has none at all."""
+    """Joined texts of the fields of one record; None where all are None."""
     found = [text for text in texts if text is not None]
     return JOINT.join(found) if found else None
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """The value of one field as it is; of several their texts together, None where there is none. Raises ValueError for
-    several that are no texts."""
+    """The value of one field; of several their joined texts, None where all are None. Raises ValueError for several fields
+    that are not all texts."""
     if len(values) == 1:
         return values[0]
     if not all(value is None or isinstance(value, str) for value in values):

@@ -1,7 +1,7 @@
-"""Files at URLs (s3://, gs://, hf://, https://, …) through fsspec: listed, read by ranges, written whole.
+"""Files at URLs (s3://, gs://, hf://, https://, …) through fsspec: listed and read by ranges.
 
-A protocol is there where its package is installed. What fails on the way is tried again after growing waits, then it is
-`Failed`; a file that is not there, or may not be read, is said at once.
+A protocol works where its package is installed. Failures on the network are retried after growing waits, then raise `Failed`; a
+file that is missing or forbidden raises at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ from megabert.common.errors import Failed, tried_again
 
 T = TypeVar("T")
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-CACHE = "MEGABERT_CACHE"  # the variable of the environment that names the folder of fetched files
-MAGIC = re.compile(r"[*\[]")  # `?` begins the query of an https:// URL
-PACKAGES = {  # of a protocol, by pip's name
+# environment variable with the folder of fetched files
+CACHE = "MEGABERT_CACHE"
+# wildcards; `?` begins the query of an https:// URL
+MAGIC = re.compile(r"[*\[]")
+# pip's name of a protocol's package
+PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("http", "https"), "aiohttp"),
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs"),
     "hf": "huggingface_hub",
 }
-# What a file's entry says of its content, by the protocols' names for it: other than size, and never a time of reading.
+# fields of a file's entry that change with its content, by protocol; never a time of reading
 MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "LastModified", "Last-Modified", "mtime", "created")  # fmt: skip
-FIRST = 1 << 18  # bytes asked for at once at a place that is read first
-BLOCK = 8 << 20  # at most, where reading goes on
+# bytes fetched at once at a new place, and at most where reading is sequential
+FIRST = 1 << 18
+BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is at a URL. `stamp` changes when the content does, as far as the server tells."""
+    """Status of a URL. `stamp` changes when the content does, as far as the server reports it."""
 
     size: int
     stamp: int
@@ -87,9 +91,9 @@ def _filesystem(url: str) -> Any:
 
 
 def _asked(url: str, action: Callable[[Any, str], T]) -> T:
-    """`action(file system, its name of url)`, tried again. Raises OSError naming the URL, Failed where another start may help.
+    """`action(file system, its name of url)`, retried. Raises OSError naming the URL, Failed where a restart may help.
 
-    The libraries of the protocols raise what they like for a network that fails: all of it is `Failed`.
+    The protocols' libraries raise exceptions of any type when the network fails: all of them become `Failed`.
     """
     system = _filesystem(url)
     path = system._strip_protocol(url)
@@ -115,8 +119,7 @@ def _asked(url: str, action: Callable[[Any, str], T]) -> T:
 
 
 def _answer(url: str, error: BaseException) -> BaseException:
-    """What a server said: fsspec takes whatever a web server answers to a question about a file, and no answer too, for a file
-    that is not there."""
+    """The server's error: fsspec turns every error of a web server, and a missing answer, into FileNotFoundError."""
     if _is_web(url) and isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         return error.__cause__
     return error
@@ -136,7 +139,7 @@ def cache_folder() -> Path:
 
 
 def status(url: str) -> Status:
-    """What is at a URL; https:// has a folder where the URL ends with `/`. Raises FileNotFoundError."""
+    """Status of a URL; https:// has a folder where the URL ends with `/`. Raises FileNotFoundError."""
     if _is_web(url) and url.endswith("/"):
         return Status(0, 0, folder=True)
     entry = _asked(url, lambda system, path: system.info(path))
@@ -188,12 +191,12 @@ def matching(pattern: str) -> dict[str, bool]:
 
 
 def opened(url: str) -> BinaryIO:
-    """The file at a URL, open for reading; parts of it are fetched as they are read. Raises OSError."""
+    """The file at a URL, open for reading; ranges are fetched as they are read. Raises OSError."""
     return cast(BinaryIO, io.BufferedReader(_Ranges(url, status(url)), FIRST))
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges: twice as much at once as long as reading goes on where it was."""
+    """A file that is read by ranges, which double as long as reading is sequential."""
 
     def __init__(self, url: str, found: Status) -> None:
         self._url, self._size = url, found.size
@@ -235,7 +238,7 @@ class _Ranges(io.RawIOBase):
             data = _part(system, path, start, end, self._size)
             if len(data) != end - start:
                 raise Failed(
-                    errno.EIO, f"asked for bytes {start} to {end}, {len(data)} came (was it changed?)", self._url
+                    errno.EIO, f"requested bytes {start} to {end}, received {len(data)} (was it changed?)", self._url
                 )
             return data
 
@@ -247,7 +250,7 @@ def _part(system: Any, path: str, start: int, end: int, size: int) -> bytes:
     if not _is_web(path):
         data: bytes = system.cat_file(path, start=start, end=end)
         return data
-    with system.open(path, "rb", cache_type="none", size=size) as file:  # tells a server that gives no ranges
+    with system.open(path, "rb", cache_type="none", size=size) as file:  # fails where a server has no ranges
         file.seek(start)
         data = file.read(end - start)
         return data
@@ -263,18 +266,3 @@ def chunks(url: str) -> Iterator[bytes]:
 def read_whole(url: str) -> bytes:
     """All of a small file."""
     return b"".join(chunks(url))
-
-
-def upload(path: Path, url: str) -> None:
-    """Put the file `path` at a URL, in place of one that was there. A bucket that is not there is never made."""
-
-    def put(system: Any, name: str) -> None:
-        if _protocol(url) in ("file", "local"):
-            system.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
-        system.put_file(str(path), name)
-
-    _asked(url, put)
-
-
-def remove(url: str) -> None:
-    _asked(url, lambda system, path: system.rm_file(path))

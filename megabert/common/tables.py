@@ -1,8 +1,8 @@
-"""Tables of text, read row by row: TSV as GLUE has it (no quoting), CSV as RFC 4180 has it, JSON lines, Parquet and Arrow.
+"""Reader of tables row by row: TSV as in GLUE (no quoting), CSV (RFC 4180), JSON lines, Parquet and Arrow.
 
-The first three are UTF-8, gzip where the name ends in .gz; all may be larger than memory. Which of the three a file is its
-ending says, or its first line where that says nothing; Parquet and Arrow (`megabert.common.arrow_tables`) say it by their
-first bytes, a saved dataset is a folder. Every mistake is a ValueError that names file and line, or row.
+The first three are UTF-8, gzip where the name ends in .gz; all may be larger than memory. The file name's ending decides between
+them, or else the first line; Parquet and Arrow (`megabert.common.arrow_tables`) are recognised by their first bytes, and a saved
+dataset is a folder. Every mistake is a ValueError that names file and line, or row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from megabert.common import arrow_tables, fields
 
 ENDINGS = (".tsv", ".csv", ".jsonl")
-FIELD = 1 << 24  # characters of a field of CSV at most
+# most characters of a field of CSV
+FIELD = 1 << 24
 
 
 def ending(path: Path) -> str:
-    """Of the name, without .gz."""
+    """The name's ending, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
@@ -46,7 +47,7 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError:
         raise ValueError(f"{path}, line {number}: is not UTF-8; convert the file, e.g. with iconv") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: is not a whole gzip file behind line {number} ({error})") from None
+        raise ValueError(f"{path}: is not a whole gzip file after line {number} ({error})") from None
 
 
 def rows(
@@ -54,10 +55,10 @@ def rows(
 ) -> Iterator[tuple[str, list[Any]]]:
     """(file and line, the values of `columns`) of each row.
 
-    A column is a name of the header, or a key of the JSON objects, or several with | between, of which the first that is
-    there is taken; in tables without a header (`headed` false) a number from 0. `a.b` is what is inside another one of JSON
-    or Arrow, `a+b` two that are joined, as pre-training's texts are (`megabert.common.fields`). With `cut_rows` rows of
-    another width than the first come without values. ValueError for one that does not, and for a column that is missing.
+    A column is a name of the header, or a key of the JSON objects, or alternatives with | between, of which the first that
+    exists is taken; in tables without a header (`headed` false) a number from 0. `a.b` is nested in JSON or Arrow, `a+b` are two
+    joined (`megabert.common.fields`). With `cut_rows` rows of another width than the first come without values; else they raise
+    ValueError, as a missing column does.
     """
     if arrow_tables.is_table(path):
         yield from arrow_tables.rows(path, columns)
@@ -94,7 +95,7 @@ def columns(path: Path) -> list[str]:
 
 
 def text_of(value: Any, where: str) -> str:
-    """A field that has to be a text, without the space around it. Raises ValueError naming `where` it is none, or empty."""
+    """A text field without surrounding space. Raises ValueError naming `where` it is no text, or empty."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: is no text but {value!r:.40}")
     if not value.strip():
@@ -115,7 +116,7 @@ def _table(path: Path) -> Iterator[tuple[int, list[str]]] | None:
 
 
 def _places(path: Path, column: str, header: Sequence[str], width: int) -> list[int]:
-    """Where the columns that `column` joins are; mostly one."""
+    """Places of the columns that `column` joins; usually one."""
     if not header:
         if int(column) >= width:
             raise ValueError(f"{path}: no column {column}; its first line has columns 0 to {width - 1}")
@@ -129,7 +130,7 @@ def _places(path: Path, column: str, header: Sequence[str], width: int) -> list[
 
 
 def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(number of its line, fields) of each row; empty lines at the end are none."""
+    """(line number, fields) of each row; empty lines at the end are skipped."""
     empty: list[int] = []
     for number, line in lines(path):
         if not line:
@@ -141,7 +142,7 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, fields) of each row; empty lines are none."""
+    """(number of its first line, fields) of each row; empty lines are skipped."""
     csv.field_size_limit(FIELD)
     reader = csv.reader((line for _, line in _raw_lines(path)), strict=True)
     while True:
@@ -157,7 +158,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """Empty lines are no rows."""
+    """(file and line, values) of each row; empty lines are skipped."""
     for number, line in lines(path):
         if not line.strip():
             continue
@@ -182,12 +183,12 @@ def _json_value(where: str, row: dict[str, Any], column: str) -> Any:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """The value of a JSON text of whole characters; ValueError begins with `where`."""
+    """The value of a JSON text; the message of its ValueError begins with `where`."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not JSON ({error})") from None
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # may be half a surrogate pair, which is no character
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # may be half a surrogate pair
         try:
             json.dumps(tree, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -1,7 +1,14 @@
-"""Typed configuration of a run: schema and presets, overrides, and what DeepSpeed is told."""
+"""Typed configuration of a run: schema and presets, overrides, and DeepSpeed's configuration."""
 
-from megabert.config.deepspeed import BATCH, merge_deepspeed, read_deepspeed, to_deepspeed
-from megabert.config.micro_batches import accumulation, fit_micro_size, shares
+from megabert.config.deepspeed import (
+    BATCH,
+    accumulation,
+    fit_micro_size,
+    merge_deepspeed,
+    read_deepspeed,
+    shares,
+    to_deepspeed,
+)
 from megabert.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -19,10 +26,8 @@ from megabert.config.schema import (
     SpikesConfig,
     WatchdogConfig,
     ZeroConfig,
-    from_arguments,
-    from_dict,
-    load,
 )
+from megabert.config.sources import from_arguments, from_dict, load
 
 __all__ = [
     "BATCH",

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration, made from ours, and the merge with a user's own, which may add to it and not contradict it."""
+"""DeepSpeed's configuration, made from ours, how ranks and micro-steps share an update's rows, and a user's own DeepSpeed file.
+
+A user's file may add keys and not contradict ours.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megabert.config.micro_batches import accumulation
 from megabert.config.schema import Config
 
 # Keys of a user's file that would do nothing, or not what they say, and what does it here.
@@ -88,3 +90,24 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
                 f"{source}: {name}={value!r} contradicts the run's {ours[key]!r}; remove it there and set the config key"
             )
     return merged
+
+
+def fit_micro_size(config: Config, world_size: int) -> Config:
+    """The config with the smallest `batch.micro_size` that needs no more micro-steps than the one it has; pure."""
+    batch = config.batch
+    rows = accumulation(config, world_size) * world_size
+    fitted = batch.model_copy(update={"micro_size": -(-batch.global_size // rows)})
+    return config.model_copy(update={"batch": fitted})
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Micro-steps of an update. Where ranks and micro-batches do not divide the global batch, the last micro-step has seats
+    without a row: they hold fillers, which count for nothing."""
+    return -(-config.batch.global_size // (config.batch.micro_size * world_size))
+
+
+def shares(config: Config, world_size: int) -> str:
+    """How an update's rows come about, for a reader: `64 x 24 ranks x 43 micro-steps less 512 seats`."""
+    micro, steps = config.batch.micro_size, accumulation(config, world_size)
+    vacant = micro * world_size * steps - config.batch.global_size
+    return f"{micro} x {world_size} ranks x {steps} micro-steps" + (f" less {vacant} seats" if vacant else "")

@@ -1,40 +1,89 @@
-"""Schema of a run's configuration: one frozen, typed value whose every key is known and every number checked.
+"""Schema of a run's configuration: one frozen, typed value whose every field is documented and checked.
 
-Sources are merged in one order: defaults, preset or TOML file, `section.key=value` overrides. Unknown keys fail with
-the nearest match and types are strict. The global batch is the human's number; accumulation is derived, never set.
+Types are strict. The global batch is the human's number; accumulation is derived and never a field.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from megabert.common.arguments import PRESETS
-from megabert.config import toml_files
-from megabert.config.checks import check
-from megabert.config.model import ModelConfig, Section
-from megabert.config.overrides import refuse_unknown, set_override
+FP8_MULTIPLE = 16  # of both sizes of a weight that is multiplied in FP8
+# the embedding is padded to a multiple of it, so that matrix products have aligned shapes
+VOCAB_MULTIPLE = 128
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """The model. BASE is 12 layers, 768, 12 heads; LARGE is 24, 1024, 16 (Devlin et al. 2019)."""
+
+    kind: Literal["bert", "modern"] = Field(
+        "bert",
+        description="modern: rotary positions, a gated feed-forward layer, no segments (Warner et al. 2024, "
+        "ModernBERT); with norm=pre and nsp=false",
+    )
+    layers: int = Field(12, gt=0, description="number of encoder layers")
+    hidden: int = Field(768, gt=0, description="width of the residual stream")
+    heads: int = Field(12, gt=0, description="attention heads; must divide hidden")
+    intermediate: int = Field(
+        0,
+        ge=0,
+        description="width of the feed-forward layer; 0 means 4 x hidden, gated 8/3 x hidden in steps of 64: as many weights",
+    )
+    vocab_size: int = Field(0, ge=0, description="tokenizer entries; 0 takes the dataset's tokenizer")
+    max_positions: int = Field(512, gt=0, description="tokens of a sequence at most; bert learns a position for each")
+    norm: Literal["post", "pre"] = Field("post", description="LayerNorm after (published) or before each block")
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout on embeddings and block outputs")
+    attention_dropout: float = Field(0.1, ge=0, lt=1, description="dropout on attention probabilities")
+    layer_norm_eps: float = Field(1e-12, gt=0, description="added to the variance in LayerNorm")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the truncated-normal initialisation")
+    nsp: bool = Field(True, description="train the next-sentence head")
+    tied: bool = Field(True, description="the decoder's weights are the word embedding's")
+    zero_init: bool = Field(
+        False,
+        description="initialise the projections into the residual stream at zero, so that each layer starts as the identity",
+    )
+    frequency_bias: bool = Field(
+        False, description="initialise the decoder's bias at the log-frequencies of the dataset's tokens"
+    )
+    activation_checkpointing: bool = Field(False, description="recompute each layer in backward to save memory")
+
+    @property
+    def ffn(self) -> int:
+        gated = max(1, round(8 * self.hidden / 3 / 64)) * 64
+        return self.intermediate or (gated if self.modern else 4 * self.hidden)
+
+    @property
+    def ffn_inputs(self) -> int:
+        """Columns of the feed-forward layer's first product: the gate's too."""
+        return 2 * self.ffn if self.modern else self.ffn
+
+    @property
+    def modern(self) -> bool:
+        return self.kind == "modern"
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class MaskingConfig(Section):
     """Masked language modelling as published: 15% of the tokens, of which 80/10/10 (Devlin et al. 2019, section 3.1)."""
 
     strategy: Literal["token", "word", "span", "causal"] = Field(
-        "token",
-        description="unit that is masked; causal: nothing is, each token predicts the next from those before it",
+        "token", description="unit that is masked; causal: none, each token predicts the next"
     )
     rate: float = Field(
-        0.15,
-        gt=0,
-        lt=1,
-        description="share of the maskable tokens that is predicted; causal predicts all and needs none of these",
+        0.15, gt=0, lt=1, description="share of the maskable tokens that is predicted; unused with causal"
     )
     final_rate: float = Field(
-        0.0, ge=0, lt=1, description="rate that the run ends with, reached evenly from `rate`; 0 keeps `rate`"
+        0.0, ge=0, lt=1, description="rate at the end of the run, reached in equal steps from `rate`; 0 keeps `rate`"
     )
     mask: float = Field(0.8, ge=0, le=1, description="share of the predicted tokens shown as [MASK]")
     random: float = Field(0.1, ge=0, le=1, description="share of the predicted tokens shown as a random token")
@@ -42,18 +91,18 @@ class MaskingConfig(Section):
 
     @property
     def causal(self) -> bool:
-        """Whether a token may see only what is before it."""
+        """Whether a token attends only to the tokens before it and itself."""
         return self.strategy == "causal"
 
 
 class ObjectiveConfig(Section):
-    """What updates train, by the share of the run's budget used before them. Evaluation is masked LM all the same."""
+    """What updates train, by the share of the run's budget used before them. Evaluation is always masked LM."""
 
     causal_share: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the budget trained left to right, before masked LM (Gisserot-Boukhlef et al. 2025)",
+        description="share of the budget trained causally, before masked LM (Gisserot-Boukhlef et al. 2025)",
     )
 
 
@@ -67,7 +116,7 @@ class DataConfig(Section):
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
     on_damage: Literal["stop", "skip"] = Field(
-        "stop", description="at a damaged row: stop every rank, or leave the row out and count it"
+        "stop", description="at a damaged row: stop every rank, or skip the row and count it"
     )
     masking: MaskingConfig = MaskingConfig()
 
@@ -93,12 +142,12 @@ class OptimizerConfig(Section):
     clip: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 turns clipping off")
     split_qkv: bool = Field(
         False,
-        description="LAMB: trust ratios of their own for queries, keys and values, as in NVIDIA's recipe; false: one",
+        description="LAMB: one trust ratio each for queries, keys and values, as in NVIDIA's recipe; false: one for all",
     )
 
 
 class ScheduleConfig(Section):
-    """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when these are used up.
+    """Warm-up, then decay, by updates, tokens or minutes of training; the run ends when the budget is used up.
 
     `wsd` stays at the peak until its decay (Hu et al. 2024, MiniCPM, section 4), which is linear.
     """
@@ -106,10 +155,8 @@ class ScheduleConfig(Section):
     name: Literal["linear", "polynomial", "cosine", "constant", "wsd", "budget"] = Field(
         "linear", description="decay shape; budget: linear by minutes"
     )
-    by: Literal["steps", "tokens", "minutes"] = Field(
-        "steps", description="what the budget is counted in; budget counts minutes"
-    )
-    total_steps: int = Field(100_000, gt=0, description="updates in the run; at most so many by tokens or minutes")
+    by: Literal["steps", "tokens", "minutes"] = Field("steps", description="unit of the budget; budget counts minutes")
+    total_steps: int = Field(100_000, gt=0, description="updates in the run; by tokens or minutes an upper limit")
     warmup_steps: int = Field(
         10_000, ge=0, description="updates of linear warm-up; by tokens and minutes see budget_warmup"
     )
@@ -124,7 +171,7 @@ class ScheduleConfig(Section):
 
     @property
     def unit(self) -> str:
-        """What the budget is counted in."""
+        """Unit of the budget."""
         return "minutes" if self.name == "budget" else self.by
 
     @property
@@ -156,32 +203,30 @@ class OpsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, what stays, and what a save that fails does."""
+    """When the run is saved, which checkpoints are kept, and what a failed save does."""
 
     interval: int = Field(1000, gt=0, description="updates between checkpoints")
     keep: int = Field(2, gt=0, description="committed checkpoints kept, the newest ones")
     keep_every: int = Field(
-        0, ge=0, description="checkpoints whose step is a multiple of it are kept for ever; 0 keeps none"
+        0, ge=0, description="checkpoints whose step is a multiple of it are kept forever; 0 keeps none"
     )
     asynchronous: bool = Field(
         True,
         description="write and commit in the background, from copies in host memory: 12 bytes a parameter over all ranks",
     )
     on_error: Literal["stop", "continue"] = Field(
-        "stop", description="after a save that failed: end the run, or warn and go on from the one before"
+        "stop", description="after a failed save: end the run, or warn and keep the one before"
     )
 
 
 class EvalConfig(Section):
     interval: int = Field(1000, ge=0, description="updates between held-out evaluations; 0 only at the end")
     rows: int = Field(4096, gt=0, description="held-out rows evaluated at most")
-    rate: float = Field(
-        0.0, ge=0, lt=1, description="masking rate of held-out rows; 0 is the one that the run ends with"
-    )
+    rate: float = Field(0.0, ge=0, lt=1, description="masking rate of held-out rows; 0: the rate at the end of the run")
 
 
 class DistillConfig(Section):
-    """A student learns from a teacher beside the text: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
+    """Distillation, in which a student also learns from a teacher: DistilBERT (Sanh et al. 2019, section 3), with the temperature and
     weights of its released training command. The next-sentence loss, where there is one, has weight 1."""
 
     teacher: str = Field("", description="run, checkpoint or Hugging Face folder to learn from; empty: none")
@@ -192,13 +237,12 @@ class DistillConfig(Section):
 
 
 class SpikesConfig(Section):
-    """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): go back to the
-    newest checkpoint before the spike and pass over the data from there through the spike."""
+    """Losses far above the recent ones. `rollback` is PaLM's recipe (Chowdhery et al. 2022, section 5.1): return to the
+    newest checkpoint before the spike and skip the data from there through the spike."""
 
     policy: Literal["off", "warn", "skip", "rollback"] = Field(
         "warn",
-        description="say so (with the next log line), do not apply the update, or go back and pass over; the last two wait "
-        "for each loss",
+        description="warn with the next log line, skip the update, or roll back; the last two synchronise at each update",
     )
     threshold: float = Field(10.0, gt=0, description="modified z-score above which a loss is a spike")
     window: int = Field(128, ge=8, description="recent updates a loss is compared with; judged from a quarter on")
@@ -207,15 +251,17 @@ class SpikesConfig(Section):
 
 class WatchdogConfig(Section):
     timeout_seconds: float = Field(
-        600.0, ge=0, description="without progress on a rank for so long the job names the failed rank and ends; 0 off"
+        600.0, ge=0, description="seconds without progress on a rank after which the job names it and ends; 0 off"
     )
 
 
 class LogConfig(Section):
-    interval: int = Field(10, gt=0, description="updates between log lines; nothing is read from the device in between")
+    interval: int = Field(
+        10, gt=0, description="updates between log lines; no metric is read from the device in between"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard event files into the run's folder")
-    wandb: str = Field("", description="project of Weights & Biases that figures also go to; empty: none")
-    mlflow: str = Field("", description="experiment of MLflow that figures also go to; empty: none")
+    wandb: str = Field("", description="project of Weights & Biases that metrics are also sent to; empty: none")
+    mlflow: str = Field("", description="experiment of MLflow that metrics are also sent to; empty: none")
 
 
 class Config(Section):
@@ -233,7 +279,7 @@ class Config(Section):
     init_from: str = Field("", description="run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = Field(
         False,
-        description="take over the optimizer's moments of init_from too, their bias correction begun anew, as NVIDIA's phase 2",
+        description="also load the optimizer's moments of init_from, with bias correction restarted, as NVIDIA's phase 2",
     )
     max_bad_steps: int = Field(10, gt=0, description="non-finite updates in a row before the run stops")
     peak_tflops: float = Field(0.0, ge=0, description="matrix-product ceiling a device for MFU; 0 measures it")
@@ -254,7 +300,7 @@ class Config(Section):
 
     @property
     def causal_updates(self) -> bool:
-        """Whether any update is left to right."""
+        """Whether any update is causal."""
         return self.data.masking.causal or self.objective.causal_share > 0
 
     def digest(self) -> str:
@@ -262,33 +308,67 @@ class Config(Section):
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
-def load(source: str = "", overrides: list[str] | None = None) -> Config:
-    """Config from a preset name or TOML path, then `section.key=value` strings.
-
-    Raises ValueError naming the file or key and what to do.
-    """
-    tree: dict[str, Any] = {}
-    if source:
-        _, tree = toml_files.read(source, PRESETS, "--config", "preset")
-    for override in overrides or []:
-        set_override(Config, tree, override)
-    return from_dict(tree)
-
-
-def from_arguments(args: argparse.Namespace) -> Config:
-    """The config that `common.arguments.add_config_options` asked for. Raises ValueError naming the option, key or value that
-    is wrong."""
-    data = [f"data.path={args.data}"] if args.data else []
-    return load(args.config, data + args.overrides)
-
-
-def from_dict(tree: dict[str, Any]) -> Config:
-    """Validated config from nested dicts."""
-    refuse_unknown(Config, tree)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
-    check(config)
-    return config
+def check(config: Config) -> None:
+    """Raises ValueError naming the first two fields that contradict each other, and what to do."""
+    model, masking, schedule = config.model, config.data.masking, config.schedule
+    causal = "data.masking.strategy=causal" if masking.causal else "objective.causal_share above 0"
+    if model.hidden % model.heads:
+        raise ValueError(f"model.heads={model.heads} does not divide model.hidden={model.hidden}")
+    if model.modern:
+        for field, value in (("norm", "pre"), ("nsp", False)):
+            if getattr(model, field) != value:
+                shown = str(value).lower()
+                raise ValueError(
+                    f"model.kind=modern needs model.{field}={shown}; it is {str(getattr(model, field)).lower()}"
+                )
+        if model.hidden // model.heads % 2:
+            raise ValueError(
+                f"model.kind=modern turns pairs of columns: model.hidden / model.heads = {model.hidden // model.heads} is odd"
+            )
+    if masking.mask + masking.random > 1:
+        raise ValueError("data.masking.mask + data.masking.random exceed 1")
+    if config.causal_updates and model.nsp:
+        raise ValueError(
+            f"{causal}: [CLS] attends only to itself, so it cannot predict whether B follows A; set model.nsp=false"
+        )
+    if config.causal_updates and config.ops.attention in ("varlen", "cudnn"):
+        raise ValueError(
+            f"ops.attention={config.ops.attention} is not causal, which {causal} needs; "
+            "set ops.attention to auto, sdpa, native or fused_softmax"
+        )
+    if config.objective.causal_share:
+        if masking.causal:
+            raise ValueError(
+                "objective.causal_share is for runs that end with masked LM; set it to 0, or data.masking.strategy to "
+                "token, word or span"
+            )
+        if config.distill.teacher:
+            raise ValueError("objective.causal_share: distill.teacher needs one objective throughout; set it to 0")
+    if config.precision == "fp8":
+        if model.layers < 3:
+            raise ValueError(
+                f"precision=fp8 keeps the first and the last layer in bf16: model.layers={model.layers} leaves none; use bf16"
+            )
+        for name, width in (("hidden", model.hidden), ("intermediate", model.ffn)):
+            if width % FP8_MULTIPLE:
+                raise ValueError(
+                    f"precision=fp8 needs multiples of {FP8_MULTIPLE}: model.{name} is {width}; change it or use bf16"
+                )
+    asked = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
+    if schedule.unit == "minutes" and not schedule.budget_minutes:
+        raise ValueError(f"{asked} needs schedule.budget_minutes above 0")
+    if schedule.unit == "tokens" and not schedule.budget_tokens:
+        raise ValueError(f"{asked} needs schedule.budget_tokens above 0")
+    if schedule.unit == "minutes" and config.deterministic:
+        raise ValueError(f"deterministic=true: {asked} depends on the clock, so no two runs are equal; choose another")
+    if config.optimizer.split_qkv and config.optimizer.name != "lamb":
+        raise ValueError(
+            f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"
+        )
+    if schedule.unit == "steps" and schedule.warmup_steps > schedule.total_steps:
+        raise ValueError("schedule.warmup_steps exceeds schedule.total_steps; lower it")
+    if schedule.name.startswith("wsd") and schedule.warmup_share + schedule.decay_share > 1:
+        raise ValueError(
+            f"schedule.decay_share={schedule.decay_share:g} and a warm-up of {schedule.warmup_share:.2g} of the budget exceed it; "
+            "lower one of them"
+        )

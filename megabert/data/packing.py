@@ -1,7 +1,7 @@
 """Packing of sequences of any length into rows of one width, for fine-tuning, evaluation and features.
 
-The same layout as pre-training's rows: attention stays inside a sequence, positions start again in each. A sequence's
-output does not depend on what it is packed with.
+The layout of pre-training's rows: attention stays inside a sequence, positions restart in each. A sequence's output does not
+depend on what it is packed with.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packed:
-    """B rows of T tokens with at most S sequences each; what `BertForPreTraining.encode` takes, and where things lie."""
+    """B rows of T tokens with at most S sequences each; the inputs of `BertForPreTraining.encode`, and where each sequence starts."""
 
-    input_ids: Tensor  # int32 [B, T], 0 in padding
-    segment_ids: Tensor  # int32 [B, T]
-    position_ids: Tensor  # int32 [B, T], from 0 in each sequence
-    key_start: Tensor  # int32 [B, T], first position a token attends to
-    key_end: Tensor  # int32 [B, T], one past the last; both 0 in padding
-    lengths: Tensor  # int32 [B, S], 0 past the row's last sequence
-    starts: np.ndarray  # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
+    # int32 [B, T], 0 in padding
+    input_ids: Tensor
+    # int32 [B, T]
+    segment_ids: Tensor
+    # int32 [B, T], from 0 in each sequence
+    position_ids: Tensor
+    # int32 [B, T] each, first position a token attends to and one past the last; both 0 in padding
+    key_start: Tensor
+    key_end: Tensor
+    # int32 [B, S], 0 after the row's last sequence
+    lengths: Tensor
+    # int64 [n], flat position (in B * T) of each sequence's first token, in the given order
+    starts: np.ndarray
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors by name."""
@@ -41,7 +47,7 @@ def pack(sequences: Sequence[np.ndarray], seconds: Sequence[int], width: int = 0
     """Rows that hold `sequences` (integer ids [length], whole), the longest placed first, each in the emptiest row.
 
     `seconds[i]` is where segment 1 of sequence i begins (its length where there is none). `width` tokens a row, 0: as
-    many as the longest sequence has. `causal`: a token attends to what is before it, and to itself. Raises ValueError
+    many as the longest sequence has. `causal`: a token attends only to the tokens before it, and to itself. Raises ValueError
     for a sequence that is empty or longer than a row.
     """
     sizes = [len(ids) for ids in sequences]

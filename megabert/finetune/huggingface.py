@@ -18,7 +18,7 @@ from torch import Tensor
 from megabert.common.files import write_tensors
 from megabert.finetune import save
 from megabert.finetune.save import Described, Finetuned
-from megabert.hf import hf_modern, hf_names, hf_tokenizer
+from megabert.hf import mapping, tokenizer_files
 from megabert.hf.model_card import table
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -71,7 +71,7 @@ HUB_KINDS = {
 
 def architecture(described: Described) -> str:
     """The class of transformers that holds the model."""
-    return hf_names.class_of(described.config.model) + HUB_KINDS[described.task.kind].class_of
+    return mapping.class_of(described.config.model) + HUB_KINDS[described.task.kind].class_of
 
 
 def names(described: Described) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def names(described: Described) -> tuple[str, ...]:
 
 def config(described: Described) -> dict[str, Any]:
     """The `config.json`."""
-    tree = hf_names.to_huggingface_config(described.config.model)
+    tree = mapping.to_huggingface_config(described.config.model)
     tree["architectures"] = [architecture(described)]
     if called := names(described):
         tree["id2label"] = {str(i): name for i, name in enumerate(called)}
@@ -99,12 +99,12 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
         for prefix in ("encoder.", "head.")
     )
     model = found.described.config.model
-    renamed = hf_names.encoder_to_huggingface(encoder, model)
+    renamed = mapping.encoder_to_huggingface(encoder, model)
     added = "classifier" if model.modern else HUB_KINDS[found.described.task.kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")
         if part == "transform":
-            renamed[hf_modern.HEAD[f"mlm.{which}"]] = tensor
+            renamed[mapping.MODERN_HEAD[f"mlm.{which}"]] = tensor
         else:
             renamed[f"{'bert.pooler.dense' if part == 'pooler' else added}.{which}"] = tensor
     return renamed
@@ -112,8 +112,8 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
 
 def write(found: Finetuned, folder: Path) -> None:
     """Everything but the card."""
-    files = hf_tokenizer.files(found.tokenizer, found.described.max_length, not found.described.config.model.modern)
-    files[CONFIG] = hf_tokenizer.as_json(config(found.described))
+    files = tokenizer_files.files(found.tokenizer, found.described.max_length, not found.described.config.model.modern)
+    files[CONFIG] = tokenizer_files.as_json(config(found.described))
     for name, data in files.items():
         (folder / name).write_bytes(data)
     write_tensors(folder / WEIGHTS, weights(found), {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Model card of an exported model: what the run's own files say, and "not measured" for the rest."""
+"""Model card of an exported model: figures from the run's files, and "not measured" for the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILL = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", "{name}")("The capital of France is [MASK]."))
 ```"""
-GO_ON = """```python
+CONTINUE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = (kind.from_pretrained("{name}") for kind in (AutoTokenizer, AutoModelForCausalLM))
 ids = tokenizer("The capital of France is", return_tensors="pt").input_ids[:, :-1]  # without [SEP], which ends a text
@@ -42,12 +42,12 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
     causal = cfg.data.masking.causal
     task, peer, example = ("fill-mask", "AutoModelForMaskedLM", FILL)
     if causal:
-        task, peer, example = ("text-generation", "AutoModelForCausalLM", GO_ON)
+        task, peer, example = ("text-generation", "AutoModelForCausalLM", CONTINUE)
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
         f"A BERT pre-trained with MegaBERT, {found.step:,} updates. All of its weights are in transformers' "
-        f"`{architecture}`; `AutoModel` and `{peer}` take their parts and say which they leave.",
+        f"`{architecture}`; `AutoModel` and `{peer}` load their parts of them and name the rest.",
         example.format(name=name),
         "## Model",
         table(
@@ -56,10 +56,10 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
                 "layer norms": "after each block" if model.norm == "post" else "before each block",
                 "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
                 "feed-forward": "gated GELU" if model.modern else "GELU",
-                "vocabulary": f"{model.vocab_size:,} pieces, {found.tokenizer.kind}",
+                "vocabulary": f"{model.vocab_size:,} tokens, {found.tokenizer.kind}",
                 "tokenizer SHA-256": found.tokenizer.sha256,
                 "next-sentence head": "yes" if model.nsp else "none",
-                "attention": "left to right" if causal else "to the whole text",
+                "attention": "causal" if causal else "bidirectional",
             }
         ),
         "## Corpus",
@@ -85,7 +85,7 @@ def _corpus(found: Pretrained) -> dict[str, Any]:
     rows: dict[str, Any] = {"dataset fingerprint": found.state.get("dataset", "unknown")}
     manifest = manifest_of(found)
     if manifest is None:
-        return rows | {"text": "the dataset is no longer where the run had it, so nothing more is known"}
+        return rows | {"text": "unknown: the dataset is not at the run's path"}
     statistics = manifest.statistics
     units = {"documents": "documents", "sentences": "sentences", "corpus_tokens": "tokens"}
     rows |= {shown: f"{statistics[key]:,}" for key, shown in units.items() if key in statistics}
@@ -95,7 +95,7 @@ def _corpus(found: Pretrained) -> dict[str, Any]:
 
 
 def recipe(found: Pretrained) -> dict[str, Any]:
-    """How a model was trained: what is shown beside each name."""
+    """How a model was trained: values by name."""
     cfg = found.config
     if not found.step:
         return {"updates": "none"}
@@ -103,10 +103,10 @@ def recipe(found: Pretrained) -> dict[str, Any]:
     rate = f"{masking.rate:.0%}" + (f" to {masking.final_rate:.0%}" if masking.final_rate else "")
     shown = f"{rate} by {masking.strategy}, {masking.mask:.0%} masked, {masking.random:.0%} random"
     if share := cfg.objective.causal_share:
-        shown = f"left to right for the first {share:.0%} of the budget, then {shown}"
-    began = "random weights"
+        shown = f"causal for the first {share:.0%} of the budget, then {shown}"
+    start = "random weights"
     if source := cfg.init_from or cfg.distill.teacher:
-        began = f"the weights of {Path(source).name}"
+        start = f"the weights of {Path(source).name}"
     length, warmup = f" of {schedule.total_steps:,}", f"{schedule.warmup_steps:,} updates"
     if schedule.unit != "steps":
         unit = f"{schedule.budget_minutes:g} minutes"
@@ -114,7 +114,7 @@ def recipe(found: Pretrained) -> dict[str, Any]:
             unit = f"{schedule.budget_tokens:,} tokens"
         length, warmup = "", f"{schedule.budget_warmup:.0%} of {unit}"
     return {
-        "began from": began,
+        "started from": start,
         "updates": f"{found.step:,}{length}",
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
@@ -128,7 +128,7 @@ def recipe(found: Pretrained) -> dict[str, Any]:
 
 
 def figures(found: Pretrained) -> dict[str, Any]:
-    """What its own run measured of it; where nothing was, it says so."""
+    """Figures that its run measured, or "not measured"."""
     seconds = found.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     entries = _entries(found.run_dir / "metrics.jsonl", found.step)
@@ -145,7 +145,7 @@ def figures(found: Pretrained) -> dict[str, Any]:
 
 
 def _entries(path: Path, last: int) -> list[dict[str, Any]]:
-    """The run's logged figures up to update `last`; a line that was cut or is none is left out."""
+    """The run's logged figures up to update `last`; damaged lines are left out."""
     entries = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -163,5 +163,5 @@ def _versions(state: dict[str, Any]) -> str:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Markdown: what is shown beside each name."""
+    """A Markdown table of values by name."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

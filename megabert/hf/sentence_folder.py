@@ -1,4 +1,4 @@
-"""Reading and writing of sentence-transformers folders: a Hugging Face encoder, how its tokens are pooled, and its card.
+"""Reader and writer of sentence-transformers folders: a Hugging Face encoder, how its tokens are pooled, and a card.
 
     config.json, model.safetensors, tokenizer files   as transformers reads them: `AutoModel` gives the encoder
     modules.json                                       encoder -> 1_Pooling -> 2_Normalize
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from megabert import __version__
 from megabert.common.files import appearing
-from megabert.hf import hf_names, hf_tokenizer
-from megabert.hf.hf_read import CONFIG, WEIGHTS, read_json
-from megabert.hf.loading import Pretrained
+from megabert.hf import mapping, tokenizer_files
+from megabert.hf.read import CONFIG, WEIGHTS, Pretrained, read_json
 
 MODULES = "modules.json"
 LIMIT = "sentence_bert_config.json"
@@ -32,19 +31,21 @@ TOKENIZER = "tokenizer_config.json"
 POOLING = "1_Pooling/config.json"
 NORMALIZE = "2_Normalize"
 PACKAGE = "sentence_transformers.models"
-NAMES = {  # the flags of a pooling's config that ours can be, in the spelling that every reader knows
+# flags of a pooling's config that ours can be, in the spelling that every reader knows
+NAMES = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",
     "last": "pooling_mode_lasttoken",
     "max": "pooling_mode_max_tokens",
 }
-NEWER = {"lasttoken": "last"}  # where `pooling_mode` names it
+# spellings of the newer field `pooling_mode`
+NEWER = {"lasttoken": "last"}
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's vector comes from its tokens': `pool` is "mean" over all of them, or "cls": the first one, of a model
-    that reads left to right the last. `max_length`: tokens of a text, more are cut."""
+    """How a text's vector comes from its tokens': `pool` is "mean" over all of them, or "cls": the first one, of a causal
+    model the last one. `max_length`: tokens of a text, more are cut."""
 
     pool: str
     max_length: int
@@ -52,7 +53,7 @@ class Pooling:
 
 
 def is_sentence_folder(folder: str | Path) -> bool:
-    """Whether the folder says how texts are pooled."""
+    """Whether the folder has a pooling."""
     return (Path(folder) / MODULES).is_file()
 
 
@@ -68,7 +69,7 @@ def read(folder: str | Path) -> Pooling:
     others = [key for key, on in tree.items() if key.startswith("pooling_mode_") and on is True]
     if "pooling_mode" in tree:
         modes = others = [NEWER.get(tree["pooling_mode"], str(tree["pooling_mode"]))]
-    causal = hf_names.is_causal(read_json(folder / CONFIG), str(folder / CONFIG))
+    causal = mapping.is_causal(read_json(folder / CONFIG), str(folder / CONFIG))
     pool = {"mean": "mean", "cls": "" if causal else "cls", "last": "cls" if causal else ""}.get(
         modes[0] if modes and len(others) == 1 else "", ""
     )
@@ -85,7 +86,8 @@ def read(folder: str | Path) -> Pooling:
             break
     if isinstance(length, bool) or not isinstance(length, int) or not isinstance(most, int):
         raise ValueError(f"{folder / name}: {field} must be a number, is {length!r:.40}")
-    length = min(length, most)  # a tokenizer may say that it knows no limit
+    # a tokenizer may have an infinite limit
+    length = min(length, most)
     return Pooling(pool, length, len(kinds) == 3)
 
 
@@ -103,10 +105,10 @@ def write(
     config and tokenizer the folder has too.
     """
     model, causal = start.config.model, start.config.data.masking.causal
-    tree = hf_names.to_huggingface_config(model, causal)
-    tree["architectures"] = [f"{hf_names.class_of(model)}Model"]
-    named = hf_names.to_huggingface(start.weights | dict(encoder), model)
-    prefix = hf_names.prefix_of(model)
+    tree = mapping.to_huggingface_config(model, causal)
+    tree["architectures"] = [f"{mapping.class_of(model)}Model"]
+    named = mapping.to_huggingface(start.weights | dict(encoder), model)
+    prefix = mapping.prefix_of(model)
     weights = {name.removeprefix(prefix): w for name, w in named.items() if name.startswith(prefix)}
     limit: dict[str, Any] = {"max_seq_length": pooling.max_length, "do_lower_case": False}
     if not model.nsp and not model.modern:  # whose class has no pooler to leave out
@@ -132,10 +134,10 @@ def write(
     with appearing(folder, MODULES, overwrite) as new:
         for path in paths[1 : len(kinds)]:
             (new / path).mkdir()
-        for name, data in hf_tokenizer.files(start.tokenizer, pooling.max_length, not model.modern).items():
+        for name, data in tokenizer_files.files(start.tokenizer, pooling.max_length, not model.modern).items():
             (new / name).write_bytes(data)
         for name, value in files.items():
-            (new / name).write_bytes(hf_tokenizer.as_json(value))
+            (new / name).write_bytes(tokenizer_files.as_json(value))
         (new / "README.md").write_text(card)
         save_file({k: w.contiguous() for k, w in weights.items()}, new / WEIGHTS[0], {"format": "pt"})
         (new / WEIGHTS[0]).chmod(0o644)  # the library makes it readable by its owner alone

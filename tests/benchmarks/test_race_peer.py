@@ -17,7 +17,7 @@ from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.evaluation import batch_sums, fixed_batches
-from megabert.hf.hf_names import from_huggingface
+from megabert.hf.mapping import from_huggingface
 from megabert.model import BertForPreTraining
 from tests.conftest import ROOT
 

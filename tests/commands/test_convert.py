@@ -18,8 +18,8 @@ from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import hf_read
-from megabert.hf.hf_names import to_huggingface
+from megabert.hf import read
+from megabert.hf.mapping import to_huggingface
 from tests.helpers import runs, wordpiece
 
 # layers, width, heads of published sizes (Turc et al. 2019, Devlin et al. 2019)
@@ -268,5 +268,5 @@ def test_our_names_for_theirs_are_complete() -> None:
     """`their_shapes` against the shapes of what export writes."""
     cfg = config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
     written = to_huggingface(runs.model(cfg).state_dict(), cfg)
-    shapes = hf_read.their_shapes(cfg)
-    assert {name: tuple(t.shape) for name, t in written.items() if not name.startswith(hf_read.DECODER)} == shapes
+    shapes = read.their_shapes(cfg)
+    assert {name: tuple(t.shape) for name, t in written.items() if not name.startswith(read.DECODER)} == shapes

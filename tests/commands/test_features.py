@@ -243,7 +243,7 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
     ("a.tsv", b"x\ty\none\ttwo\n", [], "is a table; name the column"),
     ("a.tsv", b"x\ty\none\ttwo\n", ["--text", "z"], "no column 'z'; its columns are x, y"),
     ("a.csv", b"x,y\none, \n", ["--text", "y"], "line 2, column 'y': empty text"),
-    ("a.txt.gz", gzip.compress(b"one\n" * 99, mtime=0)[:-9], [], "is not a whole gzip file behind line"),
+    ("a.txt.gz", gzip.compress(b"one\n" * 99, mtime=0)[:-9], [], "is not a whole gzip file after line"),
     ("a.txt", b"one\n", ["--layers", "5"], "the model has 0 (embeddings) to 4"),
     ("a.txt", b"one\n", ["--layers", "first"], "--layers first: is none of last, second-to-last"),
     ("a.txt", b"one\n", ["--max-length", "101"], "the model takes 5 to 100 tokens"),

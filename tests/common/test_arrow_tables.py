@@ -45,7 +45,7 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], features: bool = 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_have_texts_numbers_and_lists_and_classes_by_name(name: str, tmp_path: Path) -> None:
+def test_rows_have_values_and_class_names(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, name, ROWS)
     found = list(tables.rows(path, ["inner.body", "absent|label", "many", "number", "title+inner.body"]))
     want = [
@@ -61,7 +61,7 @@ def test_rows_have_texts_numbers_and_lists_and_classes_by_name(name: str, tmp_pa
     assert tables.columns(path) == list(ROWS[0])
 
 
-def test_without_names_of_classes_their_numbers_come(tmp_path: Path) -> None:
+def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "t.parquet", ROWS, features=False)
     assert [values for _, values in tables.rows(path, ["label"])] == [[1], [0], [-1]]
 
@@ -80,7 +80,7 @@ def test_columns_are_joined_in_every_kind_of_table(name: str, tmp_path: Path) ->
         list(tables.rows(path, ["a+d"]))
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, "t.parquet", ROWS)
     whole = path.read_bytes()
     for column, said in (

@@ -24,19 +24,19 @@ def put(name, data):
     fsspec.filesystem("memory").pipe(name, data)
 
 
-def test_urls_are_told_from_paths():
+def test_urls_and_paths_are_distinguished():
     assert remote.is_url("s3://bucket/key") and remote.is_url("https://host/x?a=b")
     for path in ("data/x", "/data/x", "pipe:cat /etc/passwd", "simplecache::s3://b/k", "C:/x", ""):
         assert not remote.is_url(path)
 
 
-def test_what_is_above_and_below():
+def test_parents_and_children_of_urls():
     assert remote.parent("s3://bucket/a/b/") == "s3://bucket/a" and remote.parent("s3://bucket/a") == "s3://bucket"
     assert remote.parent("s3://bucket") == "s3://bucket"
     assert remote.below("s3://bucket/", "a", "b") == "s3://bucket/a/b" and remote.below("d", "a") == Path("d/a")
 
 
-def test_a_file_is_read_by_ranges_that_grow_while_reading_goes_on(web):
+def test_sequential_reads_use_growing_ranges(web):
     data = bytes(range(256)) * (12 << 12)  # 12 MiB
     web.files["/big.bin"] = data
     with remote.opened(f"{web.url}/big.bin") as file:
@@ -51,7 +51,7 @@ def test_a_file_is_read_by_ranges_that_grow_while_reading_goes_on(web):
         assert file.seek(-2, 2) == len(data) - 2 and file.read() == data[-2:] and file.read() == b""
 
 
-def test_what_fails_on_the_way_is_tried_again(web):
+def test_network_failures_are_retried(web):
     web.files["/a"] = b"text"
     web.faults = [503, 500, 503]
     assert remote.read_whole(f"{web.url}/a") == b"text"
@@ -63,7 +63,7 @@ def test_what_fails_on_the_way_is_tried_again(web):
     assert web.faults == []
 
 
-def test_a_server_that_is_out_of_order_does_not_say_that_nothing_is_there(web):
+def test_a_failing_server_does_not_mean_missing(web):
     web.files["/a"], web.heads = b"text", True
     for faults in ([503] * 2, [503] * 7):  # a HEAD and a GET each try
         web.faults = faults
@@ -79,7 +79,7 @@ def test_a_server_that_is_out_of_order_does_not_say_that_nothing_is_there(web):
     assert not remote.exists(f"{web.url}/b")
 
 
-def test_what_is_not_there_or_not_allowed_is_said_at_once(web):
+def test_missing_and_forbidden_files_raise_at_once(web):
     with pytest.raises(FileNotFoundError) as missing:
         remote.read_whole(f"{web.url}/a")
     assert describe(missing.value) == f"{web.url}/a: no such file or folder"
@@ -91,7 +91,7 @@ def test_what_is_not_there_or_not_allowed_is_said_at_once(web):
     assert web.faults == [503]
 
 
-def test_the_stamp_goes_with_the_content(web):
+def test_the_stamp_changes_with_the_content(web):
     web.files["/a"] = b"text"
     before = remote.status(f"{web.url}/a")
     assert before == remote.status(f"{web.url}/a") and before.size == 4
@@ -99,7 +99,7 @@ def test_the_stamp_goes_with_the_content(web):
     assert remote.status(f"{web.url}/a").stamp != before.stamp
 
 
-def test_a_server_without_ranges_gives_small_files_alone(web):
+def test_a_server_without_ranges_serves_small_files(web):
     web.ranges = False
     web.files |= {"/a": bytes(1000), "/b": bytes(1 << 20)}
     assert remote.read_whole(f"{web.url}/a") == bytes(1000)
@@ -146,6 +146,6 @@ def test_without_fsspec_urls_are_refused(monkeypatch):
         remote.status("s3://b/k")
 
 
-def test_a_protocol_that_nobody_knows_is_refused():
+def test_an_unknown_protocol_is_refused():
     with pytest.raises(ValueError, match=r"^nope://x: Protocol not known: nope"):
         remote.status("nope://x")

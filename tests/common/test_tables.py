@@ -17,7 +17,7 @@ def test_a_long_text_is_a_field_of_csv(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t.tsv", "t.csv", "t.jsonl"])
-def test_rows_come_before_the_rest_of_the_file_is_read(name: str, tmp_path: Path) -> None:
+def test_rows_are_streamed(name: str, tmp_path: Path) -> None:
     """10,000 rows, damaged behind the middle: the first ones are there before that is seen."""
     row = {"t.tsv": "a\tb\n", "t.csv": "a,b\n", "t.jsonl": '{"x": "a", "y": "b"}\n'}[name]
     header = {"t.tsv": "x\ty\n", "t.csv": "x,y\n", "t.jsonl": ""}[name]
@@ -27,11 +27,11 @@ def test_rows_come_before_the_rest_of_the_file_is_read(name: str, tmp_path: Path
     found = tables.rows(path, ["y", "x"])
     first = 1 if name == "t.jsonl" else 2
     assert next(found) == (f"{path}, line {first}", ["b", "a"])
-    with pytest.raises(ValueError, match=rf"{path}: is not a whole gzip file behind line \d{{4}} "):
+    with pytest.raises(ValueError, match=rf"{path}: is not a whole gzip file after line \d{{4}} "):
         list(found)
 
 
-def test_empty_lines_are_rows_inside_a_tsv_and_nowhere_else(tmp_path: Path) -> None:
+def test_empty_lines_are_rows_only_inside_a_tsv(tmp_path: Path) -> None:
     path = tmp_path / "t.tsv"
     path.write_text("x\na\n\nb\n\n\n")
     assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (3, ""), (4, "b"))]
@@ -41,7 +41,7 @@ def test_empty_lines_are_rows_inside_a_tsv_and_nowhere_else(tmp_path: Path) -> N
         assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (4, "b"))]
 
 
-def test_a_number_is_a_column_only_where_there_is_no_header(tmp_path: Path) -> None:
+def test_numbers_are_columns_only_without_a_header(tmp_path: Path) -> None:
     path = tmp_path / "t.tsv"
     path.write_text("0\t1\na\tb\n")
     assert [values for _, values in tables.rows(path, ["1"])] == [["b"]]

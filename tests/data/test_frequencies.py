@@ -16,14 +16,7 @@ from tests.helpers.rows import VOCAB, make_dataset, make_rows
 PREDICTED = np.arange(VOCAB) >= 5
 
 
-def test_every_id_is_counted_and_no_special_one(tmp_path):
-    arrays = make_rows(100, 32, 3)
-    counts = token_counts(Dataset(make_dataset(tmp_path, 100, arrays=arrays)), PREDICTED)
-    plain = Counter(arrays[0].ravel().tolist())
-    assert counts.tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]
-
-
-def test_of_a_large_dataset_rows_are_taken_evenly(tmp_path, monkeypatch):
+def test_rows_are_counted_at_even_places(tmp_path, monkeypatch):
     arrays = make_rows(100, 32, 3)
     dataset = Dataset(make_dataset(tmp_path, 100, arrays=arrays))
     monkeypatch.setattr(mixture, "COUNTED_TOKENS", 40 * 32)
@@ -34,7 +27,7 @@ def test_of_a_large_dataset_rows_are_taken_evenly(tmp_path, monkeypatch):
     assert token_counts(dataset, PREDICTED).tolist() == [plain[i] if i >= 5 else 0 for i in range(VOCAB)]
 
 
-def test_a_damaged_row_is_left_out_or_refused_as_the_dataset_says(tmp_path):
+def test_damaged_rows_are_left_out_or_refused(tmp_path):
     arrays = make_rows(64, 32, 3)
     folder = make_dataset(tmp_path, 64, arrays=arrays)
     flip(folder, 700)  # row 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import types
 from typing import ClassVar
 
 import numpy as np
@@ -78,7 +77,7 @@ def reference(dataset):
     return global_batches(dataset, 15, world=1, workers=0)
 
 
-def test_every_row_exactly_once_an_epoch(reference):
+def test_every_row_comes_once_an_epoch(reference):
     rows = [row for step in reference for row in step]
     assert [r[0] for r in rows] == list(range(15 * GLOBAL))
     for epoch in range(4):
@@ -91,19 +90,18 @@ def test_every_row_exactly_once_an_epoch(reference):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores, on purpose
-@pytest.mark.parametrize("workers", [0, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_global_batches_are_identical_for_every_world_and_number_of_workers(dataset, reference, world, workers):
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (4, 3), (8, 0)])
+def test_global_batches_are_equal_for_every_world_and_workers(dataset, reference, world, workers):
     assert global_batches(dataset, 15, world, workers) == reference
 
 
-@pytest.mark.parametrize("micro", [1, 2, 6, 24, 48])
+@pytest.mark.parametrize("micro", [1, 48])
 def test_global_batches_are_identical_for_every_micro_batch(dataset, reference, micro):
     assert global_batches(dataset, 5, 1, 0, micro=micro) == reference[:5]
 
 
 @pytest.mark.parametrize(("world", "micro", "workers"), [(5, 3, 0), (3, 7, 0), (1, 25, 1), (64, 1, 0)])
-def test_ranks_that_cannot_share_a_global_batch_evenly_have_the_same_rows(dataset, reference, world, micro, workers):
+def test_uneven_ranks_have_the_same_rows(dataset, reference, world, micro, workers):
     """Seats without a row hold fillers, which count for nothing, and are no damaged rows."""
     place = {"global_batch": GLOBAL, "micro_batch": micro, "seed": SEED, "world": world, "workers": workers}
     loaders = [Loader(dataset, vocabulary(), rank=rank, **place) for rank in range(world)]
@@ -131,8 +129,7 @@ def test_ranks_that_cannot_share_a_global_batch_evenly_have_the_same_rows(datase
         loader.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("start", [1, 7, 13])
+@pytest.mark.parametrize(("start", "workers"), [(1, 0), (7, 2)])
 def test_resuming_at_a_step_gives_the_tail_of_the_run(dataset, reference, start, workers):
     assert global_batches(dataset, 15 - start, 2, workers, start=start) == reference[start:]
 
@@ -171,7 +168,7 @@ def test_the_next_update_is_read_while_this_one_is_made(tmp_path, monkeypatch):
         Ahead.asked.clear()
 
 
-def test_a_dataset_smaller_than_one_global_batch_crosses_epochs_inside_it(tmp_path):
+def test_a_small_dataset_crosses_epochs_within_a_batch(tmp_path):
     small = Dataset(make_dataset(tmp_path, 20))
     found = global_batches(small, 5, 2, 0)
     rows = [row for step in found for row in step]
@@ -216,7 +213,7 @@ def test_a_batch_equals_the_hand_computed_one(tmp_path):
         assert tensor.dtype == (torch.int64 if name.endswith("labels") else torch.int32), name
 
 
-def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
+def test_a_causal_batch_equals_the_hand_computed_one(tmp_path):
     masking = Masking("causal")
     (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1, masking=masking)
     assert batch.input_ids.tolist() == [[2, 10, 11, 3, 12, 3, 2, 13, 14, 3, 0, 0], [2, *range(20, 30), 3]]
@@ -227,7 +224,7 @@ def test_a_left_to_right_batch_equals_the_hand_computed_one(tmp_path):
     assert (batch.predictions, batch.tokens, batch.sequences) == (19, 22, 3)
 
 
-def test_on_a_device_empty_slots_are_gone(tmp_path, dataset):
+def test_lengths_are_compact_on_a_device(tmp_path, dataset):
     (batch,) = eval_batches(hand_made(tmp_path), vocabulary(), micro_batch=2, seed=1)
     assert compact_lengths(batch.lengths, 12).tolist() == [6, 4, 2, 12]
     assert compact_lengths(torch.tensor([[3, 0], [12, 0]]).int(), 12).tolist() == [3, 9, 12, 0]
@@ -258,8 +255,8 @@ def test_counts_of_an_update_are_sums(dataset):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize(("micro", "limit"), [(16, None), (7, None), (16, 50), (16, 5), (64, 1000)])
-def test_evaluation_takes_each_row_once_under_one_mask(dataset, world, micro, limit):
+@pytest.mark.parametrize(("micro", "limit"), [(7, None), (16, 5), (64, 1000)])
+def test_evaluation_reads_each_row_once_under_one_mask(dataset, world, micro, limit):
     def batches(rank: int) -> list[Batch]:
         options = {"micro_batch": micro, "seed": 9, "rank": rank, "world": world, "max_rows": limit}
         return list(eval_batches(dataset, vocabulary(), **options))
@@ -281,12 +278,7 @@ def test_evaluation_takes_each_row_once_under_one_mask(dataset, world, micro, li
     assert sum(b.tokens for b in whole) == int((reference.key_end[:rows] > 0).sum())
 
 
-def test_wrong_arguments_are_named(dataset, tmp_path):
-    with pytest.raises(ValueError, match=r"manifest says 2000 tokens, the tokenizer has 100"):
-        Loader(dataset, vocabulary(size=100), global_batch=48, micro_batch=8, seed=1)
-
-
-def test_from_config_takes_the_datasets_tokenizer_and_no_other(tmp_path):
+def test_from_config_refuses_another_tokenizer(tmp_path):
     from megabert.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(train_tokenizer(tmp_path / "tokenizer.model"))
@@ -314,12 +306,3 @@ def test_from_config_takes_the_datasets_tokenizer_and_no_other(tmp_path):
     stranger = Tokenizer.load(train_tokenizer(tmp_path / "other.model", vocab_size=58))
     with pytest.raises(ValueError, match=r"other\.model: not the tokenizer"):
         Loader.from_config(config, dataset, stranger)
-
-
-def test_masking_options_of_the_config_are_taken(dataset):
-    options = types.SimpleNamespace(strategy="span", rate=0.3, mask=1.0, random=0.0, max_predictions=12)
-    update = next(Loader(dataset, vocabulary(), global_batch=48, micro_batch=48, seed=1, masking=options))
-    (batch,) = update.batches
-    used = batch.mlm_labels >= 0
-    assert batch.mlm_labels.shape == (48, 12)
-    assert (batch.input_ids.ravel()[batch.mlm_positions[used].long()] == 4).all()

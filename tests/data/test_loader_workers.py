@@ -36,7 +36,7 @@ def no_fork_server():
 
 @pytest.mark.usefixtures("no_fork_server")
 @start_methods
-def test_workers_do_not_hear_the_signals_that_ask_a_run_to_stop(dataset, start_method):
+def test_workers_ignore_signals_to_stop_a_run(dataset, start_method):
     """Nor does the server that forkserver keeps for them."""
     loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2, start_method=start_method)
     next(loader)
@@ -77,7 +77,7 @@ def test_workers_end_with_a_killed_process(dataset, tmp_path, python, start_meth
 
 
 @start_methods
-def test_workers_end_with_close_and_leave_the_global_generator_alone(dataset, start_method):
+def test_close_ends_workers_and_keeps_the_global_generator(dataset, start_method):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     loader = Loader(dataset, vocabulary(), global_batch=48, micro_batch=8, seed=1, workers=2, start_method=start_method)

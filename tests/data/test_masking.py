@@ -39,9 +39,9 @@ def word_spans(ids, bounds, starts):
     return spans
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_statistics_on_a_million_tokens_are_the_published_ones(million, strategy, seed):
+def test_statistics_on_a_million_tokens_are_as_published(million, strategy, seed):
     ids, *_ = million
     out = masked(million, strategy, seed)
     used = out.labels >= 0
@@ -57,7 +57,7 @@ def test_statistics_on_a_million_tokens_are_the_published_ones(million, strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_labels_are_the_originals_and_nothing_else_changes(million, strategy):
+def test_labels_are_originals_and_nothing_else_changes(million, strategy):
     ids, bounds, _ = million
     out = masked(million, strategy)
     used = np.arange(out.labels.shape[1]) < out.counts[:, None]
@@ -115,7 +115,7 @@ def test_every_position_is_as_likely_as_any_other(million):
     assert np.abs(hits[maskable] - 0.15 * n).max() < 5 * np.sqrt(n * 0.15 * 0.85)
 
 
-def test_random_replacements_cover_the_ordinary_vocabulary_evenly(million):
+def test_random_replacements_cover_the_vocabulary_evenly(million):
     out = masked(million, "token")
     changed = (out.ids != million[0]) & (out.ids != 4)
     hits = np.bincount(out.ids[changed], minlength=VOCAB)
@@ -123,7 +123,7 @@ def test_random_replacements_cover_the_ordinary_vocabulary_evenly(million):
     assert not hits[:5].any() and abs(hits[5:].var() / mean - 1) < 0.15, (mean, hits[5:].var())
 
 
-def test_budget_of_each_sequence_is_the_rounded_share_and_at_least_one(million):
+def test_budgets_are_rounded_shares_and_at_least_one(million):
     ids, bounds, _ = million
     out = masked(million, "token")
     for i in range(0, ROWS, 41):
@@ -152,7 +152,7 @@ def test_words_are_never_split(million, strategy):
     assert multi > 1000
 
 
-def test_a_word_longer_than_the_budget_gives_its_first_tokens():
+def test_a_word_over_budget_gives_its_first_tokens():
     starts = np.zeros(VOCAB, bool)  # nothing starts a word: each segment is one word
     ids = np.full((1, 64), 9, np.uint16)
     ids[0, [0, 20, 63]] = 2, 3, 3
@@ -200,7 +200,7 @@ def test_spans_have_the_published_lengths():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_capacity_is_never_passed_and_spreads_over_the_row(million, strategy):
+def test_capacity_is_kept_and_spreads_over_the_row(million, strategy):
     rows = tuple(a[:1000] for a in million)
     out = masked(rows, strategy, rate=0.4, max_predictions=9)
     assert out.labels.shape == (1000, 9) and out.counts.max() == 9 and out.counts.mean() > 8.5
@@ -228,7 +228,7 @@ def test_the_random_numbers_are_pinned():
     assert stream_keys(42, 3, rows).tolist() == [key(42, 3, r) for r in rows.tolist()]
 
 
-def test_left_to_right_hides_nothing_and_predicts_every_next_id():
+def test_causal_predicts_every_next_id():
     """Against a plain walk over each row: [SEP]s are predicted, [CLS] and padding never are."""
     ids, bounds, row_ids = make_rows(40, 48, 4)
     out = masked((ids, bounds, row_ids), "causal", rate=0.01, max_predictions=3)

@@ -58,7 +58,7 @@ def test_rows_of_all_parts_are_read_and_padded(folders):
     assert set(mixed.examine(np.arange(124))[1]) <= set(range(80, 124))
 
 
-def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path):
+def test_statistics_weigh_the_trained_rows(tmp_path):
     """Shards are not looked at: a plan may be made where there are none."""
     counts = {"a": (60, 4, 100), "a/added-001": (20, 2, 60), "b": (44, 8, 128)}  # rows; sequences, tokens a row
     for name, (rows, sequences, tokens) in counts.items():
@@ -81,7 +81,7 @@ def test_added_shards_take_part_in_the_order(folders):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_loaders_cut_a_mixture_as_they_cut_a_dataset(folders, world):
+def test_loaders_cut_a_mixture_like_a_dataset(folders, world):
     def rows(world, micro, start):
         options = {"global_batch": 24, "micro_batch": micro, "seed": SEED, "world": world, "start_step": start}
         dataset = open_mixture(folders[0], {folders[1]: 0.3})
@@ -97,7 +97,7 @@ def test_loaders_cut_a_mixture_as_they_cut_a_dataset(folders, world):
     assert rows(world, 3, 5) == rows(1, 24, 5)
 
 
-def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
+def test_added_text_joins_at_the_end_of_an_epoch(folders, tmp_path):
     before = Dataset(folders[0])
     old, _ = before.order(SEED, np.arange(180))
     state = {"dataset": before.manifest.fingerprint}
@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_added_text_where_an_epoch_ends(folders, tmp_path):
     assert start.segments == [Segment(3, 0, 0)]
 
 
-def test_another_dataset_another_share_or_less_text_is_no_resume(folders):
+def test_other_data_is_not_resumed(folders):
     mixed = open_mixture(folders[0], {folders[1]: 0.3})
     state = mixture.identity(mixed)
     assert [set(part) for part in state["datasets"]] == [
@@ -145,7 +145,7 @@ def test_another_dataset_another_share_or_less_text_is_no_resume(folders):
     assert more.parts[0].segments == [Segment(1, 0, 0), Segment(2, 5760, 96)]  # 2 windows of 2,867 are 95.6 epochs
 
 
-def test_datasets_that_do_not_fit_are_refused_by_name(folders, tmp_path):
+def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):
     make_dataset(tmp_path / "long", 8, seq_len=64)
     make_dataset(tmp_path / "single", 8, options={"nsp": False})
     for name, said in (("long", "its row length is 64"), ("single", "its sentence pairs is False")):

@@ -15,7 +15,7 @@ def config(*overrides: str) -> Config:
     return configuration.load("", ["model.nsp=false", *overrides])
 
 
-def test_by_default_every_update_is_masked_as_the_config_says() -> None:
+def test_by_default_masking_is_constant() -> None:
     cfg = configuration.load("", ["data.masking.strategy=word", "data.masking.rate=0.2"])
     assert {masking_at(cfg, share, 128) for share in (0.0, 0.4, 1.0)} == {Masking("word", 0.2)}
     assert held_out_masking(cfg) == Masking("word", 0.2) and largest_capacity(cfg, 128) == 27
@@ -24,7 +24,7 @@ def test_by_default_every_update_is_masked_as_the_config_says() -> None:
     assert largest_capacity(whole, 128) == 128
 
 
-def test_the_first_share_of_the_budget_is_left_to_right() -> None:
+def test_the_first_share_of_the_budget_is_causal() -> None:
     cfg = config("objective.causal_share=0.4")
     for share in (0.0, 0.2, nextafter(0.4, 0)):
         assert masking_at(cfg, share, 128) == Masking("causal")
@@ -35,7 +35,7 @@ def test_the_first_share_of_the_budget_is_left_to_right() -> None:
     assert held_out_masking(cfg) == Masking("token") and largest_capacity(cfg, 128) == 128
 
 
-def test_the_rate_falls_in_equal_steps_from_the_first_to_the_last() -> None:
+def test_the_rate_falls_in_equal_steps() -> None:
     cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.15")
     found = [masking_at(cfg, i / 1600, 128) for i in range(1601)]
     rates = [masking.rate for masking in found]
@@ -47,7 +47,7 @@ def test_the_rate_falls_in_equal_steps_from_the_first_to_the_last() -> None:
     assert held_out_masking(cfg).rate == 0.15 and held_out_masking(cfg).capacity(128) == 21
 
 
-def test_the_rate_falls_over_what_is_left_after_the_left_to_right_share() -> None:
+def test_the_rate_falls_after_the_causal_share() -> None:
     cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.28", "objective.causal_share=0.4")
     shares = (0.39, 0.4, 0.59, 0.61, 0.79, 0.81, 1.0)
     kinds = [masking_at(cfg, share, 128) for share in shares]
@@ -63,6 +63,6 @@ def test_a_rate_may_rise_and_slots_may_be_given() -> None:
     assert masking_at(cfg, 0.5, 128).capacity(128) == largest_capacity(cfg, 128) == 9
 
 
-def test_held_out_rows_are_masked_at_a_rate_of_their_own_where_one_is_given() -> None:
+def test_held_out_rows_have_their_own_rate() -> None:
     cfg = config("data.masking.rate=0.3", "data.masking.final_rate=0.2", "eval.rate=0.15")
     assert held_out_masking(cfg) == Masking("token", 0.15)

@@ -18,7 +18,7 @@ def sequences(seed: int = 0) -> tuple[list[np.ndarray], list[int]]:
     return [draw.integers(5, 90, n) for n in SIZES], [int(draw.integers(1, n + 1)) for n in SIZES]
 
 
-def test_every_token_lies_where_it_is_said_to_and_pads_attend_to_nothing():
+def test_every_token_has_its_place_and_sequence():
     texts, seconds = sequences()
     packed = pack(texts, seconds, 16)
     assert packed.input_ids.shape == (5, 16)  # 67 tokens do not fit into four rows of 16
@@ -38,7 +38,7 @@ def test_every_token_lies_where_it_is_said_to_and_pads_attend_to_nothing():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_sequence_gives_the_same_alone_and_packed(causal):
+def test_packing_does_not_change_outputs(causal):
     cfg = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=90, max_positions=16)
     model = BertForPreTraining(cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch"), dtype=torch.float32)
     model.eval()
@@ -55,14 +55,14 @@ def test_a_sequence_gives_the_same_alone_and_packed(causal):
             torch.testing.assert_close(whole[:9], cut, rtol=0, atol=2e-6)
 
 
-def test_what_does_not_fit_is_refused():
+def test_sequences_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="rows of 8"):
         pack([np.arange(9)], [9], 8)
     with pytest.raises(ValueError, match="0"):
         pack([np.arange(0)], [0], 8)
 
 
-def test_groups_hold_every_sequence_once_and_no_more_tokens_than_allowed():
+def test_groups_hold_each_sequence_once_within_the_limit():
     lengths = np.random.default_rng(3).integers(3, 15, 100).tolist()
     found = groups(lengths, 50)
     assert sorted(i for group in found for i in group) == list(range(100))

@@ -1,4 +1,4 @@
-"""The tokenizer is the file that was hashed, its ids are its library's own, and a file that is none is one clear line."""
+"""A tokenizer is the file that was hashed, its ids are its library's own, and a malformed file is one clear line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def path(tmp_path_factory):
     return train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
 
 
-def test_encoding_is_sentencepieces_own_and_decodes_to_the_text(path):
+def test_sentencepiece_ids_are_the_librarys_own(path):
     tokenizer = Tokenizer.load(path)
     plain = sentencepiece.SentencePieceProcessor(model_file=str(path))
     texts = [*TEXT[:3], "", "shells", "words and shells " * 200]
@@ -55,7 +55,7 @@ def test_encoding_is_sentencepieces_own_and_decodes_to_the_text(path):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
+def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
     tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
     texts = [*TEXT[:3], "", "  sea\t shells \r\n by\u00a0the\u200b sea ", "(the river)"]
     encoded = tokenizer.encode_with_offsets(texts)
@@ -77,7 +77,7 @@ def test_offsets_are_characters_of_the_text_as_given(path, tmp_path, kind):
         assert text[offsets[-1, 0] : offsets[-1, 1]] and text.endswith(text[offsets[-1, 0] : offsets[-1, 1]])
 
 
-def test_offsets_outlive_normalisation(path, tmp_path):
+def test_offsets_survive_normalisation(path, tmp_path):
     """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
     text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
     pieces, lower = (
@@ -90,7 +90,7 @@ def test_offsets_outlive_normalisation(path, tmp_path):
         assert offsets[-1, 1] == len(text) and offsets[-1, 0] >= text.index(" sea") + 1
 
 
-def test_special_ids_never_come_from_text_but_unknown(path):
+def test_text_yields_no_special_id_but_unknown(path):
     tokenizer = Tokenizer.load(path)
     assert tokenizer.special_ids == SPECIAL_IDS == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
     ids = tokenizer.encode_batch(["[MASK] [CLS] [SEP] [PAD] the fox", "\x00 \u4e2d"])
@@ -103,15 +103,7 @@ def test_special_ids_never_come_from_text_but_unknown(path):
             tokenizer.decode(outside)
 
 
-def test_word_starts_count_the_words(path):
-    tokenizer = Tokenizer.load(path)
-    assert tokenizer.word_start.shape == (60,) and tokenizer.word_start.dtype == bool
-    assert not tokenizer.word_start[:5].any()
-    for text in TEXT[:3]:
-        assert tokenizer.word_start[tokenizer.encode_batch([text])[0]].sum() == len(text.split())
-
-
-def test_pieces_joined_are_the_text(path):
+def test_joined_tokens_are_the_text(path):
     tokenizer = Tokenizer.load(path)
     for text in TEXT[:3]:
         assert "".join(tokenizer.tokens[i] for i in tokenizer.encode_batch([text])[0]) == f" {text}"
@@ -120,19 +112,11 @@ def test_pieces_joined_are_the_text(path):
 @pytest.mark.parametrize(
     "changes", [{"split_by_whitespace": False, "model_type": "bpe", "vocab_size": 150}, {"add_dummy_prefix": False}]
 )
-def test_models_whose_pieces_depend_on_neighbours_say_so(tmp_path, changes):
+def test_word_local_is_false_where_neighbours_matter(tmp_path, changes):
     assert not Tokenizer.load(train(tmp_path / "other.model", **changes)).word_local
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_it_survives_pickling(path, tmp_path, kind):
-    tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
-    assert tokenizer.kind == kind
-    again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.encode_batch(TEXT[:3]) == tokenizer.encode_batch(TEXT[:3])
-
-
-def test_every_malformed_file_is_one_line_naming_it(path, tmp_path):
+def test_a_malformed_file_is_named_in_one_line(path, tmp_path):
     whole = path.read_bytes()
     bad = tmp_path / "bad.model"
     for data in (b"", b"text", b"\x00" * 5000, whole[: len(whole) // 2], whole[:100], whole[::-1]):
@@ -157,15 +141,15 @@ def test_every_malformed_file_is_one_line_naming_it(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"control_symbols": ["[MSK]"]}, r"token 4 must be \[MASK\]"),
         ({"pad_piece": "<pad>"}, r"token 0 must be \[PAD\]"),
         ({"control_symbols": [], "user_defined_symbols": ["[MASK]"]}, r"\[MASK\] must be a control symbol"),
     ],
 )
-def test_a_tokenizer_with_other_special_pieces_is_refused(tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_other_special_tokens_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         Tokenizer.load(train(tmp_path / "other.model", **changes))
 
 
@@ -189,7 +173,7 @@ def test_wordpiece_ids_are_transformers_own(vocab):
     assert tokenizer.encode_batch([]) == []
 
 
-def test_wordpiece_special_ids_are_found_by_name_and_never_come_from_text(vocab):
+def test_wordpiece_special_ids_never_come_from_text(vocab):
     tokenizer = Tokenizer.load(vocab)
     lines = vocab.read_text(encoding="utf-8").splitlines()
     special = {name: lines.index(f"[{name.upper()}]") for name in SPECIAL_IDS}
@@ -210,7 +194,7 @@ def test_wordpiece_special_ids_are_found_by_name_and_never_come_from_text(vocab)
         tokenizer.decode([tokenizer.vocab_size])
 
 
-def test_words_alone_give_the_ids_of_their_sentence(vocab):
+def test_words_encode_alone_as_in_a_sentence(vocab):
     """What a cache of words rests on, for both kinds; real lines where there are any."""
     tokenizer = Tokenizer.load(vocab)
     assert tokenizer.word_local
@@ -220,7 +204,7 @@ def test_words_alone_give_the_ids_of_their_sentence(vocab):
         assert whole == [i for ids in tokenizer.encode_batch(words) for i in ids], text
 
 
-def test_the_kind_is_told_by_content_and_line_ends_do_not_matter(path, tmp_path):
+def test_the_kind_depends_on_content_alone(path, tmp_path):
     model, pieces = tmp_path / "vocab.txt", tmp_path / "tokenizer.model"
     model.write_bytes(path.read_bytes())
     wordpiece.write(pieces)
@@ -242,7 +226,7 @@ def test_the_kind_is_told_by_content_and_line_ends_do_not_matter(path, tmp_path)
         (lambda lines: ["text"], r"no line is \[PAD\] or \[UNK\]"),
     ],
 )  # fmt: skip
-def test_a_wrong_vocab_txt_is_one_line_naming_it(tmp_path, change, said):
+def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, said):
     file = wordpiece.write(tmp_path / "vocab.txt")
     lines = change(file.read_text(encoding="utf-8").splitlines())
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -290,7 +274,7 @@ def vocabulary(path, pieces, **config):
 
 
 @pytest.mark.parametrize(("pieces", "text"), [(HINDI, "किताबों की"), (KOREAN, "한국어 책")])
-def test_a_vocabulary_is_cased_as_it_says_or_as_one_is_told(tmp_path, pieces, text):
+def test_casing_comes_from_config_or_caller(tmp_path, pieces, text):
     said = Tokenizer.load(vocabulary(tmp_path / "said", pieces, do_lower_case=False))
     told = Tokenizer.load(vocabulary(tmp_path / "told", pieces), lowercase=True, strip_accents=False)
     guess = Tokenizer.load(tmp_path / "told" / "vocab.txt")
@@ -307,7 +291,7 @@ def test_a_vocabulary_is_cased_as_it_says_or_as_one_is_told(tmp_path, pieces, te
     assert pickle.loads(pickle.dumps(again)).encode_batch([text]) == told.encode_batch([text])
 
 
-def test_a_configuration_that_is_none_is_named(tmp_path):
+def test_a_malformed_casing_config_is_named(tmp_path):
     path = vocabulary(tmp_path / "v", KOREAN, do_lower_case="no")
     with pytest.raises(ValueError, match=r"tokenizer_config.json: do_lower_case is 'no', must be true or false"):
         Tokenizer.load(path)
@@ -317,7 +301,7 @@ def test_a_configuration_that_is_none_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece"])
-def test_texts_are_encoded_as_a_dataset_has_them(path, tmp_path, kind):
+def test_texts_are_encoded_as_in_a_dataset(path, tmp_path, kind):
     """data_prep drops a zero-width space, which SentencePiece takes for one, and resolves entities."""
     tokenizer = Tokenizer.load(path if kind == "sentencepiece" else wordpiece.write(tmp_path / "vocab.txt"))
     text = "she\u200blls &#115;he sells, &amp; \u00adsea"
@@ -330,7 +314,7 @@ def test_texts_are_encoded_as_a_dataset_has_them(path, tmp_path, kind):
     assert solid == "shells&#115;hesells,&amp;sea" and not any(s != s.strip() for s in shown)
 
 
-def test_a_piece_is_a_word_to_masking_where_no_spaces_are(tmp_path):
+def test_a_token_is_a_unit_in_scripts_without_spaces(tmp_path):
     pieces = [*SPECIAL, "the", "##ing", "中", "文", "##กา", "##ำ", "が", "##か", "ー", "한", "##국"]
     tokenizer = Tokenizer.load(vocabulary(tmp_path / "v", pieces), lowercase=False)
     units = [pieces[i] for i in np.flatnonzero(tokenizer.unit_start)]

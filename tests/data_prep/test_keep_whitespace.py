@@ -12,7 +12,7 @@ from data_prep.text import clean
 from data_prep.tokens.encoder import WordEncoder, word_facts
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import hf_tokenizer
+from megabert.hf import tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = [
@@ -85,7 +85,7 @@ def test_rows_hold_the_documents_to_the_last_blank(built):
 
 def test_the_exported_tokenizer_gives_the_same_ids_and_text(built):
     tokenizer = Tokenizer.load(built / "out" / "tokenizer.model")
-    exported = hf_tokenizer.build(tokenizer)
+    exported = tokenizer_files.build(tokenizer)
     texts = [text for text in [*code(), *ODD] if text]
     encoded = exported.encode_batch(texts, add_special_tokens=False)
     assert [e.ids for e in encoded] == tokenizer.encode_texts(texts)

@@ -141,5 +141,5 @@ def test_our_kernels_add_nothing_atomically() -> None:
 
 
 def test_a_schedule_that_reads_the_clock_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"deterministic=true: schedule\.name=budget reads the clock"):
+    with pytest.raises(ValueError, match=r"deterministic=true: schedule\.name=budget depends on the clock"):
         tiny.config(deterministic=True, schedule__name="budget", schedule__budget_minutes=1.0)

@@ -39,7 +39,7 @@ def test_what_is_written_is_read(pool: str, causal: bool, tmp_path) -> None:
     assert (tmp_path / "out/README.md").read_text() == "card\n"
 
 
-def test_the_newer_spelling_of_a_pooling_is_read(tmp_path) -> None:
+def test_newer_spellings_of_a_pooling_are_read(tmp_path) -> None:
     write(tmp_path / "out", Pooling("mean", 24))
     config = tmp_path / "out" / sentence_folder.POOLING
     config.write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": "cls"}))
@@ -57,7 +57,7 @@ def test_the_newer_spelling_of_a_pooling_is_read(tmp_path) -> None:
         ("sentence_bert_config.json", {"max_seq_length": "8"}, "max_seq_length must be a number, is '8'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(file: str, tree: Any, said: str, tmp_path) -> None:
+def test_unsupported_poolings_are_named(file: str, tree: Any, said: str, tmp_path) -> None:
     write(tmp_path / "out", Pooling("mean", 24))
     (tmp_path / "out" / file).write_text(json.dumps(tree))
     with pytest.raises(ValueError) as raised:

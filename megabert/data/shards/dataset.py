@@ -1,4 +1,4 @@
-"""Random access to the rows of a dataset: each is compared with its checksum, and its parts with each other, before it is given."""
+"""Random access to the rows of a dataset: each is compared with its checksum, and checked for consistency, before it is returned."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from megabert.data.tokenizer import CONFIG
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
 ABSENT = " is not in the file, which is cut or missing"
-FETCHED_AT_ONCE = 8  # shards of a dataset at a URL
-OPEN_SHARDS = 256  # maps kept open at once: each holds a file descriptor
+# shards of a dataset at a URL that are fetched at once
+FETCHED_AT_ONCE = 8
+# maps kept open at once: each holds a file descriptor
+OPEN_SHARDS = 256
 
 
 class DamagedRow(ValueError):
@@ -44,7 +46,7 @@ class Rows:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a regular file; None where there is none. A file system that fails is asked again, then OSError is raised."""
+    """Bytes of a regular file; None where there is none. Retried where the file system fails; then raises OSError."""
     try:
         found = tried_again(path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -73,7 +75,7 @@ def unpack(packed: np.ndarray, m: Manifest) -> Rows:
 
 
 def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
-    """bool [n]: rows whose parts contradict each other although their checksum is right (written wrongly)."""
+    """bool [n]: rows whose parts contradict each other although their checksum is correct (written wrongly)."""
     n, seq_len = rows.ids.shape
     bad = (rows.bounds[:, :, 0].sum(1, dtype=np.int64) > seq_len) | (rows.bounds[:, :, 1] > rows.bounds[:, :, 0]).any(1)
     if rows.ids.max(initial=0) >= vocab_size:
@@ -87,9 +89,9 @@ class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
     Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
-    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` says which rows are affected. With a
+    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` returns which rows are affected. With a
     `manifest` that another process has checked, against the shards too, nothing is read or compared. `folder` may be a URL:
-    what is read then lies in `self.folder`, a cache, and a shard is fetched and checked when rows of it are first asked for.
+    files then lie in `self.folder`, a cache, and a shard is fetched and checked when rows of it are first read.
     """
 
     def __init__(
@@ -113,10 +115,11 @@ class Dataset:
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._open = OPEN_SHARDS
-        # shards at a URL that could not be had whole -> where what came lies
+        # shards at a URL that arrived damaged -> where the damaged file lies
         self._damaged: dict[str, Path] = {}
-        self._ahead: set[int] = set()  # blocks that were last asked to be read ahead
-        # section -> its map, None where nothing of it is in the file, and the views over that
+        # blocks of the last call of `read_ahead`
+        self._ahead: set[int] = set()
+        # section -> its map (None where the file has nothing of it) and the views over it
         self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +150,7 @@ class Dataset:
 
     def _file(self, shard: Shard) -> Path:
         """Where a shard lies; that of a dataset at a URL is fetched first. Raises OSError, and ValueError for one that arrives
-        damaged, of which a tolerant dataset takes what there is: its rows have checksums of their own."""
+        damaged, unless the dataset is tolerant: each row has a checksum."""
         path = self.folder / shard.name
         if not self._remote or shard.name in self._damaged:
             return self._damaged.get(shard.name, path)
@@ -176,7 +179,7 @@ class Dataset:
         """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
 
         Blocks that are not whole in the file, because it is cut or missing, are not in the views. A file that was cut
-        since it was mapped is mapped anew: a read beyond its end would end the process without a word.
+        since it was mapped is mapped again: a read beyond its end would kill the process (SIGBUS).
         """
         if section in self._maps:
             data, views = self._maps[section]
@@ -216,8 +219,8 @@ class Dataset:
         return rows
 
     def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
-        """Rows `row_ids` as `read` gives them, and for each that is not as written its index in `row_ids` and what is
-        wrong with it: shard, block, row and byte offset. Such rows are all zeros."""
+        """Rows `row_ids` as of `read`, and what is wrong with each damaged one, by its index in `row_ids`: shard, block, row and
+        byte offset. Damaged rows are all zeros."""
         m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
         n = len(wanted)
         section, block, row = self._places(wanted)
@@ -253,8 +256,8 @@ class Dataset:
         return rows, damage
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
-        """Open the shards of rows `row_ids` (int64 [n]) and have the system read the whole blocks that hold them, while this
-        process goes on. Raises ValueError and OSError as `examine` does."""
+        """Open the shards of rows `row_ids` (int64 [n]) and let the system read the blocks that hold them in the background.
+        Raises ValueError and OSError as `examine` does."""
         section, block, _ = self._places(row_ids)
         blocks = self.manifest.rows_per_shard // self._full.rows + 1  # of a section, at most
         wanted = set((section * blocks + block).tolist())
@@ -270,7 +273,7 @@ class Dataset:
             self._advise(number, fresh[sections == number] % blocks)
 
     def _advise(self, section: int, blocks: np.ndarray) -> None:
-        """Have the system read these blocks (int64 [b], sorted) of a section, as far as they are in the file."""
+        """Let the system read these blocks (int64 [b], sorted) of a section, as far as they are in the file."""
         blocks = blocks[blocks < len(self._views(section)["crc"])]
         data = self._maps[section][0]
         if data is None or not len(blocks):
@@ -288,7 +291,7 @@ class Dataset:
         m = self.manifest
         if len(row_ids) and not (row_ids.min() >= 0 and row_ids.max() < self.rows):
             raise ValueError(f"{self.folder}: row ids must lie in 0..{self.rows - 1}")
-        # The rows of full blocks; the rest are a section of their own.
+        # rows of full blocks; the last, short block is a section of its own
         whole = self.rows // m.block_rows * m.block_rows
         full = row_ids < whole
         section = np.where(full, row_ids // m.rows_per_shard, len(m.shards))

@@ -18,8 +18,10 @@ TAR_UNIT = 512
 TAR_END = b"\0" * (2 * TAR_UNIT)
 NPY_HEADER = 128
 HEADER = TAR_UNIT + NPY_HEADER
-KEY = 9  # digits of a block's number, which a member's name begins with
-CHECKSUM = 148  # where tar keeps the sum of a header's bytes, as six octal digits
+# digits of a block's number, which a member's name begins with
+KEY = 9
+# offset of the sum of a header's bytes in a tar header, six octal digits
+CHECKSUM = 148
 
 
 class BlockLayout:
@@ -72,7 +74,7 @@ class BlockLayout:
 
 
 def _tar_header(name: str, size: int) -> tuple[bytes, bytes, int]:
-    """Of member 0's ustar header: what lies before and after the checksum, and the checksum less the key's share."""
+    """Parts of member 0's ustar header: before and after the checksum, and the checksum less the key's share."""
     info = tarfile.TarInfo(f"{0:0{KEY}d}.{name}.npy")
     info.size, info.mode = size, 0o644
     header = info.tobuf(tarfile.USTAR_FORMAT)

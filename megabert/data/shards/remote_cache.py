@@ -15,11 +15,12 @@ from megabert.common import remote
 from megabert.common.files import appearing_file, lock, write_whole
 from megabert.common.logs import log
 
-TRIES = 2  # of a file that arrives damaged
+# tries of a file that arrives damaged
+TRIES = 2
 
 
 class _Damaged(Exception):
-    """What was fetched is not what was written; says its SHA-256."""
+    """The fetched file has another SHA-256, which is the message."""
 
 
 def folder_of(fingerprint: str) -> Path:
@@ -28,29 +29,29 @@ def folder_of(fingerprint: str) -> Path:
 
 
 def fetch(url: str, path: Path, sha256: str, size: int | None = None) -> None:
-    """Leave the file at `url` as `path`, where it may be already. Raises OSError, ValueError where it is damaged twice."""
+    """Fetch the file at `url` to `path`, unless it is there. Raises OSError, and ValueError where it arrives damaged twice."""
     if _is_there(path, size):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path) as alone:
         if _is_there(path, size):
             return
-        if alone:  # what is there is of a process that was killed
+        if alone:  # temporary files are of processes that were killed
             for left_over in path.parent.glob(f".{path.name}.*.tmp"):
                 left_over.unlink()
         for _ in range(TRIES):
             try:
                 return _fetch_once(url, path, sha256)
             except _Damaged as found:
-                log.warning(f"{url}: its SHA-256 is {found!s:.12}…, not {sha256[:12]}… as the manifest says")
-    raise ValueError(f"{url}: is damaged: it was fetched {TRIES} times, and is not what the manifest says")
+                log.warning(f"{url}: its SHA-256 is {found!s:.12}…, in the manifest {sha256[:12]}…")
+    raise ValueError(f"{url}: is damaged: it was fetched {TRIES} times and does not match the manifest")
 
 
 def fetch_unsealed(url: str, path: Path) -> None:
-    """Leave the file at `url` as `path`, whatever is in it, where it is there at all."""
+    """Fetch the file at `url` to `path` without a check, if there is one."""
     try:
         data = remote.read_whole(url)
-    except (FileNotFoundError, PermissionError):  # S3's second, for what is not there, where it may not be listed
+    except (FileNotFoundError, PermissionError):  # S3 forbids a missing name in a bucket that may not be listed
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
@@ -62,7 +63,7 @@ def _is_there(path: Path, size: int | None) -> bool:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """While this process alone fetches `path`; False where the file system cannot tell."""
+    """Block in which no other process fetches `path`; False where the file system has no locks."""
     name = path.with_name(f".{path.name}.lock")
     with open(name, "w") as file:
         yield lock(file.fileno(), name, "each process fetches for itself", wait=True)

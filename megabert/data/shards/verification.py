@@ -1,4 +1,4 @@
-"""Verification of a dataset: every byte is compared with what it must be, and what differs is named with its place.
+"""Verification of a dataset: every byte is compared with its expected value, and differences are named with their place.
 
 Nothing is parsed: headers and padding are known in advance, rows have checksums, files have hashes. Shards are
 checked apart from each other, so that a caller may hand them to as many processes as it likes.
@@ -21,7 +21,8 @@ from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, B
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 from megabert.data.tokenizer import CONFIG, Tokenizer
 
-SPAN_BYTES = 1 << 19  # read at once: stays in a core's cache until hash, checksums and comparisons are done
+# read at once: stays in a core's cache until hash, checksums and comparisons are done
+SPAN_BYTES = 1 << 19
 
 
 def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -45,7 +46,7 @@ def _is_tokenizer(path: Path, sha256: str) -> bool:
 def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     """Problems of manifest, tokenizer and file list (lines), and the shards that are still to be read; then held-out's.
 
-    A problem does not keep the rest from being checked, but for a manifest that cannot be used.
+    All is checked whatever problems there are, unless the manifest cannot be used.
     """
     folder = Path(folder)
     path = folder / MANIFEST

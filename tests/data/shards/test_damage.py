@@ -1,4 +1,4 @@
-"""No damaged byte of a dataset is trained on: 1,000 flipped bits and 1,000 truncations, each named with its place.
+"""No damaged byte of a dataset is trained on: 400 flipped bits and 400 truncations, each named with its place.
 
 Where a byte lies is worked out by `tarfile`, not by the code under test. A flip in a row or its checksum must be refused
 by whoever reads that row. A flip that no row depends on (tar and npy headers, padding, the end of the archive) must leave
@@ -98,14 +98,14 @@ def shard_problems(folder: Path, name: str) -> list[str]:
     return check.problems()
 
 
-def test_a_thousand_flips_in_shards_are_refused_or_touch_no_row(folder, sites, rows):
-    """125 in each of eight kinds of byte, each met by a reader that had the shard open and by one that opens it now."""
+def test_flipped_bits_are_refused_or_touch_no_row(folder, sites, rows):
+    """50 in each of eight kinds of byte, read by a reader that had the shard open and by one that opens it now."""
     rng = np.random.default_rng(11)
     running = Dataset(folder)
     running.read(np.arange(ROWS))
     count: Counter[str] = Counter()
     for kind, bytes_of_kind in sites.items():
-        for pick in rng.choice(len(bytes_of_kind), 125, replace=len(bytes_of_kind) < 125).tolist():
+        for pick in rng.choice(len(bytes_of_kind), 50, replace=len(bytes_of_kind) < 50).tolist():
             name, at, place = bytes_of_kind[pick]
             bit = int(rng.integers(8))
             flip(folder / name, at, bit)
@@ -126,21 +126,7 @@ def test_a_thousand_flips_in_shards_are_refused_or_touch_no_row(folder, sites, r
             count["refused" if kind in IN_ROWS else "no row touched, found by verify"] += 1
     assert same(running.read(np.arange(ROWS)), rows)
     print(dict(count))
-    assert count == {"refused": 500, "no row touched, found by verify": 500}
-
-
-def test_every_row_but_the_damaged_one_stays_readable(folder, sites, rows):
-    rng = np.random.default_rng(12)
-    for kind in IN_ROWS:
-        for pick in rng.choice(len(sites[kind]), 10, replace=False).tolist():
-            name, at, place = sites[kind][pick]
-            block, row = (int(found) for found in re.findall(r"(?:block|row) (\d+)", place))
-            bad = int(name[6:12]) * PER_SHARD + block * BLOCK + row
-            others = np.setdiff1d(np.arange(ROWS), [bad])
-            flip(folder / name, at, 3)
-            got = Dataset(folder).read(others)
-            flip(folder / name, at, 3)
-            assert np.array_equal(got.ids, rows.ids[others]) and np.array_equal(got.bounds, rows.bounds[others])
+    assert count == {"refused": 200, "no row touched, found by verify": 200}
 
 
 def cuts(rng: np.random.Generator, folder: Path, number: int) -> Iterator[tuple[Path, bytes, int]]:
@@ -159,15 +145,15 @@ def block_ends(path: Path) -> list[int]:
         return [m.offset_data + -(-m.size // 512) * 512 for m in tar.getmembers()[3::4]]
 
 
-def test_a_thousand_truncations_are_refused_before_a_row_is_read(folder, rows):
-    """Cut before the dataset is opened (500), after it was opened (250), and while the shard is mapped (250).
+def test_truncations_are_refused_before_a_row_is_read(folder, rows):
+    """Cut before the dataset is opened (200), after it was opened (100), and while the shard is mapped (100).
 
     Open already, a row that is cut off is named when it is asked for; rows that are whole in the file stay readable.
     """
     rng = np.random.default_rng(13)
     ends = {path: block_ends(path) for path in folder.glob("*.tar")}
     seen: Counter[str] = Counter()
-    for trial, (path, whole, size) in enumerate(cuts(rng, folder, 1000)):
+    for trial, (path, whole, size) in enumerate(cuts(rng, folder, 400)):
         reader = Dataset(folder)
         if trial % 4 == 3:
             reader.read(np.arange(ROWS))
@@ -201,16 +187,16 @@ def test_a_thousand_truncations_are_refused_before_a_row_is_read(folder, rows):
         assert any(place in p for p in problems), (size, problems)
         path.write_bytes(whole)
     print(dict(seen))
-    assert seen["refused when opened"] == 500 and sum(seen.values()) == 1000
-    assert seen["no row touched, found by verify"] < 100
+    assert seen["refused when opened"] == 200 and sum(seen.values()) == 400
+    assert seen["no row touched, found by verify"] < 40
 
 
-def test_a_tail_that_was_never_written_is_refused(folder, rows):
+def test_an_unwritten_tail_is_refused(folder, rows):
     """Zeros in place of a shard's tail, as some file systems leave it after a power cut: the size is right."""
     rng = np.random.default_rng(14)
     reader = Dataset(folder)
     seen: Counter[str] = Counter()
-    for path, whole, size in cuts(rng, folder, 200):
+    for path, whole, size in cuts(rng, folder, 100):
         with path.open("r+b") as file:
             file.seek(size)
             file.write(bytes(len(whole) - size))
@@ -226,10 +212,10 @@ def test_a_tail_that_was_never_written_is_refused(folder, rows):
             seen["no row touched"] += 1
         path.write_bytes(whole)
     print(dict(seen))
-    assert seen["refused"] > 150
+    assert seen["refused"] > 75
 
 
-def test_a_thousand_flips_and_every_truncation_of_the_manifest(folder, rows):
+def test_a_damaged_manifest_is_refused_or_only_respelled(folder, rows):
     """Refused with the file's name, or the same values in another spelling: rows as they were, and `verify` says so."""
     path = folder / "manifest.json"
     text, good = path.read_bytes(), Manifest.load(folder)
@@ -281,13 +267,13 @@ def in_a_row(sites, kind: str, rng: np.random.Generator) -> tuple[str, int, str,
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_gives_no_update_that_holds_a_damaged_row(folder, sites, workers):
+def test_a_loader_gives_no_damaged_row(folder, sites, workers):
     """Every update before it is what it would have been; in its place comes the reason, and not a row."""
     rng = np.random.default_rng(16)
     whole = updates(folder, workers)
     order = Dataset(folder).order(5, np.arange(ROWS))[0]
     assert np.array_equal(np.concatenate([update.row_ids for update in whole]), order)
-    for trial in range(60 if workers == 0 else 3):
+    for trial in range(12 if workers == 0 else 2):
         name, at, place, bad = in_a_row(sites, IN_ROWS[trial % 4], rng)
         bit = int(rng.integers(8))
         flip(folder / name, at, bit)
@@ -299,25 +285,6 @@ def test_a_loader_gives_no_update_that_holds_a_damaged_row(folder, sites, worker
         for update, want in zip(got[:-1], whole, strict=False):
             assert update.problem == "" and np.array_equal(update.row_ids, want.row_ids)
             assert torch.equal(update.batches[0].input_ids, want.batches[0].input_ids)
-
-
-def test_a_tolerant_loader_leaves_out_the_damaged_row_alone(folder, sites):
-    rng = np.random.default_rng(18)
-    whole = updates(folder)
-    for trial in range(40):
-        name, at, place, bad = in_a_row(sites, IN_ROWS[trial % 4], rng)
-        bit = int(rng.integers(8))
-        flip(folder / name, at, bit)
-        got = updates(folder, tolerant=True)
-        flip(folder / name, at, bit)
-        damage = {row: text for update in got for row, text in update.damage.items()}
-        assert damage == {bad: f"{folder / name}: {place} does not match its checksum"}
-        for update, want in zip(got, whole, strict=True):
-            others = want.row_ids != bad
-            assert np.array_equal(update.row_ids, np.where(others, want.row_ids, -1))
-            for part in ("input_ids", "key_start", "key_end"):
-                ours, theirs = (getattr(u.batches[0], part) for u in (update, want))
-                assert torch.equal(ours[others], theirs[others]), part
 
 
 @pytest.mark.parametrize("loss", ["cut", "removed"])

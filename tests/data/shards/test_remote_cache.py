@@ -1,9 +1,7 @@
 """Datasets at URLs: the rows of the local copy, fetched once, whatever arrives damaged or is asked for at the same time."""
 
 import errno
-import fcntl
 import functools
-import os
 import pickle
 import re
 import shutil
@@ -12,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from megabert.common import errors, logs, remote
+from megabert.common import errors, remote
 from megabert.data import mixture
-from megabert.data.loader import Loader
 from megabert.data.shards import ADDED, Dataset, Manifest
-from tests.helpers.rows import TOKENIZER, make_dataset, vocabulary
+from tests.helpers.rows import TOKENIZER, make_dataset
 from tests.helpers.web import serving
 
 ROWS = 200  # 4 shards
@@ -51,7 +48,7 @@ def same(a, b):
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("ids", "bounds", "isnext"))
 
 
-def test_rows_are_those_of_the_local_copy_and_shards_are_fetched_when_needed(web, local):
+def test_shards_are_fetched_when_needed(web, local):
     dataset = Dataset(f"{web.url}/data")
     assert dataset.manifest == local.manifest and shards_asked(web) == []
     first = np.arange(64)
@@ -63,18 +60,7 @@ def test_rows_are_those_of_the_local_copy_and_shards_are_fetched_when_needed(web
     assert shards_asked(web) == [f"shard-{i:06d}" for i in range(4)]
 
 
-def test_updates_are_those_of_the_local_copy(web, local):
-    def updates(dataset):
-        loader = Loader(dataset, vocabulary(), global_batch=16, micro_batch=8, seed=5, start_step=3)
-        return [batch for _ in range(4) for batch in next(loader).batches]
-
-    found, expected = updates(Dataset(f"{web.url}/data")), updates(local)
-    assert len(found) == len(expected) == 8
-    for a, b in zip(found, expected, strict=True):
-        assert all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-
-
-def test_what_arrives_damaged_is_fetched_again_once(web, local, monkeypatch):
+def test_a_damaged_fetch_is_retried_once(web, local, monkeypatch):
     name = "/data/shard-000001.tar"
     good = web.files[name]
     bad = good[:600] + bytes([good[600] ^ 1]) + good[601:]
@@ -104,15 +90,7 @@ def test_one_fetches_while_others_wait(web, local):
     assert shards_asked(web) == [f"shard-{i:06d}" for i in range(4)]
 
 
-def test_shards_are_fetched_ahead(web, local):
-    dataset = Dataset(f"{web.url}/data")
-    dataset.read_ahead(np.array([3, 70, 199]))
-    assert shards_asked(web) == ["shard-000000", "shard-000001", "shard-000003"]
-    assert same(dataset.read(np.array([199, 70, 3])), local.read(np.array([199, 70, 3])))
-    assert len(shards_asked(web)) == 3
-
-
-def test_what_a_killed_process_left_is_no_shard(web, local):
+def test_files_of_killed_processes_are_replaced(web, local):
     dataset = Dataset(f"{web.url}/data")
     dataset.folder.mkdir(parents=True)
     (dataset.folder / ".shard-000000.tar.77.tmp").write_bytes(b"half")
@@ -121,7 +99,7 @@ def test_what_a_killed_process_left_is_no_shard(web, local):
     assert sorted(p.name for p in dataset.folder.iterdir()) == [".shard-000000.tar.lock", "shard-000000.tar"]
 
 
-def test_of_a_shard_that_is_damaged_or_gone_a_tolerant_dataset_gives_what_there_is(web, local):
+def test_a_tolerant_dataset_keeps_whole_rows_of_damaged_shards(web, local):
     rows, url = np.arange(ROWS), f"{web.url}/data"
     for change, wrong in (
         (lambda data: data[:700] + b"\xff" + data[701:], [64]),
@@ -139,21 +117,7 @@ def test_of_a_shard_that_is_damaged_or_gone_a_tolerant_dataset_gives_what_there_
             Dataset(url).read(rows)
 
 
-def test_a_cache_without_locks_is_filled_all_the_same(web, local, monkeypatch, capsys):
-    def none(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    logs.setup()
-    dataset = Dataset(f"{web.url}/data")
-    dataset.folder.mkdir(parents=True)
-    others = dataset.folder / ".shard-000000.tar.77.tmp"
-    others.write_bytes(b"of another process")
-    assert same(dataset.read(np.arange(9)), local.read(np.arange(9))) and others.exists()
-    assert "this file system has no locks" in capsys.readouterr().err
-
-
-def test_added_text_that_may_not_be_looked_for_is_not_there(web, local, monkeypatch):
+def test_a_forbidden_addition_counts_as_missing(web, local, monkeypatch):
     status = remote.status
 
     def without_listing(url):  # as S3 answers where the bucket may not be listed
@@ -167,16 +131,7 @@ def test_added_text_that_may_not_be_looked_for_is_not_there(web, local, monkeypa
     assert isinstance(dataset, Dataset) and same(dataset.read(np.arange(9)), local.read(np.arange(9)))
 
 
-def test_frequencies_are_counted_from_few_shards(web, local, monkeypatch):
-    monkeypatch.setattr(mixture, "COUNTED_TOKENS", 8 * local.manifest.seq_len)
-    monkeypatch.setattr(mixture, "COUNTED_PLACES", 2)
-    counts = mixture.token_counts(Dataset(f"{web.url}/data"), np.ones(local.manifest.vocab_size, bool))
-    taken = np.array([0, 1, 2, 3, 100, 101, 102, 103])
-    assert counts.tolist() == np.bincount(local.read(taken).ids.ravel(), minlength=len(counts)).tolist()
-    assert shards_asked(web) == ["shard-000000", "shard-000001"]
-
-
-def test_another_dataset_at_the_same_url_is_not_taken_for_the_cached_one(web, local, tmp_path):
+def test_another_dataset_at_the_url_is_fetched(web, local, tmp_path):
     rows = np.arange(9)
     Dataset(f"{web.url}/data").read(rows)
     shutil.rmtree(local.folder)

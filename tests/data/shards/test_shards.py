@@ -18,7 +18,7 @@ import webdataset
 
 from megabert.common.files import compact, sealed
 from megabert.data import shards
-from megabert.data.shards import DamagedRow, Dataset, Manifest, Rows, verify, write_manifest, write_shard
+from megabert.data.shards import DamagedRow, Dataset, Manifest, verify, write_manifest, write_shard
 from megabert.data.shards.layout import BlockLayout, shard_bytes
 from tests.helpers.rows import make_dataset, make_rows, manifest
 
@@ -57,7 +57,7 @@ def test_stock_webdataset_reads_a_shard_as_it_is(folder, arrays):
         assert got.dtype == array.dtype and (got == array).all()
 
 
-def test_members_are_what_the_contract_says(folder, arrays):
+def test_members_follow_the_data_contract(folder, arrays):
     with tarfile.open(folder / "shard-000001.tar") as tar:
         members = tar.getmembers()
     assert [m.name for m in members[:4]] == [f"000000008.{n}.npy" for n in ("ids", "bounds", "isnext", "crc")]
@@ -97,15 +97,7 @@ def test_any_number_of_rows(tmp_path, rows):
     assert list(verify(tmp_path)) == []
 
 
-def test_more_shards_than_maps_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("megabert.data.shards.dataset.OPEN_SHARDS", 2)
-    dataset = Dataset(make_dataset(tmp_path, 100, shard_rows=8))
-    pick = np.random.default_rng(0).integers(0, 100, 300)
-    assert (dataset.read(pick).ids == make_rows(100, 32, 3)[0][pick]).all()
-    assert len(dataset._maps) == 2
-
-
-def test_bytes_depend_on_the_rows_alone(folder, tmp_path, arrays):
+def test_bytes_depend_only_on_the_rows(folder, tmp_path, arrays):
     again = make_dataset(tmp_path / "again", ROWS, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
     for path in folder.iterdir():
         assert path.read_bytes() == (again / path.name).read_bytes()
@@ -113,82 +105,6 @@ def test_bytes_depend_on_the_rows_alone(folder, tmp_path, arrays):
     data = (folder / entry.name).read_bytes()
     assert (entry.bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert Manifest.load(folder).fingerprint == Manifest.load(again).fingerprint
-
-
-def copy_with(folder: Path, target: Path, name: str, data: bytes) -> Path:
-    target.mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        if not (target / path.name).exists() or path.name.startswith("shard"):
-            (target / path.name).write_bytes(path.read_bytes() if path.name != name else data)
-    return target
-
-
-def test_every_truncation_is_caught(folder, tmp_path):
-    whole = (folder / "shard-000002.tar").read_bytes()
-    block = len(independent_block(whole))
-    cuts = sorted({0, 1, 511, 512, 640, block - 1, block, block + 1, len(whole) - 1024, len(whole) - 1})
-    for cut in [*cuts, *range(700, len(whole), 977)]:
-        bad = copy_with(folder, tmp_path / "bad", "shard-000002.tar", whole[:cut])
-        with pytest.raises(ValueError, match=rf"shard-000002.tar: has {cut} bytes, the manifest says {len(whole)}"):
-            Dataset(bad)
-        problems = list(verify(bad))
-        assert problems and all("shard-000002.tar" in p for p in problems), cut
-    bad = copy_with(folder, tmp_path / "bad", "shard-000002.tar", whole + b"\0")
-    assert list(verify(bad))
-    with pytest.raises(ValueError, match=r"shard-000002\.tar"):
-        Dataset(bad)
-
-
-def independent_block(shard: bytes) -> bytes:
-    """The bytes of the first block: four members, each a header and data rounded up to 512."""
-    with tarfile.open(fileobj=io.BytesIO(shard)) as tar:
-        members = tar.getmembers()
-    return shard[: members[4].offset]
-
-
-def test_every_flipped_bit_is_caught_by_verify_and_in_rows_by_read(folder, tmp_path):
-    """A bit in every 61st byte of a shard (headers, rows, checksums, padding, end) and in 120 bytes of its rows."""
-    name = "shard-000002.tar"
-    whole = (folder / name).read_bytes()
-    with tarfile.open(folder / name) as tar:
-        payload = {i for m in tar for i in range(m.offset_data + 128, m.offset_data + m.size)}
-    target = copy_with(folder, tmp_path / "bad", name, whole)
-    rng = np.random.default_rng(1)
-    in_rows = 0
-    inside = rng.choice(sorted(payload), 120, replace=False).tolist()
-    for at in [*range(0, len(whole), 61), *range(0, 640, 9), len(whole) - 1, *inside]:
-        data = bytearray(whole)
-        data[at] ^= 1 << int(rng.integers(8))
-        (target / name).write_bytes(data)
-        problems = list(verify(target))
-        assert any("SHA-256" in p for p in problems) and all(name in p for p in problems)
-        assert len(problems) == 2 and ("byte" in problems[0]), (at, problems)
-        if at in payload:
-            in_rows += 1
-            dataset = Dataset(target)
-            with pytest.raises(DamagedRow, match=rf"{name}: block \d+, row \d+ \(ids at byte \d+\)"):
-                dataset.read(np.arange(128, ROWS))
-            dataset.read(np.arange(128))  # other shards are untouched
-    assert in_rows >= 120
-
-
-def test_damage_is_placed_exactly(folder):
-    """A flipped bit in a known row is reported with that row's shard, block, row and byte offset."""
-    dataset = Dataset(folder)
-    name = "shard-000001.tar"
-    path = folder / name
-    data = bytearray(path.read_bytes())
-    with tarfile.open(path) as tar:
-        start = tar.getmember("000000011.ids.npy").offset_data + 128 + 5 * LENGTH * 2
-    data[start + 7] ^= 4
-    path.write_bytes(data)
-    where = f"{name}: block 3, row 5 (ids at byte {start})"
-    with pytest.raises(DamagedRow) as caught:
-        dataset.read(np.random.default_rng(0).permutation(ROWS))
-    assert where in str(caught.value) and "\n" not in str(caught.value)
-    assert any(where in problem for problem in verify(folder))
-    good = np.setdiff1d(np.arange(ROWS), [64 + 3 * BLOCK + 5])
-    assert len(dataset.read(good).ids) == ROWS - 1
 
 
 @pytest.mark.parametrize(
@@ -201,7 +117,7 @@ def test_damage_is_placed_exactly(folder):
     ],
     ids=["lengths beyond the row", "A longer than its sequence", "an id outside the vocabulary", "a label of 2"],
 )
-def test_rows_that_contradict_themselves_are_refused_though_their_checksum_is_right(tmp_path, spoil):
+def test_contradicting_rows_with_good_checksums_are_refused(tmp_path, spoil):
     arrays = make_rows(16, LENGTH, SLOTS)
     spoil(*arrays)
     make_dataset(tmp_path, 16, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
@@ -236,25 +152,17 @@ def test_the_held_out_dataset_is_verified_too(tmp_path):
 BAD_FIELDS = [
     (("schema",), 2, "schema"),
     (("seq_len",), "128", "seq_len"),
-    (("seq_len",), True, "seq_len"),
     (("max_sequences",), 0, "max_sequences"),
     (("rows",), ROWS + 1, "rows"),
     (("block_rows",), 0, "block_rows"),
     (("dtype",), "uint32", "dtype"),
-    (("dtype",), "O", "dtype"),
     (("tokenizer", "kind"), "bpe", "tokenizer.kind"),
     (("tokenizer", "file"), "/etc/passwd", "tokenizer.file"),
-    (("tokenizer", "file"), "../../x", "tokenizer.file"),
     (("tokenizer", "sha256"), "xyz", "tokenizer.sha256"),
-    (("tokenizer", "vocab_size"), 0, "tokenizer.vocab_size"),
     (("tokenizer", "special_ids"), {"pad": 0}, "tokenizer.special_ids"),
     (("tokenizer", "special_ids", "mask"), 2, "tokenizer.special_ids"),
-    (("statistics",), [], "statistics"),
-    (("options",), None, "options"),
-    (("shards",), {}, "shards"),
     (("shards", 1), None, "shards[1]"),
     (("shards", 1, "name"), "pipe:rm", "shards[1].name"),
-    (("shards", 1, "name"), "../shard-000001.tar", "shards[1].name"),
     (("shards", 1, "rows"), 56, "shards[1].rows"),
     (("shards", 1, "bytes"), 1024, "shards[1].bytes"),
     (("shards", 2, "sha256"), 7, "shards[2].sha256"),
@@ -281,16 +189,6 @@ def test_a_wrong_manifest_field_is_named_with_its_file(folder, where, value, fie
         write_manifest(folder, tree)
 
 
-@pytest.mark.parametrize("field", ["schema", "rows", "shards", "held_out", "tokenizer", "order", "fingerprint"])
-def test_a_missing_manifest_field_is_named(folder, field):
-    path = folder / "manifest.json"
-    tree = json.loads(path.read_text())
-    del tree[field]
-    path.write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match=rf"manifest\.json: {field} is missing"):
-        Manifest.load(folder)
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"])
 def test_a_manifest_that_is_no_object_is_one_line(folder, text):
     (folder / "manifest.json").write_bytes(text)
@@ -307,6 +205,10 @@ def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
         path.write_text(json.dumps(tree | change))
         with pytest.raises(ValueError, match=r"manifest\.json: fingerprint is not that of the other fields"):
             Manifest.load(folder)
+    for field in ("fingerprint", "order"):
+        path.write_text(json.dumps({name: value for name, value in tree.items() if name != field}))
+        with pytest.raises(ValueError, match=rf"manifest\.json: {field} is missing"):
+            Manifest.load(folder)
     write_manifest(folder, tree | {"options": {"seed": 2}})
     assert Manifest.load(folder).fingerprint != fingerprint and list(verify(folder)) == []
     path.write_text(json.dumps(tree, sort_keys=True, indent=2) + "\n")
@@ -314,7 +216,7 @@ def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
 
 
 @pytest.mark.parametrize("block", [0, 7, 12_345, 999_999_999])
-def test_headers_are_tarfiles_own(block):
+def test_headers_equal_those_of_tarfile(block):
     layout = BlockLayout(5, LENGTH, SLOTS, "uint16")
     for name, (npy, _, row_bytes) in layout.members.items():
         info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
@@ -349,12 +251,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, arrays, monkeypatch):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_public_names():
-    assert {"write_shard", "write_manifest", "Manifest", "Dataset", "Rows", "verify"} <= set(shards.__all__)
-    assert Rows.__dataclass_fields__.keys() == {"ids", "bounds", "isnext"}
-
-
-def test_a_manifest_of_fifteen_thousand_shards_is_read_in_a_fifth_of_a_second(tmp_path):
+def test_a_manifest_of_15000_shards_loads_fast(tmp_path):
     """A thousand million rows. What a build says of all its shards is checked once each, not worked out for each."""
     count, rows = 15_259, 65_536
     size = shard_bytes(rows, 256, 512, 8, "uint16")

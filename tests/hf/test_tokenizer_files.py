@@ -13,7 +13,7 @@ from sentencepiece import sentencepiece_model_pb2
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import train
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import hf_tokenizer
+from megabert.hf import tokenizer_files
 from tests.helpers import runs, wordpiece
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     folder.mkdir()
-    for name, data in hf_tokenizer.files(tokenizer, 64).items():
+    for name, data in tokenizer_files.files(tokenizer, 64).items():
         (folder / name).write_bytes(data)
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
     return AutoTokenizer.from_pretrained(folder)
@@ -91,15 +91,8 @@ def test_line_ends_of_a_vocab_txt_do_not_matter(tmp_path: Path) -> None:
     assert b"\r" not in (tmp_path / "hf" / "vocab.txt").read_bytes()
 
 
-def test_what_was_loaded_is_written_though_the_file_has_changed(tmp_path: Path) -> None:
-    tokenizer = runs.tokenizer(tmp_path, "cased")
-    loaded = tokenizer.path.read_bytes()
-    tokenizer.path.write_bytes(loaded + b"more\n")
-    assert hf_tokenizer.files(tokenizer, 64)["vocab.txt"] == loaded
-
-
 @pytest.mark.parametrize("kind", runs.KINDS)
-def test_special_pieces_stand_where_bert_has_them(kind: str, tmp_path: Path) -> None:
+def test_special_tokens_stand_where_bert_has_them(kind: str, tmp_path: Path) -> None:
     tokenizer = runs.tokenizer(tmp_path / "run", kind)
     peer = auto_tokenizer(tokenizer, tmp_path / "hf")
     ours = {name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -142,20 +135,20 @@ def test_a_mask_takes_the_place_of_a_word(kind: str, tmp_path: Path) -> None:
         ({"user_defined_symbols": "\ufb01"}, "user-defined symbol '\ufb01' is changed by its own normalization"),
     ],
 )  # fmt: skip
-def test_what_the_format_cannot_say_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_the_format_cannot_express_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     tokenizer = load_sentencepiece(tmp_path, **changes)
     with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
-        hf_tokenizer.build(tokenizer)
+        tokenizer_files.build(tokenizer)
     assert said in str(caught.value) and str(tokenizer.path) in str(caught.value)
 
 
-def test_pieces_marked_unused_are_refused(tmp_path: Path) -> None:
+def test_unused_tokens_are_refused(tmp_path: Path) -> None:
     messages: Any = sentencepiece_model_pb2
     proto = messages.ModelProto.FromString(runs.sentencepiece_model())
-    proto.pieces[50].type = hf_tokenizer.UNUSED
+    proto.pieces[50].type = tokenizer_files.UNUSED
     (tmp_path / "m").write_bytes(proto.SerializeToString())
-    with pytest.raises(ValueError, match="pieces marked unused"):
-        hf_tokenizer.build(Tokenizer.load(tmp_path / "m"))
+    with pytest.raises(ValueError, match="tokens marked unused"):
+        tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
 
 
 def wikipedia(megabytes: int) -> list[str]:

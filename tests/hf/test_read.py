@@ -15,7 +15,7 @@ import transformers
 
 from megabert import hf as pretrained
 from megabert.commands import export, fill
-from megabert.hf import hf_read
+from megabert.hf import read
 from tests.commands.test_convert import Malicious, make, one_line
 from tests.helpers import runs
 
@@ -27,7 +27,7 @@ def files_of(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "BertForPreTraining", "MegatronBertForPreTraining"])
 @torch.no_grad()
-def test_hidden_states_of_a_folder_are_transformers_own(kind: str, binary: bool, tmp_path: Path) -> None:
+def test_hidden_states_are_transformers_own(kind: str, binary: bool, tmp_path: Path) -> None:
     peer = make(tmp_path / "hf", kind, binary)
     before = files_of(tmp_path)
     found = pretrained.load(tmp_path / "hf")
@@ -88,28 +88,28 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path)
     path = tmp_path / "hf" / file
     config = json.loads(path.read_text()) if path.is_file() else {"do_lower_case": False}
     path.write_text(json.dumps(config | {"tokenizer_class": "BertTokenizerFast"}))
-    assert hf_read.read(tmp_path / "hf").tokenizer.kind == "wordpiece"
+    assert read.read(tmp_path / "hf").tokenizer.kind == "wordpiece"
     for field, value in {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab"}.items():
         path.write_text(json.dumps(config | {field: value}))
         with pytest.raises(ValueError, match=f"{file}: {field} is '{value}'"):
-            hf_read.read(tmp_path / "hf")
+            read.read(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
     "part, stage",
     [("normalizer", {"type": "Lowercase"}), ("normalizer", None), ("pre_tokenizer", {"type": "Whitespace"})],
 )
-def test_a_tokenizer_json_that_cuts_otherwise_is_refused(part: str, stage: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_json_that_splits_otherwise_is_refused(part: str, stage: Any, tmp_path: Path) -> None:
     pieces = {piece: i for i, piece in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
     model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": pieces}
     tree = {"model": model | {"max_input_chars_per_word": 100}, "normalizer": {"type": "BertNormalizer"}}
     tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    assert hf_read.read_tokenizer(tmp_path).vocab_size == 6
+    assert read.read_tokenizer(tmp_path).vocab_size == 6
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {part: stage}))
     kind = stage["type"] if stage else None
-    with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only Bert"):
-        hf_read.read_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only 'Bert"):
+        read.read_tokenizer(tmp_path)
 
 
 def test_masks_are_filled_as_the_pipeline_fills_them(tmp_path: Path, capsys) -> None:
@@ -121,7 +121,7 @@ def test_masks_are_filled_as_the_pipeline_fills_them(tmp_path: Path, capsys) -> 
     assert capsys.readouterr().out == want and "follows the first" in want
 
 
-def test_heads_that_a_folder_has_not_are_not_used(tmp_path: Path, capsys) -> None:
+def test_missing_heads_are_not_used(tmp_path: Path, capsys) -> None:
     make(tmp_path / "encoder", "BertModel")
     assert fill.main(["--model", str(tmp_path / "encoder"), "the [MASK]"]) == 2
     assert "has no masked-LM head" in one_line(capsys)
@@ -155,7 +155,7 @@ def test_code_in_a_pickle_is_not_run(zipped: bool, tmp_path: Path) -> None:
         (lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"), "says vocab_size="),
     ],
 )
-def test_a_folder_that_is_no_model_says_why_in_one_line(change: Any, said: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_one_line(change: Any, said: str, tmp_path: Path) -> None:
     make(tmp_path / "hf")
     change(tmp_path / "hf")
     with pytest.raises(ValueError) as caught:

@@ -1,12 +1,73 @@
-"""`section.key=value` overrides, read as the type their field has, and the refusal of unknown keys by the nearest known one."""
+"""Sources of a configuration: preset or TOML file, `section.key=value` overrides and a command's options, merged in this order.
+
+Unknown keys fail with the nearest match.
+"""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import tomllib
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from megabert.common.arguments import PRESETS
+from megabert.config.schema import Config, check
+
+
+def load(source: str = "", overrides: list[str] | None = None) -> Config:
+    """Config from a preset name or TOML path, then `section.key=value` strings.
+
+    Raises ValueError naming the file or key and what to do.
+    """
+    tree: dict[str, Any] = {}
+    if source:
+        _, tree = read_toml(source, PRESETS, "--config", "preset")
+    for override in overrides or []:
+        set_override(Config, tree, override)
+    return from_dict(tree)
+
+
+def from_arguments(args: argparse.Namespace) -> Config:
+    """The config of the options of `common.arguments.add_config_options`. Raises ValueError naming the option, key or value that
+    is wrong."""
+    data = [f"data.path={args.data}"] if args.data else []
+    return load(args.config, data + args.overrides)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Validated config from nested dicts."""
+    refuse_unknown(Config, tree)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})") from error
+    check(config)
+    return config
+
+
+def toml_names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
+    """The file of an option's value and what is in it; `kind` is what the files of `folder` are, in the singular.
+
+    Raises ValueError naming the option or the file.
+    """
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = f"{folder.name}: {', '.join(toml_names(folder))}"
+        raise ValueError(f"{option} {name}: no such {kind} or file; {known}")
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 (byte {error.start}); TOML is, so save it as that") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def set_override(model: type[BaseModel], tree: dict[str, Any], override: str) -> None:

@@ -1,10 +1,10 @@
-"""Writer of Hugging Face's tokenizer files, which give the ids of ours for every text.
+"""Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text.
 
-`tokenizer.json` is built from what the tokenizer file itself says: a SentencePiece model's character map, pieces, scores
-and flags, or the lines of a vocab.txt. What the format cannot say is refused by name. Three differences stay, all of
-them the `tokenizers` library's:
+`tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, or
+the lines of a vocab.txt. What the format cannot express is refused by name. Three differences remain, all of them the
+`tokenizers` library's:
 
-    a special piece that a text spells out ("[MASK]") becomes the special id, which is what filling it in needs
+    a special token that a text spells out ("[MASK]") becomes the special id, which filling it in needs
     it sums a unigram model's scores in fp64 and word by word, SentencePiece in fp32 over the whole text: where two
         segmentations score the same up to rounding, either may win (never in a model that data_prep trained: its
         scores have exact sums)
@@ -21,12 +21,15 @@ from typing import Any
 
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, SPECIAL_TOKENS, WORD_START, Casing, Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's kinds of pieces
-KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # SentencePiece's kinds of models
-RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")  # normalization rules that are known to come out the same
-SEPARATOR = "\x01"  # every rule but identity deletes it
-DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"  # what those rules delete
-EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"  # characters that join the cluster before them
+# SentencePiece's numbers of the types of tokens and of models
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+# normalization rules that give the same text in both libraries
+RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")
+# a character that every rule but identity deletes
+SEPARATOR = "\x01"
+DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"
+EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"
 NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_TOKENS}
 
 
@@ -41,11 +44,11 @@ def build(tokenizer: Tokenizer) -> Any:
 
     sentencepiece = tokenizer.kind == "sentencepiece"
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
-    controls = [piece for piece in _controls(tokenizer) if piece not in SPECIAL_TOKENS] if sentencepiece else []
-    for piece in [*SPECIAL_TOKENS, *controls]:
+    controls = [token for token in _controls(tokenizer) if token not in SPECIAL_TOKENS] if sentencepiece else []
+    for token in [*SPECIAL_TOKENS, *controls]:
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
-        strip = sentencepiece and piece == "[MASK]"
-        built.add_special_tokens([tokenizers.AddedToken(piece, lstrip=strip, normalized=False, special=True)])
+        strip = sentencepiece and token == "[MASK]"
+        built.add_special_tokens([tokenizers.AddedToken(token, lstrip=strip, normalized=False, special=True)])
     built.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -58,12 +61,12 @@ def build(tokenizer: Tokenizer) -> Any:
 def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[str, bytes]:
     """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
 
-    `max_length` is the model's number of positions, `segments` whether it reads any. Raises as `build` does.
+    `max_length` is the model's number of positions, `segments` whether it uses segment ids. Raises as `build` does.
     """
     sentencepiece = tokenizer.kind == "sentencepiece"
     original = tokenizer.data
     if not sentencepiece:
-        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a piece
+        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a token
     config: dict[str, Any] = NAMES | {
         "tokenizer_class": "PreTrainedTokenizerFast" if sentencepiece else "BertTokenizer",
         "model_max_length": max_length,
@@ -126,7 +129,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
         rules += [normalizers.Prepend(" ")] if spec.add_dummy_prefix else []
         scheme = "never"
     built.normalizer = normalizers.Sequence(rules)
-    # A piece with the mark after its start spans words.
+    # a token with the mark after its start spans words
     split = not any(WORD_START in piece.piece[1:] for piece in proto.pieces if piece.type == NORMAL)
     built.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split)
     if proto.trainer_spec.byte_fallback:
@@ -160,7 +163,7 @@ def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
     elif proto.trainer_spec.treat_whitespace_as_suffix:
         problem = "treat_whitespace_as_suffix=true"
     elif UNUSED in kinds:
-        problem = "pieces marked unused (a BPE model has them for added words of more than two pieces)"
+        problem = "tokens marked unused"
     elif kind == "bpe" and not all(
         _stands_alone(piece.piece, proto) for piece in proto.pieces if piece.type == USER_DEFINED
     ):
@@ -170,16 +173,16 @@ def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
 
 
 def _stands_alone(symbol: str, proto: Any) -> bool:
-    """Whether a user-defined symbol of a BPE model is one character that no other piece has: it is never merged anyway."""
+    """Whether a user-defined symbol of a BPE model is one character that no other token has, so that it is never merged."""
     return len(symbol) == 1 and sum(symbol in piece.piece for piece in proto.pieces) == 1
 
 
 def _character_rules(proto: Any) -> list[Any]:
     """The model's character map, made exact on what the library does differently.
 
-    The library looks a cluster of up to five bytes up as a whole and replaces all of it by what its first characters
-    become, so that marks after them are lost. Separated characters are clusters of their own; in a second pass what
-    belongs together is composed. A deleted character that begins a text stays, so they are deleted once more.
+    The library looks up a cluster of up to five bytes as a whole and replaces all of it by the mapping of its first characters,
+    so that marks after them are lost. Separated characters are separate clusters; a second pass composes what belongs together.
+    A deleted character at the beginning of a text stays, so these are deleted once more.
     """
     from tokenizers import Regex, normalizers
 
@@ -211,7 +214,7 @@ def _unigram(proto: Any) -> Any:
 
 
 def _bpe(proto: Any) -> Any:
-    """SentencePiece merges the neighbours that make the best piece: every way to make a piece is a merge of its rank."""
+    """SentencePiece merges the neighbours that make the best token: every way to make a token is a merge of its rank."""
     from tokenizers import models
 
     ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}

@@ -1,9 +1,11 @@
 """Names of Hugging Face: its state dicts and configs as ours, and ours as its.
 
 Mapping there and back is bit-equal. A post-LN model is Hugging Face's BERT. A pre-LN model is its MegatronBERT: the same
-parameters with the norms in front of the branches and none on the embeddings (RoBERTa-PreLayerNorm normalises the
-embeddings too, so it is another function). A modern model is its ModernBERT (`hf_modern`). Ours stacks queries, keys and values, pads the vocabulary to a multiple of
-128 with zeros, and names a norm after the branch that ends in it.
+parameters with the norms before the blocks and none on the embeddings (RoBERTa-PreLayerNorm normalises the embeddings too,
+so it is another function). A modern model is its ModernBERT with biases and global attention in every layer; ModernBERT as
+published (Warner et al. 2024) has no biases and two layers in three with local attention, and is refused by the field that
+shows it. Ours stacks queries, keys and values, pads the vocabulary to a multiple of 128 with zeros, and names a norm after
+the block that ends in it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import ModelConfig
-from megabert.hf import hf_modern
+from megabert.ops.rotary import THETA
 
-TYPES = {"post": "bert", "pre": "megatron-bert"}  # of kind bert
+# model types and class prefixes of kind `bert`, by place of the norm; of kind `modern`
+TYPES = {"post": "bert", "pre": "megatron-bert"}
 CLASSES = {"post": "Bert", "pre": "MegatronBert"}
-CAUSAL = {"post": "BertLMHeadModel", "pre": "MegatronBertForCausalLM"}  # left to right; weights as ForMaskedLM's
+MODERN_TYPE, MODERN_CLASS = "modernbert", "ModernBert"
+# classes of causal models, whose weights are those of ForMaskedLM
+CAUSAL = {"post": "BertLMHeadModel", "pre": "MegatronBertForCausalLM"}
+
 _EMBEDDINGS = {
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.position": "bert.embeddings.position_embeddings.weight",
@@ -41,23 +47,36 @@ _NSP = {
     "nsp.bias": "cls.seq_relationship.bias",
 }
 _LAYER = {
-    "attention_output.weight": "attention.output.dense.weight",
-    "attention_output.bias": "attention.output.dense.bias",
-    "feed_forward.weight": "intermediate.dense.weight",
-    "feed_forward.bias": "intermediate.dense.bias",
-    "feed_forward_output.weight": "output.dense.weight",
-    "feed_forward_output.bias": "output.dense.bias",
+    "attention_output": "attention.output.dense",
+    "feed_forward": "intermediate.dense",
+    "feed_forward_output": "output.dense",
 }
-_OPTIONAL = {  # copies and buffers that some Hugging Face versions save beside the weights
+_MODERN_EMBEDDINGS = {"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"}
+MODERN_HEAD = {
+    "embeddings.word.bias": "decoder.bias",
+    "mlm.weight": "head.dense.weight",
+    "mlm.bias": "head.dense.bias",
+    "mlm.norm_weight": "head.norm.weight",
+    "mlm.norm_bias": "head.norm.bias",
+}
+_MODERN_LAYER = {
+    "qkv": "attn.Wqkv",
+    "attention_output": "attn.Wo",
+    "feed_forward": "mlp.Wi",
+    "feed_forward_output": "mlp.Wo",
+}
+# decoder weights, which are the word embedding where they are tied
+DECODER, MODERN_DECODER = "cls.predictions.decoder.weight", "decoder.weight"
+DECODERS = (DECODER, MODERN_DECODER)
+# copies and buffers that some versions save beside the weights
+_OPTIONAL = {
     "bert.embeddings.position_ids",
     "bert.embeddings.token_type_ids",
     "cls.predictions.decoder.weight",
     "cls.predictions.decoder.bias",
 }
 _PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
-_DECODER = {"embeddings.word.decoder": "cls.predictions.decoder.weight"}  # where it is not tied
-DECODERS = (*_DECODER.values(), hf_modern.DECODER)  # of either kind
-# Fields of a Hugging Face config that must have a value for the model to be ours, and what they are without one.
+# fields of a config.json that must have a value for the model to be ours, and their value where they are missing
 _FIXED: dict[str, tuple[Any, Any]] = {
     "hidden_act": ("gelu", "gelu"),
     "position_embedding_type": ("absolute", "absolute"),
@@ -65,49 +84,64 @@ _FIXED: dict[str, tuple[Any, Any]] = {
     "add_cross_attention": (False, False),
     "pad_token_id": (0, 0),
 }
+_MODERN_FIXED: dict[str, tuple[Any, Any]] = {
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "norm_bias": (True, False),
+    "classifier_bias": (True, False),
+    "decoder_bias": (True, True),
+    "classifier_activation": ("gelu", "gelu"),
+    "hidden_activation": ("gelu", "gelu"),
+    "pad_token_id": (0, 50283),
+}
+
+
+def class_of(cfg: ModelConfig) -> str:
+    """The prefix of the names of a model's classes."""
+    return MODERN_CLASS if cfg.modern else CLASSES[cfg.norm]
+
+
+def prefix_of(cfg: ModelConfig) -> str:
+    """The prefix of the encoder's tensors in a class that has heads."""
+    return "model." if cfg.modern else "bert."
+
+
+def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
+    """Our name -> theirs, of the encoder's tensors that are not stacked."""
+    names = dict(_MODERN_EMBEDDINGS if cfg.modern else _EMBEDDINGS)
+    layer, prefix = (_MODERN_LAYER, "model.layers") if cfg.modern else (_LAYER, "bert.encoder.layer")
+    linears = {f"layers.{i}.{ours}": f"{prefix}.{i}.{layer[ours]}" for i in range(cfg.layers) for ours in layer}
+    kinds = ("weight", "bias")
+    names |= {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in linears.items() for kind in kinds}
+    return names | {f"{ours}_{kind}": f"{theirs}.{kind}" for ours, theirs in _norms(cfg).items() for kind in kinds}
 
 
 def _norms(cfg: ModelConfig) -> dict[str, str]:
     """Our norms without `_weight` and `_bias`, and theirs without `.weight` and `.bias`."""
-    if cfg.norm == "post":
-        names = {"embeddings.norm": "bert.embeddings.LayerNorm"}
-        for i in range(cfg.layers):
-            names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.attention.output.LayerNorm"
-            names[f"layers.{i}.feed_forward_output.norm"] = f"bert.encoder.layer.{i}.output.LayerNorm"
-        return names
-    before = [f"bert.encoder.layer.{i}.attention.ln" for i in range(cfg.layers)] + ["bert.encoder.ln"]
-    names = {"embeddings.norm": before[0]}
-    for i in range(cfg.layers):
-        names[f"layers.{i}.attention_output.norm"] = f"bert.encoder.layer.{i}.ln"
-        names[f"layers.{i}.feed_forward_output.norm"] = before[i + 1]
+    layers = range(cfg.layers)
+    if cfg.modern:
+        first = "model.embeddings.norm"
+        middle = [f"model.layers.{i}.mlp_norm" for i in layers]
+        last = [f"model.layers.{i}.attn_norm" for i in layers[1:]] + ["model.final_norm"]
+    elif cfg.norm == "post":
+        first = "bert.embeddings.LayerNorm"
+        middle = [f"bert.encoder.layer.{i}.attention.output.LayerNorm" for i in layers]
+        last = [f"bert.encoder.layer.{i}.output.LayerNorm" for i in layers]
+    else:
+        first, *last = [f"bert.encoder.layer.{i}.attention.ln" for i in layers] + ["bert.encoder.ln"]
+        middle = [f"bert.encoder.layer.{i}.ln" for i in layers]
+    names = {"embeddings.norm": first}
+    for i in layers:
+        names[f"layers.{i}.attention_output.norm"] = middle[i]
+        names[f"layers.{i}.feed_forward_output.norm"] = last[i]
     return names
-
-
-def class_of(cfg: ModelConfig) -> str:
-    """What the names of a model's classes begin with."""
-    return hf_modern.CLASS if cfg.modern else CLASSES[cfg.norm]
-
-
-def prefix_of(cfg: ModelConfig) -> str:
-    """What the names of the encoder's tensors begin with in a class that has heads."""
-    return "model." if cfg.modern else "bert."
 
 
 def _names(cfg: ModelConfig) -> dict[str, str]:
-    if cfg.modern:
-        return hf_modern.names(cfg)
-    return _encoder_names(cfg) | _MLM | (_NSP if cfg.nsp else {}) | ({} if cfg.tied else _DECODER)
-
-
-def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
-    if cfg.modern:
-        return hf_modern.encoder_names(cfg)
-    names = dict(_EMBEDDINGS)
-    for i in range(cfg.layers):
-        names |= {f"layers.{i}.{ours}": f"bert.encoder.layer.{i}.{theirs}" for ours, theirs in _LAYER.items()}
-    for ours, theirs in _norms(cfg).items():
-        names |= {f"{ours}_{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
-    return names
+    """Our name -> theirs, of every tensor that is not stacked."""
+    decoder = {} if cfg.tied else {"embeddings.word.decoder": MODERN_DECODER if cfg.modern else DECODER}
+    heads = MODERN_HEAD if cfg.modern else _MLM | (_NSP if cfg.nsp else {})
+    return _encoder_names(cfg) | heads | decoder
 
 
 def _stacked(cfg: ModelConfig) -> dict[str, list[str]]:
@@ -132,10 +166,10 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, T
     result = _renamed(state, cfg, _names(cfg))
     if cfg.modern:
         if cfg.tied:
-            result[hf_modern.DECODER] = result["model.embeddings.tok_embeddings.weight"]
+            result[MODERN_DECODER] = result["model.embeddings.tok_embeddings.weight"]
         return result
     if cfg.tied:
-        result["cls.predictions.decoder.weight"] = result["bert.embeddings.word_embeddings.weight"]
+        result[DECODER] = result["bert.embeddings.word_embeddings.weight"]
     bias = result["cls.predictions.bias"]
     result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
     return result
@@ -156,8 +190,8 @@ def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, 
         tensor = _take(left, ours)
         result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
     for ours, parts in _stacked(cfg).items():
-        for part, piece in zip(parts, _take(left, ours).chunk(len(parts)), strict=True):
-            result[part] = piece.clone()
+        for part, chunk in zip(parts, _take(left, ours).chunk(len(parts)), strict=True):
+            result[part] = chunk.clone()
     _refuse_left(left)
     return result
 
@@ -165,9 +199,9 @@ def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, 
 def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     """Hugging Face's (Megatron)BertForPreTraining's or ForMaskedLM's state dict as ours; for the latter cfg.nsp is False.
 
-    Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg says.
+    Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg has.
     """
-    optional = {hf_modern.DECODER} if cfg.modern else _OPTIONAL
+    optional = {MODERN_DECODER} if cfg.modern else _OPTIONAL
     left = {k: v for k, v in state.items() if k not in optional or (k in DECODERS and not cfg.tied)}
     if not cfg.nsp:
         left = {k: v for k, v in left.items() if k not in _NSP.values()}
@@ -194,21 +228,21 @@ def expected(cfg: ModelConfig) -> dict[str, str]:
     return names
 
 
+def _take(state: dict[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise ValueError(f"weights: no tensor named {name}; check that the configuration fits the weights")
+    return state.pop(name)
+
+
+def _refuse_left(state: Mapping[str, Tensor]) -> None:
+    if state:
+        raise ValueError(f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights")
+
+
 def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
-    """The `config.json` of a model; `causal`: one that was trained left to right, which has no NSP head."""
+    """The `config.json` of a model; `causal`: of a causal one, which has no NSP head."""
     assert not (causal and cfg.nsp)
-    if cfg.modern:
-        if causal:
-            raise ValueError(
-                "a left-to-right model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it"
-            )
-        return hf_modern.config(cfg)
-    name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
-    return {field: value for field, (value, _) in _FIXED.items()} | {
-        "tie_word_embeddings": cfg.tied,
-        "architectures": [CAUSAL[cfg.norm] if causal else name],
-        "is_decoder": causal,
-        "model_type": TYPES[cfg.norm],
+    tree: dict[str, Any] = {
         "dtype": "float32",
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden,
@@ -216,10 +250,42 @@ def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, A
         "num_attention_heads": cfg.heads,
         "intermediate_size": cfg.ffn,
         "max_position_embeddings": cfg.max_positions,
+        "initializer_range": cfg.init_std,
+        "tie_word_embeddings": cfg.tied,
+    }
+    if cfg.modern:
+        if causal:
+            raise ValueError("a causal model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it")
+        return tree | _modern_fields(cfg)
+    name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
+    return {field: value for field, (value, _) in _FIXED.items()} | tree | {
+        "architectures": [CAUSAL[cfg.norm] if causal else name],
+        "is_decoder": causal,
+        "model_type": TYPES[cfg.norm],
         "hidden_dropout_prob": cfg.dropout,
         "attention_probs_dropout_prob": cfg.attention_dropout,
-        "initializer_range": cfg.init_std,
         "layer_norm_eps": cfg.layer_norm_eps,
+    }  # fmt: skip
+
+
+def _modern_fields(cfg: ModelConfig) -> dict[str, Any]:
+    """A sequence of theirs begins and ends as ours: of the special ids the model reads only the padding's."""
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    return {field: value for field, (value, _) in _MODERN_FIXED.items()} | {
+        "architectures": [f"{MODERN_CLASS}ForMaskedLM"],
+        "model_type": MODERN_TYPE,
+        "embedding_dropout": cfg.dropout,
+        "attention_dropout": cfg.attention_dropout,
+        "mlp_dropout": 0.0,
+        "norm_eps": cfg.layer_norm_eps,
+        "global_attn_every_n_layers": 1,  # releases before 5 read this and the next
+        "global_rope_theta": THETA,
+        "layer_types": ["full_attention"] * cfg.layers,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "cls_token_id": None,
+        "sep_token_id": None,
     }
 
 
@@ -229,12 +295,12 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     Raises ValueError naming the field whose value our model cannot have.
     """
     kinds = {theirs: ours for ours, theirs in TYPES.items()}
-    kind = tree.get("model_type", "bert")  # the first releases do not say it
-    if kind == hf_modern.TYPE:
-        return _modern(tree, where)
+    kind = tree.get("model_type", "bert")  # the first releases lack it
+    if kind == MODERN_TYPE:
+        return _modern_model(tree, where)
     if kind not in kinds:
         raise ValueError(
-            f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {hf_modern.TYPE} can be converted"
+            f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {MODERN_TYPE} can be converted"
         )
     _refuse_others(tree, _FIXED, where)
     for field in ("pruned_heads", "quantization_config"):
@@ -252,9 +318,18 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     return _model(tree, fields, where)
 
 
-def _modern(tree: Mapping[str, Any], where: str) -> ModelConfig:
-    _refuse_others(tree, hf_modern.FIXED, where)
-    hf_modern.refuse_other(tree, where)
+def _modern_model(tree: Mapping[str, Any], where: str) -> ModelConfig:
+    _refuse_others(tree, _MODERN_FIXED, where)
+    local = "full_attention" if tree.get("global_attn_every_n_layers", 3) == 1 else "sliding_attention"
+    if set(tree.get("layer_types") or [local]) != {"full_attention"}:
+        raise ValueError(f"{where}: layers with local attention (layer_types) are not supported")
+    parameters = tree.get("rope_parameters") or {}
+    rope = parameters.get("full_attention", {}) if isinstance(parameters, dict) else {}
+    theta = rope.get("rope_theta", tree.get("global_rope_theta", 160_000.0)) if isinstance(rope, dict) else None
+    if theta != THETA or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
+        raise ValueError(
+            f"{where}: the base of the rotation is {theta!r:.40}, only {THETA:g} without scaling is supported"
+        )
     fields = {
         "kind": "modern",
         "norm": "pre",
@@ -273,7 +348,7 @@ def _refuse_others(tree: Mapping[str, Any], fixed: Mapping[str, tuple[Any, Any]]
 
 
 def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> ModelConfig:
-    """The model of `fields` and of what every kind of `config.json` calls alike."""
+    """The model of `fields` and of the fields that every kind of `config.json` has."""
     if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
         raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
     fields |= {
@@ -293,7 +368,7 @@ def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> Model
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
-    """Whether the model of a Hugging Face `config.json` reads left to right. Raises ValueError for what is no answer."""
+    """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
     found = tree.get("is_decoder", False)
     if not isinstance(found, bool):
         raise ValueError(f"{where}: is_decoder must be true or false, is {found!r:.40}")
@@ -305,14 +380,3 @@ def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ValueError(f"{where}: {field} must be a number, is {value!r:.40}")
     return kind(value)
-
-
-def _take(state: dict[str, Tensor], name: str) -> Tensor:
-    if name not in state:
-        raise ValueError(f"weights: no tensor named {name}; check that the configuration fits the weights")
-    return state.pop(name)
-
-
-def _refuse_left(state: Mapping[str, Tensor]) -> None:
-    if state:
-        raise ValueError(f"weights: unexpected tensor {min(state)}; check that the configuration fits the weights")

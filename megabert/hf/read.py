@@ -1,0 +1,366 @@
+"""Reader of trained models: a run's newest checkpoint or a Hugging Face folder, with config and tokenizer.
+
+Weights, config and tokenizer belong together or nothing is loaded. Of a run only committed checkpoints are read and no lock is
+taken, so it may continue training. A Hugging Face folder is read as data: none of its code is run, and what is not understood
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megabert import checkpoint, config
+from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig
+from megabert.data.shards import Manifest
+from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
+from megabert.hf import extend, mapping
+from megabert.model import BertForPreTraining, outline
+
+# tokenizer files in a run folder, and in a Hugging Face folder
+TOKENIZER_FILES = ("tokenizer.model", "vocab.txt")
+TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+LARGEST_JSON = 256 << 20
+# prefixes of tensors in a class without heads
+ENCODER = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.")
+# heads, and the prefixes of their tensors
+MLM_HEAD, POOLER, NSP_HEAD = "masked-LM head", "pooler", "next-sentence head"
+HEADS = {
+    MLM_HEAD: ("cls.predictions.", "head.", "decoder."),
+    POOLER: ("bert.pooler.",),
+    NSP_HEAD: ("cls.seq_relationship.",),
+}
+# parts of a WordPiece tokenizer.json, and the fields of its normalizer by those of `Casing`
+STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
+NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
+DECODER = "cls.predictions.decoder."
+# names in the first releases
+RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """`weights` are fp32 by parameter name; `state` are the other entries of the checkpoint; `run_dir` is its folder.
+
+    Of a Hugging Face folder, `initialised` are heads that it did not have and that are those of a new model, `ignored` its
+    tensors for which ours has no place.
+    """
+
+    run_dir: Path
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    config: Config
+    tokenizer: Tokenizer
+    initialised: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
+        """The model without dropout."""
+        causal = self.config.data.masking.causal
+        built = BertForPreTraining(self.config.model, OpsConfig(), device.type, dtype, causal)
+        built.load_state_dict(self.weights)
+        return built.to(device, dtype).eval()
+
+
+def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
+    """The newest whole checkpoint of a run folder, or one checkpoint folder, or a Hugging Face BERT folder.
+
+    The tokenizer is the file `tokenizer`, or lies in the folder, or in the dataset the run was trained on. Raises ValueError
+    naming what is missing or does not belong to the rest.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        raise ValueError(
+            f"{source}: no such folder; name a run folder, one of its checkpoints, or a Hugging Face folder"
+        )
+    if is_model_folder(path):
+        return read(path, tokenizer)
+    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
+        raise ValueError(
+            f"{source}: no checkpoint in it, so it is no run folder; no {' or '.join(WEIGHTS)}, so it is no "
+            "Hugging Face folder"
+        )
+    run_dir = path.resolve().parents[1] if (path / "manifest.json").is_file() else path
+    newest = checkpoint.newest_step(path)
+    while True:
+        try:
+            weights, state = checkpoint.load_weights(path)
+            break
+        except (ValueError, OSError):  # the run that is training may have removed it for a newer one
+            before, newest = newest, checkpoint.newest_step(path)
+            if newest == before:
+                raise
+    try:
+        cfg, sha256 = config.from_dict(state["config"]), str(state["tokenizer"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{source}: its checkpoint has no model config or tokenizer") from None
+    found = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
+    if found.vocab_size != cfg.model.vocab_size:
+        raise ValueError(f"{found.path}: {found.vocab_size} tokens, but the model has {cfg.model.vocab_size}")
+    return Pretrained(run_dir, weights, state, cfg, found)
+
+
+def _tokenizer_of_run(run_dir: Path, cfg: Config, sha256: str, named: str | Path) -> Tokenizer:
+    if named:
+        found = Tokenizer.load(named)
+        if found.sha256 != sha256:
+            raise ValueError(f"{named}: is not the tokenizer that {run_dir} was trained with (its SHA-256 differs)")
+        return found
+    candidates = [run_dir / name for name in TOKENIZER_FILES]
+    if cfg.data.path and Path(cfg.data.path, "manifest.json").is_file():
+        candidates.append(Path(cfg.data.path) / Manifest.load(cfg.data.path).tokenizer["file"])
+    for path in candidates:
+        if path.is_file() and (found := Tokenizer.load(path)).sha256 == sha256:
+            return found
+    raise ValueError(
+        f"{run_dir}: its tokenizer is neither in it nor in its dataset {cfg.data.path or '(none)'}; "
+        "name the file with --tokenizer"
+    )
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and values."""
+    sha256 = hashlib.sha256()
+    for name in sorted(weights):
+        sha256.update(name.encode())
+        sha256.update(weights[name].contiguous().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def manifest_of(found: Pretrained) -> Manifest | None:
+    """The manifest of the dataset that the run was trained on; None where it is missing or another one by now."""
+    try:
+        manifest = Manifest.load(found.config.data.path)
+    except (ValueError, OSError):
+        return None
+    return manifest if manifest.fingerprint == found.state["dataset"] else None
+
+
+def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()) -> Pretrained:
+    """The model and tokenizer of a Hugging Face BERT folder; the tokenizer may be the file `tokenizer`.
+
+    Missing heads are initialised as in a new model; with `nsp` false, and in a causal model, pooler and next-sentence head are
+    left out. Each of `words` becomes a token (`extend`). The state is that of a checkpoint of step 0. Raises ValueError naming
+    what cannot be converted; no code of the folder is run.
+    """
+    config_file = folder / CONFIG
+    tree = read_json(config_file)
+    model = mapping.from_huggingface_config(tree, str(config_file))
+    causal = mapping.is_causal(tree, str(config_file))
+    model = model.model_copy(update={"nsp": nsp and not causal and not model.modern})
+    file, tensors = read_weights(folder, model)
+    weights, initialised, ignored = complete(tensors, model, str(file))
+    found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    if found.kind == "wordpiece" and not tokenizer:
+        refuse_other_tokenizer(tree, config_file)
+    if doubt := found.doubt():
+        raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
+    if found.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"{found.path}: {found.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
+        )
+    if words:
+        found, parts = extend.extended(found, words)
+        weights = extend.rows_of(weights, parts)
+        model = model.model_copy(update={"vocab_size": found.vocab_size})
+    ours = mapping.from_huggingface(weights, model)
+    data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
+    cfg = Config(model=model, data=data)
+    state = {
+        "step": 0,
+        "config": cfg.model_dump(),
+        "config_sha256": cfg.digest(),
+        "dataset": f"none, converted from {folder.resolve().name}: begin a new run with init_from",
+        "tokenizer": found.sha256,
+        "seconds": 0.0,
+    }
+    return Pretrained(folder, ours, state, cfg, found, tuple(initialised), tuple(ignored))
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds weights as Hugging Face names them, in one file or several."""
+    return any((folder / name).is_file() for w in WEIGHTS for name in (w, f"{w}.index.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file when it holds none."""
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError("is too large")
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error!s:.100})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must hold one JSON object")
+    return found
+
+
+def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tensor]]:
+    """The weights file of a folder and its tensors, fp32, under Hugging Face's present names for a class with heads.
+
+    Raises ValueError for a folder without weights, a damaged file, a pickle with anything but tensors in it (which is
+    not run), and a tensor that is no floating-point one.
+    """
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        if any((folder / f"{name}.index.json").is_file() for name in WEIGHTS):
+            raise ValueError(f"{folder}: its weights are in several files; save them as one {WEIGHTS[0]}")
+        raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
+    tensors = {}
+    for name, tensor in _load(path).items():
+        if name.endswith(("position_ids", "token_type_ids")):
+            continue  # buffers that count up, saved by old versions
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} is no floating-point tensor; save the model unquantised")
+        tensors[present_name(name, mapping.prefix_of(model))] = tensor.float()
+    return path, tensors
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.suffix == ".bin":
+            with warnings.catch_warnings(action="ignore"):  # about the pickle's age
+                found = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            found = load_file(path)
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
+        raise ValueError(
+            f"{path}: holds more than tensors, and a pickle can hold code: nothing of it was run ({reason.strip():.120})"
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path}: cannot be read as weights ({first:.120})") from None
+    if not isinstance(found, dict) or not all(isinstance(k, str) for k in found):
+        raise ValueError(f"{path}: holds no tensors by name")
+    return found
+
+
+def present_name(name: str, prefix: str = "bert.") -> str:
+    """A tensor's name in today's class with pre-training heads, whose encoder has `prefix`."""
+    for old, new in RENAMED.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return prefix + name if name.startswith(ENCODER) else name
+
+
+def complete(
+    tensors: Mapping[str, Tensor], model: ModelConfig, where: str
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """The tensors of a whole model under Hugging Face's names; the heads that were initialised, and the names left out.
+
+    Raises ValueError naming the tensor that is missing, of another shape, or that shows that the decoder is not tied.
+    """
+    if model.layers > len(tensors):  # before anything of that size is built
+        raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
+    left = dict(tensors)
+    if model.modern:
+        embedding_name, decoder_name = "model.embeddings.tok_embeddings.weight", mapping.MODERN_DECODER
+    else:
+        embedding_name, decoder_name = "bert.embeddings.word_embeddings.weight", mapping.DECODER
+        bias = left.pop(f"{DECODER}bias", None)
+        if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
+            raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
+    decoder = left.pop(decoder_name, None) if model.tied else None
+    embedding = left.get(embedding_name)
+    if decoder is not None and embedding is not None and not decoder.equal(embedding):
+        raise ValueError(
+            f"{where}: {DECODER}weight is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
+        )
+    shapes = their_shapes(model)
+    initialised = []
+    torch.manual_seed(Config().seed)
+    for head, prefixes in HEADS.items():
+        missing = [name for name in shapes if name.startswith(prefixes)]
+        if missing and not any(name in left for name in missing):
+            left |= {name: initial(name, shapes[name], model.init_std) for name in missing}
+            initialised.append(head)
+    weights = {}
+    for name, shape in shapes.items():
+        if name not in left:
+            raise ValueError(f"{where}: no tensor named {name}, which its config asks for")
+        weights[name] = left.pop(name)
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"{where}: {name} is {list(weights[name].shape)}, its config says {list(shape)}")
+    return weights, initialised, sorted(left)
+
+
+def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by Hugging Face's name."""
+    ours = {name: tuple(p.shape) for name, p in outline(model).named_parameters()}
+    shapes = {}
+    for theirs, name in mapping.expected(model).items():
+        first, *rest = ours[name]
+        if name.startswith("embeddings.word."):
+            first = model.vocab_size
+        stacked = ".qkv." in name and not model.modern
+        shapes[theirs] = (first // 3 if stacked else first, *rest)
+    return shapes
+
+
+def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """Initial values (Devlin et al. 2019): norms as the identity, biases at zero, matrices truncated-normal."""
+    if name.endswith(("LayerNorm.weight", "norm.weight")):
+        return torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer; a WordPiece tokenizer.json is read as the vocab.txt that it contains.
+
+    Raises ValueError when there is none or it cannot be expressed.
+    """
+    for name in TOKENIZERS:
+        if (folder / name).is_file():
+            return Tokenizer.load(folder / name)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: holds no tokenizer (vocab.txt, tokenizer.model); name one with --tokenizer")
+    tree = read_json(path)
+    model = tree.get("model")
+    model = model if isinstance(model, dict) else {}
+    stages = {part: tree.get(part) for part in STAGES}
+    kinds = {part: stage.get("type") if isinstance(stage, dict) else None for part, stage in stages.items()}
+    expected = {
+        "model.type": (model.get("type"), "WordPiece"),
+        "model.unk_token": (model.get("unk_token"), "[UNK]"),
+        "model.continuing_subword_prefix": (model.get("continuing_subword_prefix"), CONTINUATION),
+        "model.max_input_chars_per_word": (model.get("max_input_chars_per_word"), MAX_WORD),
+    } | {part: (kinds[part], kind) for part, kind in STAGES.items()}
+    for field, (found, want) in expected.items():
+        if found != want:
+            raise ValueError(
+                f"{path}: {field} is {found!r:.40}, only {want!r} is supported; name the tokenizer's own file with "
+                "--tokenizer"
+            )
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict) or sorted(vocabulary.values(), key=repr) != sorted(
+        range(len(vocabulary)), key=repr
+    ):
+        raise ValueError(f"{path}: model.vocab does not number its tokens 0, 1, 2, …")
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    if any("\n" in token for token in tokens):
+        raise ValueError(f"{path}: model.vocab has a token with a line end in it, which a vocab.txt cannot hold")
+    values = {name: tree["normalizer"].get(field) for name, field in NORMALIZER.items()}
+    casing = checked_casing(values, NORMALIZER, str(path), "normalizer.")
+    return Tokenizer.parse("".join(f"{token}\n" for token in tokens).encode(), path, casing)

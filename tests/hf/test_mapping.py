@@ -1,0 +1,209 @@
+"""Names there and back are bit-equal, logits are transformers' own, and what does not fit is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megabert import config, ops
+from megabert.config import ModelConfig, OpsConfig
+from megabert.hf import mapping, read
+from megabert.hf.mapping import from_huggingface, from_huggingface_config, to_huggingface, to_huggingface_config
+from megabert.model import BertForPreTraining as Ours
+from tests.helpers import runs
+
+SHAPE: dict[str, Any] = {"vocab_size": 300, "layers": 2, "hidden": 32, "heads": 2, "max_positions": 24}
+MODERN: dict[str, Any] = SHAPE | {"kind": "modern", "norm": "pre", "nsp": False}
+MODELS = {
+    **{f"{norm}-{nsp}": SHAPE | {"norm": norm, "nsp": nsp} for norm in ("post", "pre") for nsp in (True, False)},
+    **{f"{norm}-untied": SHAPE | {"norm": norm, "tied": False} for norm in ("post", "pre")},
+    **{"modern": MODERN, "modern-untied": MODERN | {"tied": False}},
+}
+OPS = [runs.PLAIN, OpsConfig(attention="native", mlm_loss="native", layer="native")]
+needs_native = pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
+
+
+def peer_of(built: Ours) -> Any:
+    """transformers' model of the config that export writes, with the weights that export writes."""
+    tree = to_huggingface_config(built.cfg)
+    kind = getattr(transformers, tree["architectures"][0])
+    peer_config = kind.config_class.from_dict(tree)
+    assert peer_config.model_type == tree["model_type"]
+    peer = kind(peer_config).eval()
+    result = peer.load_state_dict(to_huggingface(built.state_dict(), built.cfg), strict=False)
+    assert not result.unexpected_keys
+    assert all("position_ids" in name or "token_type_ids" in name for name in result.missing_keys)
+    return peer
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_round_trip_is_bit_equal(name: str) -> None:
+    """Ours -> a real Hugging Face model -> its state dict and config -> ours; every parameter of the peer is written."""
+    built = runs.model(ModelConfig(**MODELS[name]))
+    cfg, state, peer = built.cfg, built.state_dict(), peer_of(built)
+    written = to_huggingface(state, cfg).keys()
+    assert written == {key for key in peer.state_dict() if not key.endswith("_ids")}
+    back = from_huggingface(peer.state_dict(), cfg)
+    assert back.keys() == state.keys() and all(back[key].equal(state[key]) for key in state)
+    decoder, embedding = peer.get_output_embeddings().weight, peer.get_input_embeddings().weight
+    assert (decoder.data_ptr() == embedding.data_ptr()) == cfg.tied
+    again = from_huggingface_config(to_huggingface_config(cfg), "config.json")
+    assert again == cfg.model_copy(update={"nsp": not cfg.modern, "intermediate": cfg.ffn})
+    assert from_huggingface_config(peer.config.to_dict(), "config.json") == again
+
+
+def packed(lengths: list[list[int]], width: int) -> dict[str, Tensor]:
+    """Rows of sequences of the given lengths, the second half of each in segment 1, padding after them."""
+    draw = torch.Generator().manual_seed(3)
+    shape = (len(lengths), width)
+    row = {name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "segment_ids", "position_ids")}
+    row |= {name: torch.zeros(shape, dtype=torch.int32) for name in ("key_start", "key_end")}
+    for r, parts in enumerate(lengths):
+        start = 0
+        for length in parts:
+            here = slice(start, start + length)
+            row["input_ids"][r, here] = torch.randint(5, 300, (length,), generator=draw, dtype=torch.int32)
+            row["segment_ids"][r, start + length // 2 : start + length] = 1
+            row["position_ids"][r, here] = torch.arange(length, dtype=torch.int32)
+            row["key_start"][r, here], row["key_end"][r, here] = start, start + length
+            start += length
+    slots = max(map(len, lengths))
+    counts = [parts + [0] * (slots - len(parts)) for parts in lengths]
+    return row | {"lengths": torch.tensor(counts, dtype=torch.int32)}
+
+
+@needs_native
+@pytest.mark.parametrize("choice", OPS, ids=["torch", "native"])
+@pytest.mark.parametrize("name", ["post-True", "pre-True", "pre-untied", "modern"])
+@pytest.mark.parametrize("lengths", [[[24], [7], [1]], [[5, 12, 7], [1, 2, 3, 18], [24]]], ids=["padded", "packed"])
+@torch.no_grad()
+def test_logits_are_transformers_own(name: str, lengths: list[list[int]], choice: OpsConfig) -> None:
+    """Hidden states, masked-LM and next-sentence logits in fp32, at most 1e-5 apart; packed against each one alone."""
+    built = runs.model(ModelConfig(**MODELS[name]), ops=choice)
+    for parameter in built.parameters():  # so that a misplaced bias or norm shows
+        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) * 0.05)
+    built.embeddings.word.weight[300:] = 0
+    peer, batch = peer_of(built), packed(lengths, 24)
+    hidden = built.encode(**batch)
+    for r, parts in enumerate(lengths):
+        for start, length in zip(torch.tensor([0, *parts]).cumsum(0).tolist(), parts, strict=False):
+            part = slice(start, start + length)
+            inputs = {"input_ids": batch["input_ids"][r : r + 1, part].long()}
+            if not built.cfg.modern:
+                inputs["token_type_ids"] = batch["segment_ids"][r : r + 1, part].long()
+            here = hidden[r, part]
+            want = peer(**inputs)
+            if built.cfg.modern:
+                pairs = [(built.mlm_logits(here), want.logits[0])]
+            else:
+                pairs = [
+                    (here, peer.bert(**inputs).last_hidden_state[0]),
+                    (built.mlm_logits(here), want.prediction_logits[0]),
+                    (built.nsp_logits(here[:1]), want.seq_relationship_logits),
+                ]
+            for ours, theirs in pairs:
+                assert (ours - theirs).abs().max() <= 1e-5
+    assert pairs[0][1].std() > 0.1
+
+
+def test_a_checkpoint_loads_without_its_nsp_head() -> None:
+    peer = peer_of(runs.model(ModelConfig(**SHAPE)))
+    state = from_huggingface(peer.state_dict(), ModelConfig(**SHAPE, nsp=False))
+    assert not any("nsp" in name or "pooler" in name for name in state)
+
+
+def test_wrong_weights_are_named() -> None:
+    built = runs.model(ModelConfig(**SHAPE))
+    state = to_huggingface(built.state_dict(), built.cfg)
+    with pytest.raises(ValueError, match=r"no tensor named bert.encoder.layer.2.attention.output.dense.weight"):
+        from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 3})))
+    with pytest.raises(ValueError, match=r"unexpected tensor bert.encoder.layer.1"):
+        from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 1})))
+    with pytest.raises(ValueError, match=r"word_embeddings.weight: 300 entries, but model.vocab_size=301"):
+        from_huggingface(state, ModelConfig(**(SHAPE | {"vocab_size": 301})))
+
+
+def test_configs_of_the_first_releases_are_read() -> None:
+    """Google's own small models, as published in 2020: no model_type and nothing that has a default since."""
+    tree = {
+        "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 128,
+        "initializer_range": 0.02, "intermediate_size": 512, "max_position_embeddings": 512, "num_attention_heads": 2,
+        "num_hidden_layers": 2, "type_vocab_size": 2, "vocab_size": 30522,
+    }  # fmt: skip
+    want = ModelConfig(layers=2, hidden=128, heads=2, intermediate=512, vocab_size=30522)
+    assert from_huggingface_config(tree, "config.json") == want
+    assert not mapping.is_causal(tree, "config.json") and mapping.is_causal({"is_decoder": True}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "message"),
+    [
+        (SHAPE, {"model_type": "roberta"}, "model_type='roberta' is not a BERT"),
+        (SHAPE, {"model_type": None}, "model_type=None"),
+        (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
+        (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
+        (SHAPE, {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
+        (SHAPE, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        (SHAPE, {"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
+        (SHAPE, {"num_attention_heads": 3}, "heads=3 does not divide"),
+        (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported"),
+        (MODERN, {"layer_types": ["full_attention", "sliding_attention"]}, "layers with local attention"),
+        (MODERN, {"layer_types": None, "global_attn_every_n_layers": 3}, "layers with local attention"),
+        (MODERN, {"rope_parameters": None, "global_rope_theta": 160000.0}, "base of the rotation is 160000.0"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    tree = to_huggingface_config(ModelConfig(**shape)) | change
+    with pytest.raises(ValueError, match=r"config\.json: ") as caught:
+        from_huggingface_config(tree, "config.json")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_decoder_flag_must_be_a_bool() -> None:
+    with pytest.raises(ValueError, match=r"^config\.json: is_decoder must be true or false"):
+        mapping.is_causal({"is_decoder": "true"}, "config.json")
+
+
+@torch.no_grad()
+def test_a_modern_model_reads_positions_and_no_segments() -> None:
+    built = runs.model(ModelConfig(**MODERN))
+    batch = packed([[24]], 24)
+    batch["input_ids"][:] = 7
+    batch["input_ids"][0, 0] = 9
+    hidden = built.encode(**batch)[0]
+    assert (hidden[5] - hidden[6]).abs().max() > 1e-3, "the distance to the first token differs"
+    assert torch.equal(built.encode(**batch | {"segment_ids": 1 - batch["segment_ids"]})[0], hidden)
+
+
+def test_missing_heads_of_a_modern_folder_are_initialised(tmp_path: Path) -> None:
+    built = runs.model(ModelConfig(**MODERN))
+    peer_of(built).model.save_pretrained(tmp_path)
+    model = from_huggingface_config(read.read_json(tmp_path / "config.json"), "config.json")
+    file, tensors = read.read_weights(tmp_path, model)
+    weights, made, ignored = read.complete(tensors, model, str(file))
+    assert (made, ignored) == (["masked-LM head"], [])
+    back = from_huggingface(weights, model)
+    for name, tensor in built.state_dict().items():
+        assert back[name].equal(tensor) or name.startswith(("mlm.", "embeddings.word.bias")), name
+    assert back["mlm.norm_weight"].equal(torch.ones(32)) and not back["embeddings.word.bias"].any()
+    with pytest.raises(ValueError, match="too few tensors"):
+        read.complete({}, model, "w")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"norm": "post"}, "model.kind=modern needs model.norm=pre; it is post"),
+        ({"nsp": True}, "model.kind=modern needs model.nsp=false; it is true"),
+        ({"hidden": 33, "heads": 11}, "hidden / model.heads = 3 is odd"),
+    ],
+)
+def test_settings_a_modern_model_cannot_have_are_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.from_dict({"model": MODERN | changed})
