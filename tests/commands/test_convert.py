@@ -71,10 +71,10 @@ def test_weights_of_every_class_convert(kind: str, binary: bool, tmp_path: Path,
     peer = make(tmp_path / "hf", kind, binary)
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 0
     assert hidden_states_differ(peer, tmp_path / "run") <= 1e-5
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     missing = {"BertModel": "masked-LM head, next-sentence head", "BertForMaskedLM": "pooler, next-sentence head"}
-    assert (f"initialised as in a new model: {missing.get(kind)}\n" in said) == (kind in missing), said
-    assert ("initialised" in said) == (kind in missing)
+    assert (f"initialised as in a new model: {missing.get(kind)}\n" in message) == (kind in missing), message
+    assert ("initialised" in message) == (kind in missing)
     found = hf.load(tmp_path / "run")
     if kind == "BertModel":
         assert found.weights["mlm.norm_weight"].eq(1).all() and found.weights["mlm.bias"].eq(0).all()
@@ -245,12 +245,12 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_refused_conversion_leaves_no_folder(case: str, tmp_path: Path, capsys) -> None:
-    change, said = WRONG[case]
+    change, message = WRONG[case]
     make(tmp_path / "hf")
     change(tmp_path / "hf")
     capsys.readouterr()
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
-    assert said in one_line(capsys)
+    assert message in one_line(capsys)
     assert {p.name for p in tmp_path.iterdir()} <= {"hf"}
 
 

@@ -85,15 +85,15 @@ def test_without_torch_training_cannot_run_and_nothing_crashes(monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("code", "works", "said"),
+    ("code", "works", "message"),
     [
         ("print('first'); print('last')", True, "last"),
         ("import no_such_module", False, "ModuleNotFoundError: No module named 'no_such_module'"),
         ("import os; os.abort()", False, "killed by signal 6"),
     ],
 )
-def test_a_probe_survives_what_it_probes(code: str, works: bool, said: str) -> None:
-    assert doctor.probe(code) == (works, said)
+def test_a_probe_survives_what_it_probes(code: str, works: bool, message: str) -> None:
+    assert doctor.probe(code) == (works, message)
 
 
 def test_tools_beside_python_or_on_path_are_found(tmp_path, monkeypatch) -> None:

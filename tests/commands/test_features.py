@@ -259,15 +259,15 @@ MISTAKES: list[tuple[str, bytes, list[str], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "data", "more", "said"), MISTAKES)
+@pytest.mark.parametrize(("name", "data", "more", "message"), MISTAKES)
 def test_a_mistake_is_one_line_and_no_file(
-    name: str, data: bytes, more: list[str], said: str, run: Path, tmp_path: Path, capsys, monkeypatch
+    name: str, data: bytes, more: list[str], message: str, run: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(data)
     Path("there.parquet").write_bytes(b"kept")
     assert features.main([*command(run, Path(name), Path("out.parquet")), *more]) == 2
-    assert said in one_line(capsys)
+    assert message in one_line(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "there.parquet"])
     assert Path("there.parquet").read_bytes() == b"kept"
 

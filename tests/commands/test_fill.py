@@ -186,7 +186,7 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["the fox"], "the text has no [MASK]"),
         (["[MASK] " * 50], "the text has 52 tokens, the model takes at most 40"),
@@ -197,11 +197,11 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
         (["[MASK]", "--tokenizer", "nowhere"], "nowhere: tokenizer file not found"),
     ],
 )
-def test_mistakes_are_one_line(args: list[str], said: str, tmp_path: Path, capsys) -> None:
+def test_mistakes_are_one_line(args: list[str], message: str, tmp_path: Path, capsys) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     assert fill.main(["--model", str(run), *args]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert fill.main(["--model", str(tmp_path / "none"), "[MASK]"]) == 2
     assert "no such folder" in capsys.readouterr().err
 

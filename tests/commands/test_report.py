@@ -209,7 +209,7 @@ def test_a_beginning_run_has_a_report(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["nowhere"], "nowhere: no such folder; name a run folder"),
         (["data"], "data: is no run folder (no config.json)"),
@@ -223,7 +223,7 @@ def test_a_beginning_run_has_a_report(tmp_path: Path, capsys) -> None:
         (["run", "--output", "run/config.json"], "run/config.json: is there and is no report"),
     ],
 )
-def test_a_mistake_writes_nothing(args: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_mistake_writes_nothing(args: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:
     for name, text in (("damaged", '{"config": '), ("list", "[]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
@@ -235,7 +235,7 @@ def test_a_mistake_writes_nothing(args: list[str], said: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert report.main(args) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
