@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from typing import TYPE_CHECKING
 
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus, ReadOptions
@@ -13,7 +14,9 @@ from data_prep.filters.classifiers import Classifier
 from data_prep.options import DEDUP, BuildOptions
 from data_prep.text import clean
 from megabert.common.arguments import Parser, called_as
-from megabert.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megabert.data.tokenizer import Tokenizer
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -214,6 +217,8 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
         if case or accents:
             raise BadInput("--tokenizer-case, --tokenizer-accents: need --tokenizer")
         return None
+    from megabert.data.tokenizer import Tokenizer
+
     tokenizer = Tokenizer.load(
         args.tokenizer,
         lowercase=None if case is None else case == "uncased",

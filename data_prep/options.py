@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus, ReadOptions
 from data_prep.filters import rules
 from data_prep.filters.classifiers import Classifier
-from data_prep.text.clean import Form
-from megabert.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from data_prep.text.clean import Form
+    from megabert.data.tokenizer import Tokenizer
 
 BLOCK_ROWS = 256
 # least value of --max-sentence, tokens
