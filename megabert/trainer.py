@@ -30,9 +30,6 @@ from megabert.metrics import Meter, RankFigures, Shown, Sinks, as_json, figures
 from megabert.optim.schedule import finished, learning_rate, share_used
 from megabert.spikes import Decision, SpikePolicy, Trouble
 
-# what the log calls them
-OBJECTIVES = {"causal": "causal LM", "masked": "masked LM"}
-
 # -- what is trained -------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +366,7 @@ class Trainer:
         if self.state.objective:
             self.judge()
             self.spike_policy.resume([], self.state.bad)
-            log.info(f"step {self.state.step + 1}: {OBJECTIVES[objective]} from here on")
+            log.info(f"step {self.state.step + 1}: the objective is {objective} from here on")
         self.state.objective = objective
 
     # -- after an update ---------------------------------------------------------------------------------------------

@@ -49,12 +49,6 @@ def python(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_command_of_both_packages_is_there() -> None:
-    for name, command in cli.COMMANDS.items():
-        path = ROOT / command.module.replace(".", "/")
-        assert path.with_suffix(".py").is_file(), name
-
-
 def test_the_console_script_is_this_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"megabert": "megabert.__main__:main"}
@@ -140,8 +134,6 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
         (("-m", "data_prep"), "python -m data_prep "),
         (("-m", "megabert", "prep", "build"), "python -m megabert prep build "),
         (("megabert/train.py",), "megabert/train.py "),
-        (("-m", "megabert.train"), "python -m megabert.train "),
-        (("-m", "megabert.finetune"), "python -m megabert.finetune "),
         (("-c", "import sys; sys.argv[0] = '/bin/megabert'; from megabert.__main__ import main; main()", "prep"), "megabert prep "),
     ],
 )  # fmt: skip

@@ -107,28 +107,6 @@ def test_it_begins_as_part_of_its_teacher_and_holds_none_of_it(tmp_path: Path) -
     assert built.provenance != {"teacher": pretrained.fingerprint(found.weights)}
 
 
-def test_a_whole_copy_agrees_with_its_teacher(tmp_path: Path) -> None:
-    built = student(config(teacher_run(tmp_path), model__layers=4)).train()
-    batch = tiny.batch(1, range(3))
-    with torch.no_grad():
-        _, _, soft, cosine, _, _, agreed, similar = built(**batch.inputs())
-    assert abs(float(soft)) < 1e-3 and abs(float(cosine)) < 1e-3
-    assert int(agreed) == batch.predictions and float(similar) == pytest.approx(batch.tokens, abs=1e-3)
-
-
-def test_it_learns_from_the_teacher_alone(tmp_path: Path) -> None:
-    built = student(config(teacher_run(tmp_path), model__nsp=False)).train()
-    batch, optimizer = tiny.batch(1, range(4)), torch.optim.Adam(built.parameters(), 0.003)
-    losses = []
-    for _ in range(40):
-        output = built(**batch.inputs())
-        losses.append([float(x.detach()) for x in output[2:4]])
-        optimizer.zero_grad()
-        (5 * output[2] + output[3]).backward()
-        optimizer.step()
-    assert losses[-1][0] < 0.2 * losses[0][0] and losses[-1][1] < 0.5 * losses[0][1], (losses[0], losses[-1])
-
-
 def test_evaluation_is_plain_bert(tmp_path: Path) -> None:
     cfg = config(teacher_run(tmp_path))
     built, batch = student(cfg).eval(), tiny.batch(2, range(4))
@@ -157,8 +135,6 @@ def test_layers_are_the_published_choice(taken: tuple[int, list[int]]) -> None:
     [
         ({"hidden": 64}, {}, "model.hidden=32 but the teacher's is 64"),
         ({"intermediate": 64}, {}, "model.intermediate=128 but the teacher's is 64"),
-        ({"heads": 4}, {}, "model.heads=2 but the teacher's is 4"),
-        ({"norm": "pre"}, {}, "model.norm=post but the teacher's is pre"),
         ({"max_positions": 40}, {}, "model.max_positions=16 but the teacher's is 40"),
         ({}, {"model__layers": 5}, "model.layers=5 but distill.teacher has 4"),
         ({"nsp": False}, {}, "distill.teacher has no next-sentence head; set model.nsp=false"),

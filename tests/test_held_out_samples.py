@@ -19,7 +19,6 @@ from megabert.distributed.ranks import World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.evaluation import HeldOutSamples
-from megabert.metrics import as_markdown
 from megabert.model import BertForPreTraining
 from megabert.pretraining import open_run
 from tests.helpers import runs
@@ -92,21 +91,9 @@ def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None
 
 
 def trained(world: World, folder: Path, stage: int) -> None:
-    more = [
-        f"zero.stage={stage}",
-        f"data.path={DATA}",
-        "batch.global_size=8",
-        "schedule.total_steps=2",
-        "schedule.warmup_steps=1",
-    ]
-    more += [
-        "eval.interval=1",
-        "eval.rows=8",
-        "peak_tflops=1.0",
-        "log.tensorboard=false",
-        "data.workers=0",
-        "precision=fp32",
-    ]
+    more = [f"zero.stage={stage}", f"data.path={DATA}", "batch.global_size=8", "schedule.total_steps=2"]
+    more += ["schedule.warmup_steps=1", "eval.interval=1", "eval.rows=8", "peak_tflops=1.0", "log.tensorboard=false"]
+    more += ["data.workers=0", "precision=fp32"]
     cfg = configuration.load("tiny", [*TINY, *more])
     trainer = open_run(folder, cfg, world, Stop(), Watchdog(world, folder, 0.0))
     assert trainer.train()
@@ -128,13 +115,3 @@ def test_ranks_that_share_the_weights_look_together(tmp_path: Path) -> None:
             for said, other in zip(a["masks"], b["masks"], strict=True):
                 shares = [[p for _, p in mask["said"]] for mask in (said, other)]
                 assert shares[0] == pytest.approx(shares[1], abs=2e-4)
-
-
-def test_a_text_of_tensorboard_numbers_the_masks_and_shows_markup_as_it_is() -> None:
-    masks = [{"at": 1, "shown": "[MASK]", "said": [[" <b>*", 0.5], ["x", 0.25]]}]
-    shown = as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
-    assert shown.splitlines() == [
-        r"\[CLS\] **[1]**\#'\n'".replace("'\\n'", "'\\\\n'"),
-        "",
-        r"1. ** cat**:  \<b\>\* 50%, x 25%",
-    ]

@@ -1,67 +1,222 @@
-"""FLOPs by the published arithmetic, a metrics file that survives kills, TensorBoard files read back by TensorBoard."""
+"""Figures by the published arithmetic, counted over ranks and restarts; sinks that survive kills and are read back."""
 
+from __future__ import annotations
+
+import importlib.util
 import json
+import logging.handlers
+import os
+import queue
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megabert.common.logs import duration
-from megabert.config import ModelConfig, load
-from megabert.metrics import JsonLines, TensorBoard, datasheet_tflops, matmul_tflops, training_flops
+from megabert import config as configuration
+from megabert import metrics
+from megabert.common.logs import duration, log
+from megabert.config import Config, ModelConfig
+from megabert.distributed.process_group import World
+from megabert.metrics import JsonLines, Meter, SampleLines, Shown, Sink, Sinks, Stragglers, TensorBoard, training_flops
+from tests.helpers import tiny
+from tests.helpers.loop import Killed
+from tests.helpers.ranks import run_ranks
+from tests.test_trainer import trainer
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
+SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "said": [[" b", 0.5]]}]}]
+RANKS = 8
+
+
+def config(*overrides: str) -> Config:
+    return configuration.load("tiny", ["log.tensorboard=false", *overrides])
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not found, reason=f"{package} is not installed (megabert[{package}])")
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "predictions", "gflop"), [(128, 20, 240.6), (512, 77, 1020.0)])
-def test_flops_of_large_match_the_worked_figures(length, predictions, gflop):
-    got = training_flops(LARGE, length, length**2, predictions, 1) / 1e9
-    assert got == pytest.approx(gflop, rel=5e-4)
+def test_flops_of_large_match_the_worked_figures(length: int, predictions: int, gflop: float) -> None:
+    assert training_flops(LARGE, length, length**2, predictions, 1) / 1e9 == pytest.approx(gflop, rel=5e-4)
+    halves = training_flops(LARGE, length, length**2 // 2, predictions, 2)
+    whole = training_flops(LARGE, length, length**2, predictions, 1)
+    assert whole - halves == 12 * 24 * 1024 * length**2 // 2 - 6 * 1024**2  # two sequences attend less, and pool twice
 
 
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA H200", 989.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA B200", 2250.0),
         ("Tesla V100-SXM2-16GB", 125.0),
         ("Tesla V100-PCIE-32GB", 112.0),
-        ("NVIDIA L40S", 362.0),
         ("NVIDIA L40", None),
-        ("AMD EPYC", None),
     ],
 )
-def test_the_datasheets_peak_is_of_the_very_device(name, peak):
-    assert datasheet_tflops(name) == peak
+def test_the_datasheets_peak_is_of_the_very_device(name: str, peak: float | None) -> None:
+    assert metrics.datasheet_tflops(name) == peak
 
 
-def test_flops_grow_with_real_work_only():
-    two = training_flops(LARGE, 128, 2 * 64**2, 20, 2)
-    one = training_flops(LARGE, 128, 128**2, 20, 1)
-    assert one - two == 12 * 24 * 1024 * (128**2 - 2 * 64**2) - 6 * 1024**2
+def test_the_ceiling_is_a_rate_of_this_machine() -> None:
+    assert 0.001 < metrics.matmul_tflops(torch.device("cpu"), torch.float32, seconds=0.2) < 100
 
 
-def test_metrics_past_the_resumed_step_are_cut_and_broken_lines_dropped(tmp_path):
+def test_durations_read_as_people_say_them() -> None:
+    assert [duration(s) for s in (59, 61, 3661, 93784)] == ["0m59s", "1m01s", "1h01m", "1d02h03m"]
+
+
+class Counting(Meter):
+    def counts_of(self, update: Any) -> dict[str, int]:
+        return {"perf/rows_per_sec": update, "data/odd_rows": update % 2, "unlogged": 1}
+
+
+def result(loss: float, applied: float = 1.0) -> Any:
+    values = torch.tensor([loss, 2 * loss], dtype=torch.float64)
+    norm, applied_tensor = torch.tensor(3.0), torch.tensor(applied)
+    return SimpleNamespace(loss=values[0], losses=values, accuracies=values / 8, grad_norm=norm, applied=applied_tensor)
+
+
+def test_a_window_that_a_restart_falls_into_is_logged_whole() -> None:
+    straight, first, second = (Counting(("mlm", "")) for _ in range(3))
+    for meter, results in ((straight, (1.0, 2.0, 3.0)), (first, (1.0, 2.0))):
+        for number, loss in enumerate(results):
+            meter.add(result(loss, applied=float(loss != 2.0)), number + 4)
+            meter.synced(0.5, {name: 2 * count for name, count in meter.counts.items()})  # of two ranks
+    second.resume(json.loads(json.dumps(first.state(), sort_keys=True)))
+    second.add(result(3.0), 6)
+    second.synced(0.5, {name: 2 * count for name, count in second.counts.items()})
+    want = {"train/loss": 2.0, "train/mlm_loss": 2.0, "train/mlm_accuracy": 0.25, "train/grad_norm": 3.0}
+    want |= {"perf/rows_per_sec": 2 * 15 / 1.5, "data/odd_rows": 2}
+    assert straight.drain() == second.drain() == want
+    assert straight.state() == {"seconds": 0.0, "totals": {}, "means": {}}
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def seconds(updates: int, **slow: float) -> list[float]:
+    """Of eight ranks, within 2% of each other; `slow`: times as long, of rank `r<number>`."""
+    return [updates * 0.2 * (1 + 0.0025 * rank) * slow.get(f"r{rank}", 1.0) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("interval", [10, 30, 200])
+def test_a_rank_10_percent_slower_is_named_once(interval: int) -> None:
+    found, stragglers, done = [], Stragglers(), 0
+    while done < 200:
+        done += interval
+        for slow in stragglers.add(interval, seconds(interval, r3=1.1), [0.0] * RANKS):
+            found.append((slow.rank, round(slow.ratio, 2), slow.waits))
+            assert 50 <= done < 50 + interval
+    assert found == [(3, 1.1, 0.0)] and list(stragglers.named) == [3]
+
+
+def test_a_rank_slow_again_is_named_again() -> None:
+    stragglers = Stragglers()
+    named = []
+    for factor in (1.0, 1.0, 1.2, 1.2, 1.0, 1.0, 1.2, 1.2):
+        named.append([slow.rank for slow in stragglers.add(25, seconds(25, r5=factor), [0.0] * RANKS)])
+    assert named == [[], [], [5], [], [], [], [5], []]
+
+
+def test_noise_names_nobody_and_waits_for_data_count() -> None:
+    stragglers = Stragglers()
+    for number in range(40):
+        assert not stragglers.add(5, seconds(5, **{f"r{number % RANKS}": 1.3}), [0.0] * RANKS)
+    (slow,) = Stragglers().add(50, seconds(50), [0.0] * 6 + [4.0, 0.0])
+    assert slow.rank == 6 and slow.waits == pytest.approx(4 / (4 + 10.15), abs=0.01)
+    (slow,) = Stragglers().add(50, [10.0, 11.0], [0.0, 0.0])  # of two ranks the faster one is the median
+    assert slow.rank == 1
+
+
+SLEEP, STEPS = 0.15, 60  # seconds a micro-batch, updates
+
+
+def trains_with_a_slow_rank(world: World, folder: str, late: str) -> list[str]:
+    """Rank 1 sleeps, in its forward passes or before it has its rows. What is logged."""
+    logged = logging.handlers.QueueHandler(queue.Queue())
+    log.addHandler(logged)
+    cfg = tiny.config(
+        precision="bf16", zero__stage=1, log__interval=20, log__tensorboard=False, checkpoint__asynchronous=False
+    )  # fmt: skip
+    ours = trainer(cfg, world, Path(folder), updates=STEPS)
+    ours.workload.saved_at = -1  # type: ignore[attr-defined]
+    ours.stop_after = None
+    if world.rank == 1 and late == "forward":
+        ours.engine.module.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
+    elif world.rank == 1:
+        updates = ours.updates
+
+        def slowly() -> Any:
+            for update in updates:
+                time.sleep(SLEEP)
+                yield update
+
+        ours.updates = slowly()
+    with pytest.raises(Killed):
+        ours.train()
+    log.removeHandler(logged)
+    return [logged.queue.get().getMessage() for _ in range(logged.queue.qsize())]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("late", ["forward", "data"])
+def test_of_two_real_ranks_the_slow_one_is_named(late: str, tmp_path: Path) -> None:
+    texts, others = run_ranks(2, trains_with_a_slow_rank, str(tmp_path), late)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    compute, wait = (lines[-1][f"perf/rank_{name}_seconds"] for name in ("compute", "data_wait"))
+    longer, other = (compute, wait) if late == "forward" else (wait, compute)
+    assert longer[1] > longer[0] + 0.8 * SLEEP and abs(other[1] - other[0]) < 0.5 * SLEEP
+    assert lines[-1]["perf/slowest_rank"] == 1 and lines[-1]["perf/stragglers"] == [1]
+    (line,) = [text for text in texts if "is slow:" in text]
+    assert "rank 1 (host " in line and "over the last 50 updates" in line, line
+    assert not any("is slow:" in text for text in others)
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_past_the_resumed_step_are_cut_and_broken_ones_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "x": 1}\n{"step": 20, "x": 2}\n{"step": 30, "x": 3}\n{"step": 3')
     sink = JsonLines(path, resume_step=20)
     sink.write({"step": 21, "x": float("nan")})
     sink.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 21]
-    assert lines[-1]["x"] == "nan"
+    assert [line["step"] for line in lines] == [10, 20, 21] and lines[-1]["x"] == "nan"
 
 
-def test_tensorboard_reads_back_what_was_written(tmp_path):
+def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:
+    sink = SampleLines(tmp_path / "samples.jsonl", -1)
+    sink.show(0, Shown())
+    sink.write({"step": 0, "train/loss": 1.0})
+    assert not list(tmp_path.iterdir())
+    sink.show(10, Shown(SAMPLES))
+    sink.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 10, "samples": SAMPLES}
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoard(tmp_path, load("tiny"), 0)
+    sink = TensorBoard(tmp_path, config(), 0)
     for step in (1, 2, 3):
         sink.write({"step": step, "train/loss": 10.0 - step, "note": 1})
     sink.write({"step": 4, "perf/rank_compute_seconds": [0.5, 0.75], "perf/stragglers": [1]})
     sink.write({"step": 5, "perf/rank_compute_seconds": [0.5] * 65})
+    truth, probable = np.array([True, True, False, False]), np.array([0.9, 0.6, 0.7, 0.1])
+    sink.show(10, Shown(SAMPLES, {"1": (truth, probable)}))
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 9.0), (2, 8.0), (3, 7.0)]
@@ -70,12 +225,110 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     assert [events.Scalars(name)[0].value for name in each] == [0.5, 0.75]
     assert events.Histograms("perf/rank_compute_seconds")[0].histogram_value.num == 65
     assert "config/text_summary" in events.Tags()["tensors"]
+    (text,) = events.Tensors("samples/text_summary")
+    assert text.step == 10 and text.tensor_proto.string_val[0].decode().startswith("a **[1]**\n")
+    (curve,) = events.Tensors("dev/precision_recall/1")
+    values = np.frombuffer(curve.tensor_proto.tensor_content, np.float32)
+    values = values if values.size else np.array(curve.tensor_proto.float_val, np.float32)
+    positives, false, _, missed, precision, recall = values.reshape(6, -1)
+    at = int(0.65 * (len(precision) - 1))  # between 0.6 and 0.7: one of each
+    assert (positives[at], false[at], missed[at]) == (1, 1, 1)
+    assert (precision[at], recall[at]) == (0.5, 0.5) and recall[0] == 1.0
 
 
-def test_durations_read_as_people_say_them():
-    assert [duration(s) for s in (59, 61, 3661, 93784)] == ["0m59s", "1m01s", "1h01m", "1d02h03m"]
+def test_a_text_of_tensorboard_numbers_masks_and_escapes_markup() -> None:
+    masks = [{"at": 1, "shown": "[MASK]", "said": [[" <b>*", 0.5], ["x", 0.25]]}]
+    shown = metrics.as_markdown([{"row": 0, "tokens": ["[CLS]", " cat", "#", "\n"], "masks": masks}])
+    assert shown.splitlines() == [r"\[CLS\] **[1]**\#'\\n'", "", r"1. ** cat**:  \<b\>\* 50%, x 25%"]
 
 
-def test_the_ceiling_is_a_rate_of_this_machine():
-    rate = matmul_tflops(torch.device("cpu"), torch.float32, seconds=0.2)
-    assert 0.001 < rate < 100
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_named_with_its_setting(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda package: None)
+    text = rf"log\.{name}=mine: {name} is not installed; pip install 'megabert\[{name}\]'"
+    with pytest.raises(ValueError, match=text):
+        metrics.check_packages(config(f"log.{name}=mine"))
+    metrics.check_packages(config())  # nothing is asked for
+
+
+def run_twice(folder: Path, *overrides: str) -> dict[str, str]:
+    """Figures of a run that was stopped after step 10 and resumed; the ids under which it is known elsewhere."""
+    folder.mkdir()
+    ids = []
+    for step, saved in ((0, -1), (10, 10)):
+        sinks = Sinks(folder, config(*overrides), step, saved)
+        sinks.write({"step": step + 10, "train/loss": 9.0 - step / 10, "data/row_digest": "text"})
+        sinks.show(step + 10, Shown(SAMPLES))
+        sinks.hparams({"eval/mlm_loss": 7.5})
+        sinks.close()
+        ids.append(json.loads((folder / "sinks.json").read_text()))
+    assert ids[0] == ids[1]
+    return ids[1]
+
+
+@pytest.mark.slow
+@needs("wandb")
+def test_weights_and_biases_keeps_one_offline_run_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "mini"
+    run_id = run_twice(folder, "log.wandb=mine")["wandb"]
+    written = b"".join(path.read_bytes() for path in (folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert written.count(b"train/loss") >= 2 and b"final/mlm_loss" in written and b"row_digest" not in written
+    other = Sinks(folder, config("log.wandb=mine"), 0, -1)
+    other.close()  # another run in the same folder
+    assert json.loads((folder / "sinks.json").read_text())["wandb"] != run_id
+
+
+@pytest.mark.slow
+@needs("mlflow")
+def test_mlflow_keeps_one_run_in_the_folder_over_a_restart(tmp_path: Path, monkeypatch) -> None:
+    from mlflow import MlflowClient
+
+    for variable in ("MLFLOW_TRACKING_URI", *metrics.MLFLOW_PATIENCE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "mini"
+    run_id = run_twice(folder, "log.mlflow=mine")["mlflow"]
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mini")
+    assert client.get_experiment(run.info.experiment_id).name == "mine"
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")] == [(10, 9.0), (20, 8.0)]
+    assert run.data.metrics["final/mlm_loss"] == 7.5 and run.data.params["log.mlflow"] == "mine"
+    assert "data/row_digest" not in run.data.metrics
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mini"]  # nothing where the command was given
+    for variable, value in metrics.MLFLOW_PATIENCE.items():
+        assert os.environ[variable] == value
+
+
+@pytest.mark.slow
+@needs("mlflow")
+def test_a_server_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "sinks.json").write_text('{"mlflow": "0123456789abcdef"}')
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and sends nothing
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for variable, value in zip(metrics.MLFLOW_PATIENCE, ("1", "0"), strict=True):
+            monkeypatch.setenv(variable, value)
+        sinks = Sinks(tmp_path, config("log.mlflow=mine"), 20, 20)
+        sinks.write({"step": 30, "train/loss": 7.0})
+        sinks.close()
+        with pytest.raises(ValueError, match=r"log\.mlflow=mine: "):
+            Sinks(tmp_path, config("log.mlflow=mine"), 0, -1)
+    assert capsys.readouterr().err.count("no more is sent to it") == 1
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 30
+
+
+class Broken(Sink):
+    def close(self) -> None:
+        raise OSError("its disk is full")
+
+
+def test_a_sink_that_fails_at_the_end_leaves_none_open(tmp_path: Path) -> None:
+    sinks = Sinks(tmp_path, config(), 0, -1)
+    lines = sinks._sinks[0]
+    assert isinstance(lines, JsonLines)
+    sinks.write({"step": 1})
+    sinks._sinks.insert(0, Broken())
+    with pytest.raises(OSError, match="its disk is full"):
+        sinks.close()
+    assert lines._file is not None and lines._file.closed

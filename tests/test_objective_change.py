@@ -1,4 +1,4 @@
-"""Runs that go from left to right to masked LM, and whose masking rate falls: interrupted anywhere, they are the same run."""
+"""Runs that change from causal to masked LM, and whose masking rate falls: interrupted anywhere, they are the same run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = [
     *("schedule.name=wsd", "eval.interval=0", "eval.rows=8", "peak_tflops=1.0", "log.interval=1"),
     *("log.tensorboard=false", "optimizer.lr=3e-3", "data.workers=0"),
 ]
-# left to right for the first 4 of 10 updates, then masked LM at 30, 29 and 28%
+# causal for the first 4 of 10 updates, then masked LM at 30, 29 and 28%
 RECIPE = [*("objective.causal_share=0.4", "data.masking.rate=0.3", "data.masking.final_rate=0.28", "eval.rate=0.15")]
 
 
@@ -80,7 +80,7 @@ BY_TOKENS = ("schedule.by=tokens", f"schedule.budget_tokens={TOKENS}")
     ],
     ids=str,
 )
-def test_a_run_stopped_before_at_and_after_the_change_is_the_run_that_was_not(
+def test_a_run_stopped_around_the_change_is_the_same(
     world: World, tmp_path: Path, budget: tuple[str, ...], stops: tuple[int | None, ...]
 ) -> None:
     straight = trained(world, tmp_path / "straight", *budget)
@@ -110,7 +110,7 @@ def test_an_update_after_the_change_is_replayed(world: World, tmp_path: Path) ->
         assert again["train/mlm_loss"] == lines[step]["train/mlm_loss"]
 
 
-def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, tmp_path: Path) -> None:
+def test_held_out_figures_are_of_masked_lm_throughout(world: World, tmp_path: Path) -> None:
     trainer = opened(world, tmp_path, stop_after=2)  # before the change
     assert trainer.train()
     trainer.evaluate()
@@ -132,7 +132,7 @@ def test_held_out_figures_are_of_masked_lm_before_the_change_too(world: World, t
 
 
 @pytest.mark.slow
-def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(world: World, tmp_path: Path) -> None:
+def test_by_minutes_the_change_follows_the_clock(world: World, tmp_path: Path) -> None:
     """Seconds of training are what an update is said to take here: 0.06 of 0.5 minutes each, from the third on 9."""
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
     for stop_after in (4, 7):
@@ -155,7 +155,7 @@ def test_by_minutes_the_change_comes_with_the_clock_and_stays_over_a_resume(worl
 
 
 def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: Path) -> None:
-    """Left to right at a loss that hardly moves any more, then masked LM, whose loss is another."""
+    """Causal at a loss that hardly moves any more, then masked LM, whose loss is another."""
     guard = ("spikes.policy=skip", "spikes.window=8", "spikes.threshold=3.0", "schedule.total_steps=40")
     overrides = [*SMALL, *guard, "objective.causal_share=0.9", "optimizer.lr=1e-8", "data.masking.rate=0.02"]
     cfg = configuration.load("tiny", overrides)
@@ -167,9 +167,7 @@ def test_the_jump_of_the_loss_at_the_change_is_no_spike(world: World, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_run_that_starts_from_frequencies_knows_them_and_goes_on_with_what_it_learned(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_start_from_frequencies_survives_a_resume(world: World, tmp_path: Path) -> None:
     frequencies = ("model.frequency_bias=true", "model.zero_init=true")
     straight = trained(world, tmp_path / "straight", *frequencies)
     first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
@@ -192,7 +190,7 @@ def elastic(world: World, folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_one_and_two_ranks_at_every_stage_change_at_the_same_update(tmp_path: Path) -> None:
+def test_ranks_and_stages_change_at_the_same_update(tmp_path: Path) -> None:
     lines = []
     for size in (1, 2):
         states = run_ranks(size, elastic, tmp_path / str(size))

@@ -19,7 +19,7 @@ def test_the_score_is_the_modified_z_score():
     assert not spikes.is_spike(8.0) and spikes.is_spike(8.5)  # 3.37 and 3.71
 
 
-def test_nothing_is_judged_before_a_quarter_of_the_window_or_when_not_finite():
+def test_nothing_is_judged_before_a_quarter_of_the_window():
     spikes = Spikes(16, 3.0)
     for known in range(4):
         assert spikes.score(1e9) == 0.0, known
@@ -90,7 +90,7 @@ def test_a_spike_leads_to_what_the_policy_says(name, skipped, decision, kinds):
         assert of.veto(50.0) and not of.veto(2.0)
 
 
-def test_updates_that_are_not_applied_end_the_run_when_they_follow_each_other():
+def test_updates_in_a_row_that_are_not_applied_end_the_run():
     of = policy()
     assert judged(of, math.nan, skipped=True).decision is Decision.SKIP and of.bad == 1
     assert judged(of, 2.0).decision is Decision.OK and of.bad == 0
@@ -100,13 +100,9 @@ def test_updates_that_are_not_applied_end_the_run_when_they_follow_each_other():
     last = judged(of, math.inf, skipped=True)
     assert last.decision is Decision.ABORT and "3 updates in a row were not applied" in last.reason
     assert [trouble.kind for trouble in last.troubles] == ["non-finite"]
-
-
-def test_an_overflow_of_fp16_is_no_bad_update():
-    of = policy()
-    for _ in range(5):
-        assert judged(of, 2.0, skipped=True, overflow=True) == Judgement(Decision.SKIP)
-    assert of.bad == 0
+    of.resume([], bad=0)
+    for _ in range(5):  # fp16's overflows are how it searches its loss scale
+        assert judged(of, 2.0, skipped=True, overflow=True) == Judgement(Decision.SKIP) and of.bad == 0
 
 
 def test_rollbacks_are_bounded():

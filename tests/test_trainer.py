@@ -19,7 +19,7 @@ from megabert.config import Config
 from megabert.distributed import ranks
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.watchdog import Watchdog
-from megabert.trainer import Trainer
+from megabert.trainer import Sync, Trainer
 from tests.helpers import tiny
 from tests.helpers.loop import Killed, StopAt, Workload
 from tests.helpers.ranks import run_ranks
@@ -47,11 +47,23 @@ class Ranks:
         ([["no such file", USER_ERROR], ["", 0], ["Stale file handle", FAILED]], FAILED, "rank 2: Stale"),
     ],
 )
-def test_a_fault_that_one_rank_saw_is_started_again_and_a_mistake_is_not(reports, code, text) -> None:
+def test_a_fault_of_one_rank_outranks_a_mistake(reports, code, text) -> None:
     with pytest.raises(ValueError, match=text) as found:
         refuse_together(Ranks(reports), "", 0)  # type: ignore[arg-type]
     assert exit_code(found.value) == code
     refuse_together(Ranks([["", 0]] * 3), "", 0)  # type: ignore[arg-type]
+
+
+def test_ranks_agree_field_by_field() -> None:
+    ranks = [
+        Sync(
+            rank + 5, rank == 1, 2 - rank, 0, 10, {"high": 1, "damaged": rank}, {"b": rank, "a": 3}, {"wait": 7 * rank}
+        )
+        for rank in range(3)
+    ]
+    rows = [sync.values() for sync in ranks]
+    want = Sync(7, 1, 2, 0, 30, {"high": 3, "damaged": 3}, {"a": 9, "b": 3}, {"wait": [0, 7, 14]})
+    assert all(sync.reduce(rows) == want for sync in ranks)
 
 
 def trainer(cfg: Config, world: World, folder: Path, *, updates: int = 9, replay: int | None = None) -> Trainer:
@@ -82,7 +94,7 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
 
 
-def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_it_had(world, tmp_path) -> None:
+def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
     cfg = tiny.config(
         zero__stage=0, schedule__name="budget", schedule__budget_minutes=0.5, schedule__warmup_steps=0,
         checkpoint__asynchronous=False, log__interval=1, log__tensorboard=False, batch__micro_size=8,
@@ -111,7 +123,7 @@ def test_under_a_budget_an_update_that_is_done_again_has_the_learning_rate_that_
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(("failures", "stopped"), [(1, False), (2, False), (2, True)])
-def test_a_run_ends_well_only_with_its_last_updates_saved(
+def test_a_run_ends_only_with_its_last_updates_saved(
     failures: int, stopped: bool, asynchronous: bool, world, tmp_path, monkeypatch
 ) -> None:
     cfg = tiny.config(
