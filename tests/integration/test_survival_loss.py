@@ -69,9 +69,7 @@ def test_rollback_goes_back_and_passes_over_the_data_through_the_spike(dataset, 
     run = tmp_path / "run"
     job, codes = run_with(dataset, run, "spikes.policy=rollback", ranks=1)
     assert codes == [0], job.output
-    assert (
-        "rolling back" in job.output and "rolled back to step 8; the data up to the spike is left out" in job.output
-    )
+    assert "rolling back" in job.output and "rolled back to step 8; the data up to the spike is left out" in job.output
     found = curve(run)
     assert sorted(found) == list(range(1, 17))
     assert [found[s]["data/cursor"] for s in (8, 9, 10, 16)] == [8, 11, 12, 18]  # data 8 and 9 were passed over

@@ -112,7 +112,7 @@ def test_causal_run_is_replayed(dataset, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["train/mlm_loss"] == losses[14]
     done = train(dataset, run, *causal, "--replay", 3)
-    assert "no checkpoint before step 3: replaying from the run's beginning" in done.stdout
+    assert "no checkpoint before the update to replay: replaying from the run's first update" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["train/mlm_loss"] == losses[3]
     done = train(dataset, run, *causal, "--replay", 3, "model.layers=1")
     assert done.returncode == 2 and "model.layers is 1 but" in done.stderr
