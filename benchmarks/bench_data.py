@@ -33,7 +33,7 @@ from benchmarks.common import hardware
 from benchmarks.common.measure import quantiles
 from megabert.common.environment import keep_freed_memory
 from megabert.data.loader import Loader
-from megabert.data.masking import Masking, Vocabulary
+from megabert.data.masking import Masking, MaskingVocabulary
 from megabert.data.shards import Dataset, write_manifest, write_shard
 from megabert.data.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ MICRO, ROUNDS, SECONDS = 32, 7, 0.25
 COLLATOR, READER = ("HF DataCollatorForLanguageModeling, collating only", "webdataset, one row a sample, reading only")
 
 
-def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabulary]:
+def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVocabulary]:
     """Rows of one pair (60%) or two (40%), full but for a token, in four shards; 70% of the tokens start a word."""
     rng = np.random.default_rng(0)
     row = np.arange(rows)
@@ -79,10 +79,10 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, Vocabular
     write_manifest(folder, manifest | {"statistics": {}, "options": {}, "held_out": None})
     starts = rng.random(VOCAB) < 0.7
     starts[: len(SPECIAL)] = False
-    return Dataset(folder), Vocabulary(VOCAB, SPECIAL["mask"], SPECIAL.values(), starts)
+    return Dataset(folder), MaskingVocabulary(VOCAB, SPECIAL["mask"], SPECIAL.values(), starts)
 
 
-def ours(dataset: Dataset, vocabulary: Vocabulary, strategy: str, global_batch: int) -> Callable[[], int]:
+def ours(dataset: Dataset, vocabulary: MaskingVocabulary, strategy: str, global_batch: int) -> Callable[[], int]:
     loader = Loader(
         dataset,
         vocabulary,
@@ -167,7 +167,9 @@ def rows_per_second(step: Callable[[], int]) -> float:
     return rows / passed
 
 
-def measure(dataset: Dataset, vocabulary: Vocabulary, rows: int, sizes: list[int], scratch: Path) -> dict[str, Any]:
+def measure(
+    dataset: Dataset, vocabulary: MaskingVocabulary, rows: int, sizes: list[int], scratch: Path
+) -> dict[str, Any]:
     """Every side at every size of a batch, in turn; comparisons are between equal sizes."""
     cases: dict[str, Callable[[], int]] = {}
     equal: list[tuple[str, str]] = []  # (ours, peer)
@@ -232,7 +234,7 @@ def main() -> int:
         if args.data:
             dataset = Dataset(args.data)
             t = Tokenizer.load(dataset.tokenizer_path)
-            pairs = [(dataset, Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start))]
+            pairs = [(dataset, MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start))]
         else:
             pairs = []
             for seq_len in (128, 512):

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data_prep.common.errors import BadInput
 from megabert.data import shards
-from megabert.data.masking import Masked, Masking, Vocabulary, mask
+from megabert.data.masking import Masked, Masking, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
 
 # rows counted at most, spread over the dataset
@@ -176,7 +176,7 @@ def _dataset(folder: Path, samples: int, seed: int, masking: Masking, screen: _S
     chosen = np.sort(np.random.default_rng(seed).choice(m.rows, min(samples, m.rows), replace=False))
     if len(chosen):
         lines += ["", *_legend(masking, screen)]
-    vocabulary = Vocabulary(
+    vocabulary = MaskingVocabulary(
         tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids.values(), tokenizer.unit_start
     )
     for row_id in chosen:

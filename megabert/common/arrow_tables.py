@@ -88,13 +88,13 @@ def schema_of(kind: str, file: Any) -> Any:
     from pyarrow import ipc
 
     if kind == "parquet":
-        found = parquet.read_schema(file)
+        schema = parquet.read_schema(file)
     else:
         has_footer = file.read(6) == b"ARROW1"
         file.seek(0)
-        found = (ipc.open_file(file) if has_footer else ipc.open_stream(file)).schema
+        schema = (ipc.open_file(file) if has_footer else ipc.open_stream(file)).schema
     file.seek(0)
-    return found
+    return schema
 
 
 def parquet_batches(
@@ -256,8 +256,8 @@ def _rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
                 row, arrays = batch
                 for array in arrays:
                     array.validate(full=True)
-                found = [plain(array).to_pylist() for array in arrays]
-            for values in zip(*found, strict=True):
+                columns_of_batch = [plain(array).to_pylist() for array in arrays]
+            for values in zip(*columns_of_batch, strict=True):
                 named = [_named(value, of) for value, of in zip(values, names, strict=True)]
                 cells = iter(named)
                 where = f"{shown}, row {row}"
@@ -291,13 +291,13 @@ def _alternative(path: str, schema: Any, spec: str) -> list[list[str]]:
     failed: BadTable | None = None
     for one in spec.split("|"):
         try:
-            found = [locate(path, schema, name) for name in fields.names(one, schema.names)]
+            located = [locate(path, schema, name) for name in fields.names(one, schema.names)]
         except BadTable as error:
             failed = failed or error
             continue
-        for parts in found:
+        for parts in located:
             _check(path, ".".join(parts), type_of(schema, parts))
-        return found
+        return located
     assert failed is not None
     raise failed
 

@@ -77,8 +77,8 @@ def version(package: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that affect a run."""
-    found = {name: version(name) for name in PACKAGES}
-    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+    installed = {name: version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: text for name, text in installed.items() if text}
 
 
 def changes(exclude: Sequence[str] = ()) -> list[str]:

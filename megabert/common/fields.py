@@ -36,8 +36,8 @@ def find(record: dict[str, Any], name: str) -> Any:
 
 def join(texts: Sequence[str | None]) -> str | None:
     """Joined texts of the fields of one record; None where all are None."""
-    found = [text for text in texts if text is not None]
-    return JOINT.join(found) if found else None
+    present = [text for text in texts if text is not None]
+    return JOINT.join(present) if present else None
 
 
 def joined(values: Sequence[Any]) -> Any:

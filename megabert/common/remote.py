@@ -40,7 +40,7 @@ BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)
-class Status:
+class RemoteStatus:
     """Status of a URL. `stamp` changes when the content does, as far as the server reports it."""
 
     size: int
@@ -68,9 +68,9 @@ def join(url: str, *names: str) -> str:
 
 
 def _protocol(url: str) -> str:
-    found = URL.match(url)
-    assert found, url
-    return found[1].lower()
+    match = URL.match(url)
+    assert match, url
+    return match[1].lower()
 
 
 def _filesystem(url: str) -> Any:
@@ -106,13 +106,13 @@ def _asked(url: str, action: Callable[[Any, str], T]) -> T:
         except ValueError as error:
             raise ValueError(f"{url}: {' '.join(str(error).split())}") from None
         except Exception as error:
-            said = _answer(url, error)
-            status = getattr(said, "status", 0)
-            if isinstance(said, FileNotFoundError) or status in (404, 410):
+            answer = _answer(url, error)
+            status = getattr(answer, "status", 0)
+            if isinstance(answer, FileNotFoundError) or status in (404, 410):
                 raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from None
-            if isinstance(said, PermissionError) or status in (401, 403):
-                raise PermissionError(errno.EACCES, f"no permission ({said})", url) from None
-            reason = str(said) or type(said).__name__
+            if isinstance(answer, PermissionError) or status in (401, 403):
+                raise PermissionError(errno.EACCES, f"no permission ({answer})", url) from None
+            reason = str(answer) or type(answer).__name__
             raise Failed(errno.EIO, " ".join(reason.split()), url) from error
 
     return tried_again(attempt)
@@ -138,18 +138,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megabert")
 
 
-def status(url: str) -> Status:
+def status(url: str) -> RemoteStatus:
     """Status of a URL; https:// has a folder where the URL ends with `/`. Raises FileNotFoundError."""
     if _is_web(url) and url.endswith("/"):
-        return Status(0, 0, folder=True)
+        return RemoteStatus(0, 0, folder=True)
     entry = _asked(url, lambda system, path: system.info(path))
     if entry["type"] == "directory":
-        return Status(0, 0, folder=True)
+        return RemoteStatus(0, 0, folder=True)
     if entry["size"] is None:
         raise ValueError(f"{url}: the server does not say its size; download it first")
-    said = repr([(name, str(entry[name])) for name in MARKS if entry.get(name) is not None])
-    stamp = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
-    return Status(int(entry["size"]), stamp, folder=False)
+    marks = repr([(name, str(entry[name])) for name in MARKS if entry.get(name) is not None])
+    stamp = int.from_bytes(hashlib.blake2b(marks.encode(), digest_size=7).digest(), "little")
+    return RemoteStatus(int(entry["size"]), stamp, folder=False)
 
 
 def exists(url: str) -> bool:
@@ -163,13 +163,13 @@ def exists(url: str) -> bool:
 def names(url: str) -> dict[str, bool]:
     """Names in a folder, and whether each is a folder itself. Raises FileNotFoundError."""
     entries = _asked(join(url, ""), lambda system, path: system.ls(path, detail=True))
-    own = _filesystem(url)._strip_protocol(url).rstrip("/")
-    found = {}
+    folder = _filesystem(url)._strip_protocol(url).rstrip("/")
+    folders_by_name = {}
     for entry in entries:
         path = entry["name"].rstrip("/")
-        if path != own:  # a place-holder of the folder
-            found[path.rsplit("/", 1)[-1]] = entry["type"] == "directory"
-    return found
+        if path != folder:  # a place-holder of the folder
+            folders_by_name[path.rsplit("/", 1)[-1]] = entry["type"] == "directory"
+    return folders_by_name
 
 
 def matching(pattern: str) -> dict[str, bool]:
@@ -198,9 +198,9 @@ def opened(url: str) -> BinaryIO:
 class _Ranges(io.RawIOBase):
     """A file that is read by ranges, which double as long as reading is sequential."""
 
-    def __init__(self, url: str, found: Status) -> None:
-        self._url, self._size = url, found.size
-        if found.folder:
+    def __init__(self, url: str, status: RemoteStatus) -> None:
+        self._url, self._size = url, status.size
+        if status.folder:
             raise IsADirectoryError(errno.EISDIR, "is a folder", url)
         self._at, self._start, self._block = 0, 0, b""
         self._length = FIRST
@@ -228,10 +228,10 @@ class _Ranges(io.RawIOBase):
                 self._length = min(2 * self._length, BLOCK) if self._at == end else FIRST
             self._start = self._at
             self._block = self._fetched(self._at, min(self._at + self._length, self._size))
-        found = self._block[self._at - self._start :][: len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        data = self._block[self._at - self._start :][: len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
     def _fetched(self, start: int, end: int) -> bytes:
         def fetch(system: Any, path: str) -> bytes:

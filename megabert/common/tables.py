@@ -123,9 +123,9 @@ def _places(path: Path, column: str, header: Sequence[str], width: int) -> list[
         return [int(column)]
     names = [name.strip() for name in header]
     for spec in column.split("|"):
-        found = fields.names(spec, names)
-        if all(name in names for name in found):
-            return [names.index(name) for name in found]
+        wanted = fields.names(spec, names)
+        if all(name in names for name in wanted):
+            return [names.index(name) for name in wanted]
     raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
 
 

@@ -1,7 +1,4 @@
-"""DeepSpeed's configuration, made from ours, how ranks and micro-steps share an update's rows, and a user's own DeepSpeed file.
-
-A user's file may add keys and not contradict ours.
-"""
+"""DeepSpeed's configuration from ours, the micro-steps of an update, and a user's DeepSpeed file, which may only add keys."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Any
 
 from megabert.config.schema import Config
 
-# Keys of a user's file that would do nothing, or not what they say, and what does it here.
-OURS = {
+# keys of a user's file that would have no effect or another one, and the config key to use instead
+CONFIG_KEYS = {
     "optimizer": "optimizer.*",
     "scheduler": "schedule.*",
     "zero_optimization.offload_optimizer": "zero.offload=cpu",
@@ -21,16 +18,16 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def read_deepspeed(file: str) -> dict[str, Any] | None:
-    """The keys in a user's DeepSpeed file; None where none is named. Raises ValueError or OSError naming the file."""
+    """The keys of a user's DeepSpeed file; None without a file. Raises ValueError or OSError naming the file."""
     if not file:
         return None
     try:
-        found = json.loads(Path(file).read_bytes())
+        tree = json.loads(Path(file).read_bytes())
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {file}: is not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ValueError(f"--deepspeed_config {file}: must hold one JSON object")
-    return found
+    return tree
 
 
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
@@ -63,8 +60,8 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
             "throughput": {"enabled": False}
         },  # it waits for the device twice a micro-step, and we measure ourselves
     }
-    assert config.precision != "auto", "to be settled for the device"
-    # Both are said, so that a user's file with the other one is refused and not merged.
+    assert config.precision != "auto", "must be resolved for the device"
+    # both are set, so that a user's file with the other one is refused and not merged
     result["bf16"], result["fp16"] = {"enabled": config.precision in ("bf16", "fp8")}, {"enabled": False}
     if result["bf16"]["enabled"]:
         result["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -75,12 +72,12 @@ def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours, or is ours to set."""
+    """`ours` with the user's further keys. Raises ValueError naming the first key that contradicts ours, or that a config key sets."""
     merged = dict(ours)
     for key, value in user.items():
         name = f"{prefix}{key}"
-        if key not in ours and name in OURS and value != {"device": "none"}:  # which asks for no offload
-            raise ValueError(f"{source}: {name} is not for this file; remove it and set {OURS[name]}")
+        if key not in ours and name in CONFIG_KEYS and value != {"device": "none"}:  # which asks for no offload
+            raise ValueError(f"{source}: {name} is not for this file; remove it and set {CONFIG_KEYS[name]}")
         if key not in ours:
             merged[key] = value
         elif isinstance(ours[key], dict) and isinstance(value, dict):
@@ -107,7 +104,7 @@ def accumulation(config: Config, world_size: int) -> int:
 
 
 def shares(config: Config, world_size: int) -> str:
-    """How an update's rows come about, for a reader: `64 x 24 ranks x 43 micro-steps less 512 seats`."""
+    """The rows of an update as text: `64 x 24 ranks x 43 micro-steps less 512 seats`."""
     micro, steps = config.batch.micro_size, accumulation(config, world_size)
     vacant = micro * world_size * steps - config.batch.global_size
     return f"{micro} x {world_size} ranks x {steps} micro-steps" + (f" less {vacant} seats" if vacant else "")

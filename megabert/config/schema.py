@@ -354,13 +354,13 @@ def check(config: Config) -> None:
                 raise ValueError(
                     f"precision=fp8 needs multiples of {FP8_MULTIPLE}: model.{name} is {width}; change it or use bf16"
                 )
-    asked = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
+    unit = "schedule.name=budget" if schedule.name == "budget" else f"schedule.by={schedule.by}"
     if schedule.unit == "minutes" and not schedule.budget_minutes:
-        raise ValueError(f"{asked} needs schedule.budget_minutes above 0")
+        raise ValueError(f"{unit} needs schedule.budget_minutes above 0")
     if schedule.unit == "tokens" and not schedule.budget_tokens:
-        raise ValueError(f"{asked} needs schedule.budget_tokens above 0")
+        raise ValueError(f"{unit} needs schedule.budget_tokens above 0")
     if schedule.unit == "minutes" and config.deterministic:
-        raise ValueError(f"deterministic=true: {asked} depends on the clock, so no two runs are equal; choose another")
+        raise ValueError(f"deterministic=true: {unit} depends on the clock, so no two runs are equal; choose another")
     if config.optimizer.split_qkv and config.optimizer.name != "lamb":
         raise ValueError(
             f"optimizer.split_qkv=true: optimizer.name={config.optimizer.name} has no trust ratios; set it to false"

@@ -54,7 +54,7 @@ def toml_names(folder: Path) -> list[str]:
 
 
 def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
-    """The file of an option's value and what is in it; `kind` is what the files of `folder` are, in the singular.
+    """The path and content of the TOML file that an option names; `kind` is a noun for the files of `folder`.
 
     Raises ValueError naming the option or the file.
     """
@@ -94,7 +94,7 @@ def _field_type(model: Any, key: str) -> Any:
 
 
 def parse_value(text: str, kind: Any = None) -> Any:
-    """What stands behind `=`: as TOML says it, or a bare word; where `kind` is str, the text as it is."""
+    """The value after `=`: TOML or a bare word; where `kind` is str, the text unchanged."""
     if kind is str:
         return text
     try:

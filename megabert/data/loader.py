@@ -31,7 +31,7 @@ from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
 from megabert.config import Config, MaskingConfig, accumulation
 from megabert.data.batch import VACANT, Batch, BatchLayout, Update, collate
-from megabert.data.masking import Masking, Vocabulary, mask, masking_at
+from megabert.data.masking import Masking, MaskingVocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
 from megabert.data.tokenizer import Tokenizer
@@ -52,18 +52,18 @@ class _Source:
     """Makes batches of (row id, epoch) pairs; shared by training and evaluation."""
 
     dataset: AnyDataset
-    vocabulary: Vocabulary
+    vocabulary: MaskingVocabulary
     seed: int
     micro_batch: int
 
     @staticmethod
-    def of(dataset: AnyDataset, tokenizer: Tokenizer | Vocabulary, seed: int, micro_batch: int) -> _Source:
+    def of(dataset: AnyDataset, tokenizer: Tokenizer | MaskingVocabulary, seed: int, micro_batch: int) -> _Source:
         manifest = dataset.manifest
-        if isinstance(tokenizer, Vocabulary):
+        if isinstance(tokenizer, MaskingVocabulary):
             vocabulary = tokenizer
         elif tokenizer.sha256 == manifest.tokenizer["sha256"]:
             special = tokenizer.special_ids.values()
-            vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, special, tokenizer.unit_start)
+            vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, special, tokenizer.unit_start)
         else:
             raise ValueError(
                 f"{tokenizer.path}: not the tokenizer that {dataset.place} was built with (SHA-256 differs)"
@@ -245,7 +245,7 @@ class Loader:
     def __init__(
         self,
         dataset: AnyDataset,
-        tokenizer: Tokenizer | Vocabulary,
+        tokenizer: Tokenizer | MaskingVocabulary,
         *,
         global_batch: int,
         micro_batch: int,
@@ -304,7 +304,7 @@ class Loader:
     def from_config(
         config: Config,
         dataset: AnyDataset,
-        tokenizer: Tokenizer | Vocabulary,
+        tokenizer: Tokenizer | MaskingVocabulary,
         *,
         share_used: Callable[[int], float] = lambda step: 0.0,
         rank: int = 0,
@@ -360,7 +360,7 @@ class Loader:
 
 def eval_batches(
     dataset: Dataset,
-    tokenizer: Tokenizer | Vocabulary,
+    tokenizer: Tokenizer | MaskingVocabulary,
     *,
     micro_batch: int,
     seed: int,

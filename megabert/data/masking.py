@@ -124,7 +124,7 @@ def held_out_masking(config: Config) -> Masking:
     return replace(Masking.of(options), rate=config.eval.rate or options.final_rate or options.rate)
 
 
-class Vocabulary:
+class MaskingVocabulary:
     """What masking needs of a tokenizer: its size, [MASK], the special ids and which tokens start a word (bool [vocab];
     `Tokenizer.unit_start`)."""
 
@@ -162,7 +162,7 @@ def mask(
     *,
     seed: int,
     epoch: int | np.ndarray,
-    vocabulary: Vocabulary,
+    vocabulary: MaskingVocabulary,
     masking: Masking,
 ) -> Masked:
     """Mask rows: ids uint16 or uint32 [n, T], bounds [n, S, 2] as stored, row_ids int64 [n], epoch an int or int64 [n].
@@ -230,7 +230,7 @@ class _Draw:
 
 
 def _draw(
-    ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: Vocabulary
+    ids: np.ndarray, bounds: np.ndarray, keys: np.ndarray, rate: float, capacity: int, vocabulary: MaskingVocabulary
 ) -> _Draw:
     n, seq_len = ids.shape
     max_sequences = bounds.shape[1]
@@ -376,7 +376,7 @@ def _span_ends(draw: _Draw, first: np.ndarray, length: np.ndarray, group: np.nda
 
 
 def _replace(
-    ids: np.ndarray, chosen: np.ndarray, draw: _Draw, capacity: int, vocabulary: Vocabulary, masking: Masking
+    ids: np.ndarray, chosen: np.ndarray, draw: _Draw, capacity: int, vocabulary: MaskingVocabulary, masking: Masking
 ) -> Masked:
     """Show `chosen` (flat positions, int64 [P], ascending) as [MASK], as a random token or unchanged.
 

@@ -125,18 +125,18 @@ class Joined(ABC):
         """As `Dataset.examine`."""
         rows, damage = self.empty(len(row_ids)), dict[int, str]()
         rows.isnext[:] = -1
-        for number, here in self._by_part(row_ids):
-            found, damaged = self.parts[number].examine(row_ids[here] - self.offsets[number])
-            slots = found.isnext.shape[1]
-            rows.ids[here] = found.ids
-            rows.bounds[here, :slots], rows.isnext[here, :slots] = found.bounds, found.isnext
-            damage |= {int(here[i]): text for i, text in damaged.items()}
+        for number, places in self._by_part(row_ids):
+            part_rows, damaged = self.parts[number].examine(row_ids[places] - self.offsets[number])
+            slots = part_rows.isnext.shape[1]
+            rows.ids[places] = part_rows.ids
+            rows.bounds[places, :slots], rows.isnext[places, :slots] = part_rows.bounds, part_rows.isnext
+            damage |= {int(places[i]): text for i, text in damaged.items()}
         return rows, dict(sorted(damage.items()))
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
         """As `Dataset.read_ahead`."""
-        for number, here in self._by_part(row_ids):
-            self.parts[number].read_ahead(row_ids[here] - self.offsets[number])
+        for number, places in self._by_part(row_ids):
+            self.parts[number].read_ahead(row_ids[places] - self.offsets[number])
 
     def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """The parts of the rows, each with the indices of its rows."""
@@ -200,9 +200,9 @@ class Versions(Joined):
         row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         number = np.searchsorted([segment.start for segment in self.segments], positions, side="right") - 1
         for i in np.unique(number).tolist():
-            here, segment = number == i, self.segments[i]
+            chosen, segment = number == i, self.segments[i]
             order = self._order_of(segment.parts)
-            row_ids[here], epochs[here] = order.by_epoch(seed, positions[here] - segment.start, segment.epoch)
+            row_ids[chosen], epochs[chosen] = order.by_epoch(seed, positions[chosen] - segment.start, segment.epoch)
         return row_ids, epochs
 
     def _order_of(self, parts: int) -> RowOrder:
@@ -240,16 +240,16 @@ class Mixture(Joined):
         window, at = np.divmod(positions, WINDOW)
         place = np.empty_like(positions)
         for w in np.unique(window).tolist():
-            here = window == w
-            place[here] = _places_of_window(seed, w)[at[here]]
+            chosen = window == w
+            place[chosen] = _places_of_window(seed, w)[at[chosen]]
         edges = np.append(0, np.cumsum(self.counts))
         part = np.searchsorted(edges, place, side="right") - 1
         for number in np.unique(part).tolist():
-            here = part == number
+            chosen = part == number
             # positions in the dataset's order alone
-            alone = window[here] * self.counts[number] + place[here] - edges[number]
-            found, epochs[here] = self.parts[number].order(seed, alone)
-            row_ids[here] = found + self.offsets[number]
+            alone = window[chosen] * self.counts[number] + place[chosen] - edges[number]
+            part_ids, epochs[chosen] = self.parts[number].order(seed, alone)
+            row_ids[chosen] = part_ids + self.offsets[number]
         return row_ids, epochs
 
 
@@ -367,14 +367,14 @@ def from_json(tree: Sequence[Sequence[Sequence[Any]]], mix: Mapping[str, float],
 
 def identity(dataset: AnyDataset) -> dict[str, Any]:
     """The data's entries in a checkpoint: the fingerprint of all of it, and of several datasets each one's."""
-    found: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
+    entries: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
     if isinstance(dataset, Joined):
-        found["datasets"] = [
+        entries["datasets"] = [
             {"folder": part.place, "fingerprint": part.manifest.fingerprint}
             | ({"segments": [asdict(s) for s in part.segments]} if isinstance(part, Versions) else {})
             for part in _members(dataset)
         ]
-    return found
+    return entries
 
 
 def resume(dataset: AnyDataset, saved: Mapping[str, Any], position: int) -> bool:

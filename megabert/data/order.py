@@ -54,14 +54,14 @@ class RowOrder:
         slots = np.searchsorted(starts, positions, side="right") - 1
         row_ids = np.empty_like(positions)
         for slot in np.unique(slots).tolist():
-            here = np.flatnonzero(slots == slot)
-            at = positions[here] - starts[slot]
+            in_slot = np.flatnonzero(slots == slot)
+            at = positions[in_slot] - starts[slot]
             edges = _slot(self, seed, epoch, slot)[2]
             windows = np.searchsorted(edges, at, side="right") - 1
             for window in np.unique(windows).tolist():
-                inside = windows == window
+                in_window = windows == window
                 rows = _window(self, seed, epoch, slot, window)
-                row_ids[here[inside]] = rows[at[inside] - edges[window]]
+                row_ids[in_slot[in_window]] = rows[at[in_window] - edges[window]]
         return row_ids
 
     def by_epoch(self, seed: int, positions: np.ndarray, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -70,8 +70,8 @@ class RowOrder:
         epochs += first
         row_ids = np.empty_like(within)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            row_ids[here] = self.row_ids(seed, epoch, within[here])
+            in_epoch = epochs == epoch
+            row_ids[in_epoch] = self.row_ids(seed, epoch, within[in_epoch])
         return row_ids, epochs
 
 
@@ -135,7 +135,7 @@ def _slot(order: RowOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray
 @lru_cache(maxsize=64)
 def _window(order: RowOrder, seed: int, epoch: int, slot: int, window: int) -> np.ndarray:
     """The permuted rows of a window of a slot, int64 [r]."""
-    here = slice(window * WINDOW_BLOCKS, (window + 1) * WINDOW_BLOCKS)
-    first, rows = (blocks[here] for blocks in _slot(order, seed, epoch, slot)[:2])
+    blocks_of_window = slice(window * WINDOW_BLOCKS, (window + 1) * WINDOW_BLOCKS)
+    first, rows = (all_blocks[blocks_of_window] for all_blocks in _slot(order, seed, epoch, slot)[:2])
     within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
     return (np.repeat(first, rows) + within)[permutation(len(within), ROW_STREAM, seed, epoch, slot, window)]

@@ -103,13 +103,13 @@ def pack_line(sequences: Sequence[np.ndarray], seconds: Sequence[int], causal: b
 
 
 def groups(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Indices of sequences of these lengths, the longest first, in groups of at most `tokens` tokens (never none)."""
-    found: list[list[int]] = []
+    """Indices of sequences of these lengths, the longest first, in groups of at most `tokens` tokens but at least one sequence."""
+    grouped: list[list[int]] = []
     room = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not found or room < lengths[i]:
-            found.append([])
+        if not grouped or room < lengths[i]:
+            grouped.append([])
             room = tokens
-        found[-1].append(i)
+        grouped[-1].append(i)
         room -= lengths[i]
-    return found
+    return grouped

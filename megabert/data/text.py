@@ -61,16 +61,16 @@ def plain_with_places(text: str) -> tuple[str, np.ndarray]:
 
 def _replacements(text: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, replacement) of each place where `plain` changes `text`, in their order."""
-    found = [(m.start(), m.end(), "") for m in INVISIBLE.finditer(text)]
+    replacements = [(m.start(), m.end(), "") for m in INVISIBLE.finditer(text)]
     for word in _WORD.finditer(text) if "&" in text else ():
         if "&" in word[0] and ";" in word[0]:
             for entity in ENTITY.finditer(word[0]):
                 new = html.unescape(entity[0])
                 if new != entity[0]:
                     start = word.start() + entity.start()
-                    found.append((start, start + len(entity[0]), INVISIBLE.sub("", new)))
+                    replacements.append((start, start + len(entity[0]), INVISIBLE.sub("", new)))
     last = 0
-    for start, end, new in sorted(found):
+    for start, end, new in sorted(replacements):
         if start >= last:  # an invisible character may be part of something that only looks like an entity
             yield start, end, new
             last = end

@@ -78,11 +78,11 @@ def read_casing(path: Path) -> dict[str, bool | None]:
     Raises ValueError for a file that is damaged, or of a tokenizer that splits text otherwise than BERT's.
     """
     try:
-        found = json.loads(path.read_bytes())
-        values = {name: found.get(field) for name, field in CASING_FIELDS.items()}
+        tree = json.loads(path.read_bytes())
+        values = {name: tree.get(field) for name, field in CASING_FIELDS.items()}
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path}: is no JSON object; remove it or save the tokenizer again") from None
-    refuse_other_tokenizer(found, path)
+    refuse_other_tokenizer(tree, path)
     return checked_casing(values, CASING_FIELDS, str(path))
 
 

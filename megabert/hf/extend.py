@@ -33,12 +33,12 @@ ROWS = (
 def read_words(path: Path) -> list[str]:
     """The words of a file, one a line, in their order. Raises ValueError naming the file where it holds none."""
     try:
-        found = list(dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines()))
+        lines = list(dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines()))
     except FileNotFoundError:
         raise ValueError(f"{path}: not found; name a file with a word a line") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8") from None
-    words = [word for word in found if word]
+    words = [word for word in lines if word]
     if not words:
         raise ValueError(f"{path}: is empty; give a word a line")
     return words
@@ -56,11 +56,11 @@ def extended(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenizer, lis
 
 def rows_of(weights: dict[str, Tensor], parts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """`weights` under Hugging Face's names, with a row (a bias) for each of `parts`: the mean of theirs."""
-    found = dict(weights)
+    extended_weights = dict(weights)
     for name in weights.keys() & set(ROWS):
-        new = [found[name][list(ids)].mean(0, keepdim=True) for ids in parts]
-        found[name] = torch.cat([found[name], *new])
-    return found
+        new = [extended_weights[name][list(ids)].mean(0, keepdim=True) for ids in parts]
+        extended_weights[name] = torch.cat([extended_weights[name], *new])
+    return extended_weights
 
 
 def _wordpiece(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenizer, list[list[int]]]:

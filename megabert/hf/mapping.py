@@ -369,10 +369,10 @@ def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> Model
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
     """Whether the model of a Hugging Face `config.json` is causal. Raises ValueError for a field that is no bool."""
-    found = tree.get("is_decoder", False)
-    if not isinstance(found, bool):
-        raise ValueError(f"{where}: is_decoder must be true or false, is {found!r:.40}")
-    return found
+    value = tree.get("is_decoder", False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: is_decoder must be true or false, is {value!r:.40}")
+    return value
 
 
 def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default: Any = None) -> Any:

@@ -36,9 +36,9 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=5)[0]))
 TRAINED = {"perf/tokens_per_sec": "training speed, real tokens/s", "perf/mfu": "model FLOPs utilisation"}
 
 
-def render(found: Pretrained, name: str, architecture: str) -> str:
+def render(pretrained: Pretrained, name: str, architecture: str) -> str:
     """The README.md of an exported model; `architecture` is the class of transformers that holds all of it."""
-    cfg, model = found.config, found.config.model
+    cfg, model = pretrained.config, pretrained.config.model
     causal = cfg.data.masking.causal
     task, peer, example = ("fill-mask", "AutoModelForMaskedLM", FILL)
     if causal:
@@ -46,7 +46,7 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- bert\n- megabert\n---",
         f"# {name}",
-        f"A BERT pre-trained with MegaBERT, {found.step:,} updates. All of its weights are in transformers' "
+        f"A BERT pre-trained with MegaBERT, {pretrained.step:,} updates. All of its weights are in transformers' "
         f"`{architecture}`; `AutoModel` and `{peer}` load their parts of them and name the rest.",
         example.format(name=name),
         "## Model",
@@ -56,20 +56,20 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
                 "layer norms": "after each block" if model.norm == "post" else "before each block",
                 "positions": f"{model.max_positions}, {'rotary' if model.modern else 'learned'}",
                 "feed-forward": "gated GELU" if model.modern else "GELU",
-                "vocabulary": f"{model.vocab_size:,} tokens, {found.tokenizer.kind}",
-                "tokenizer SHA-256": found.tokenizer.sha256,
+                "vocabulary": f"{model.vocab_size:,} tokens, {pretrained.tokenizer.kind}",
+                "tokenizer SHA-256": pretrained.tokenizer.sha256,
                 "next-sentence head": "yes" if model.nsp else "none",
                 "attention": "causal" if causal else "bidirectional",
             }
         ),
         "## Corpus",
-        table(_corpus(found)),
+        table(_corpus(pretrained)),
         "## Recipe",
-        table(recipe(found)),
+        table(recipe(pretrained)),
         "## Figures",
-        table(figures(found) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
-        f"Written from the run's own files; versions: {_versions(found.state)}. Any setting that is not here is in "
-        f"the run's config, SHA-256 {found.state.get('config_sha256', 'unknown')}.",
+        table(figures(pretrained) | {"GLUE, SQuAD and other tasks": UNKNOWN, "social bias": UNKNOWN}),
+        f"Written from the run's own files; versions: {_versions(pretrained.state)}. Any setting that is not here is in "
+        f"the run's config, SHA-256 {pretrained.state.get('config_sha256', 'unknown')}.",
     ]
     if cfg.distill.teacher:
         d = cfg.distill
@@ -81,9 +81,9 @@ def render(found: Pretrained, name: str, architecture: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _corpus(found: Pretrained) -> dict[str, Any]:
-    rows: dict[str, Any] = {"dataset fingerprint": found.state.get("dataset", "unknown")}
-    manifest = manifest_of(found)
+def _corpus(pretrained: Pretrained) -> dict[str, Any]:
+    rows: dict[str, Any] = {"dataset fingerprint": pretrained.state.get("dataset", "unknown")}
+    manifest = manifest_of(pretrained)
     if manifest is None:
         return rows | {"text": "unknown: the dataset is not at the run's path"}
     statistics = manifest.statistics
@@ -94,10 +94,10 @@ def _corpus(found: Pretrained) -> dict[str, Any]:
     return rows | {"row length": manifest.seq_len, "rows": f"{manifest.rows:,}"}
 
 
-def recipe(found: Pretrained) -> dict[str, Any]:
+def recipe(pretrained: Pretrained) -> dict[str, Any]:
     """How a model was trained: values by name."""
-    cfg = found.config
-    if not found.step:
+    cfg = pretrained.config
+    if not pretrained.step:
         return {"updates": "none"}
     masking, optimizer, schedule = cfg.data.masking, cfg.optimizer, cfg.schedule
     rate = f"{masking.rate:.0%}" + (f" to {masking.final_rate:.0%}" if masking.final_rate else "")
@@ -115,7 +115,7 @@ def recipe(found: Pretrained) -> dict[str, Any]:
         length, warmup = "", f"{schedule.budget_warmup:.0%} of {unit}"
     return {
         "started from": start,
-        "updates": f"{found.step:,}{length}",
+        "updates": f"{pretrained.step:,}{length}",
         "rows an update": cfg.batch.global_size,
         "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"beta {optimizer.beta1:g} and {optimizer.beta2:g}, clip {optimizer.clip:g}",
@@ -127,15 +127,15 @@ def recipe(found: Pretrained) -> dict[str, Any]:
     }
 
 
-def figures(found: Pretrained) -> dict[str, Any]:
+def figures(pretrained: Pretrained) -> dict[str, Any]:
     """Figures that its run measured, or "not measured"."""
-    seconds = found.state.get("seconds")
+    seconds = pretrained.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
-    entries = _entries(found.run_dir / "metrics.jsonl", found.step)
-    evaluated = EVALUATED_CAUSAL if found.config.data.masking.causal else EVALUATED
+    entries = _entries(pretrained.run_dir / "metrics.jsonl", pretrained.step)
+    evaluated = EVALUATED_CAUSAL if pretrained.config.data.masking.causal else EVALUATED
     for names, where in ((evaluated, "held out"), (TRAINED, "")):
         for key, shown in names.items():
-            if "nsp" in key and not found.config.model.nsp:
+            if "nsp" in key and not pretrained.config.model.nsp:
                 continue
             entry = next((entry for entry in reversed(entries) if key in entry), None)
             label = ", ".join(part for part in (shown, where) if part)

@@ -111,24 +111,26 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
         cfg, sha256 = config.from_dict(state["config"]), str(state["tokenizer"])
     except (KeyError, TypeError):
         raise ValueError(f"{source}: its checkpoint has no model config or tokenizer") from None
-    found = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
-    if found.vocab_size != cfg.model.vocab_size:
-        raise ValueError(f"{found.path}: {found.vocab_size} tokens, but the model has {cfg.model.vocab_size}")
-    return Pretrained(run_dir, weights, state, cfg, found)
+    loaded_tokenizer = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
+    if loaded_tokenizer.vocab_size != cfg.model.vocab_size:
+        raise ValueError(
+            f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but the model has {cfg.model.vocab_size}"
+        )
+    return Pretrained(run_dir, weights, state, cfg, loaded_tokenizer)
 
 
 def _tokenizer_of_run(run_dir: Path, cfg: Config, sha256: str, named: str | Path) -> Tokenizer:
     if named:
-        found = Tokenizer.load(named)
-        if found.sha256 != sha256:
+        tokenizer = Tokenizer.load(named)
+        if tokenizer.sha256 != sha256:
             raise ValueError(f"{named}: is not the tokenizer that {run_dir} was trained with (its SHA-256 differs)")
-        return found
+        return tokenizer
     candidates = [run_dir / name for name in TOKENIZER_FILES]
     if cfg.data.path and Path(cfg.data.path, "manifest.json").is_file():
         candidates.append(Path(cfg.data.path) / Manifest.load(cfg.data.path).tokenizer["file"])
     for path in candidates:
-        if path.is_file() and (found := Tokenizer.load(path)).sha256 == sha256:
-            return found
+        if path.is_file() and (tokenizer := Tokenizer.load(path)).sha256 == sha256:
+            return tokenizer
     raise ValueError(
         f"{run_dir}: its tokenizer is neither in it nor in its dataset {cfg.data.path or '(none)'}; "
         "name the file with --tokenizer"
@@ -144,13 +146,13 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def manifest_of(found: Pretrained) -> Manifest | None:
+def manifest_of(pretrained: Pretrained) -> Manifest | None:
     """The manifest of the dataset that the run was trained on; None where it is missing or another one by now."""
     try:
-        manifest = Manifest.load(found.config.data.path)
+        manifest = Manifest.load(pretrained.config.data.path)
     except (ValueError, OSError):
         return None
-    return manifest if manifest.fingerprint == found.state["dataset"] else None
+    return manifest if manifest.fingerprint == pretrained.state["dataset"] else None
 
 
 def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequence[str] = ()) -> Pretrained:
@@ -167,19 +169,19 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
     model = model.model_copy(update={"nsp": nsp and not causal and not model.modern})
     file, tensors = read_weights(folder, model)
     weights, initialised, ignored = complete(tensors, model, str(file))
-    found = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
-    if found.kind == "wordpiece" and not tokenizer:
+    loaded_tokenizer = Tokenizer.load(tokenizer) if tokenizer else read_tokenizer(folder)
+    if loaded_tokenizer.kind == "wordpiece" and not tokenizer:
         refuse_other_tokenizer(tree, config_file)
-    if doubt := found.doubt():
+    if doubt := loaded_tokenizer.doubt():
         raise ValueError(f'{doubt}; put {{"do_lower_case": false}} (or true, and "strip_accents") into one there')
-    if found.vocab_size != model.vocab_size:
+    if loaded_tokenizer.vocab_size != model.vocab_size:
         raise ValueError(
-            f"{found.path}: {found.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
+            f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but {config_file} says vocab_size={model.vocab_size}"
         )
     if words:
-        found, parts = extend.extended(found, words)
+        loaded_tokenizer, parts = extend.extended(loaded_tokenizer, words)
         weights = extend.rows_of(weights, parts)
-        model = model.model_copy(update={"vocab_size": found.vocab_size})
+        model = model.model_copy(update={"vocab_size": loaded_tokenizer.vocab_size})
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
@@ -188,10 +190,10 @@ def read(folder: Path, tokenizer: str | Path = "", nsp: bool = True, words: Sequ
         "config": cfg.model_dump(),
         "config_sha256": cfg.digest(),
         "dataset": f"none, converted from {folder.resolve().name}: begin a new run with init_from",
-        "tokenizer": found.sha256,
+        "tokenizer": loaded_tokenizer.sha256,
         "seconds": 0.0,
     }
-    return Pretrained(folder, ours, state, cfg, found, tuple(initialised), tuple(ignored))
+    return Pretrained(folder, ours, state, cfg, loaded_tokenizer, tuple(initialised), tuple(ignored))
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -204,14 +206,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise ValueError("is too large")
-        found = json.loads(path.read_bytes())
+        tree = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: not found") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error!s:.100})") from None
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ValueError(f"{path}: must hold one JSON object")
-    return found
+    return tree
 
 
 def read_weights(folder: Path, model: ModelConfig) -> tuple[Path, dict[str, Tensor]]:
@@ -239,9 +241,9 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".bin":
             with warnings.catch_warnings(action="ignore"):  # about the pickle's age
-                found = torch.load(path, map_location="cpu", weights_only=True)
+                tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            found = load_file(path)
+            tensors = load_file(path)
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         raise ValueError(
@@ -250,9 +252,9 @@ def _load(path: Path) -> dict[str, Any]:
     except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path}: cannot be read as weights ({first:.120})") from None
-    if not isinstance(found, dict) or not all(isinstance(k, str) for k in found):
+    if not isinstance(tensors, dict) or not all(isinstance(k, str) for k in tensors):
         raise ValueError(f"{path}: holds no tensors by name")
-    return found
+    return tensors
 
 
 def present_name(name: str, prefix: str = "bert.") -> str:

@@ -145,9 +145,9 @@ def write(
 
 def _list(path: Path, text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        modules = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error!s:.100})") from None
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError(f"{path}: must hold a list of modules")
-    return found
+    return modules

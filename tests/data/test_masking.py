@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megabert.data.masking import SPAN_BELOW, Masking, Vocabulary, mask, stream_keys
+from megabert.data.masking import SPAN_BELOW, Masking, MaskingVocabulary, mask, stream_keys
 from tests.helpers.rows import VOCAB, make_rows, vocabulary
 from tests.helpers.streams import key
 
@@ -164,7 +164,7 @@ def test_a_word_over_budget_gives_its_first_tokens():
             np.array([5]),
             seed=1,
             epoch=0,
-            vocabulary=Vocabulary(VOCAB, 4, range(5), starts),
+            vocabulary=MaskingVocabulary(VOCAB, 4, range(5), starts),
             masking=Masking(strategy),
         )
         n = int(out.counts[0])  # 61 maskable: 9.15
@@ -188,7 +188,7 @@ def test_spans_have_the_published_lengths():
         np.arange(n),
         seed=1,
         epoch=0,
-        vocabulary=Vocabulary(VOCAB, 4, range(5), starts),
+        vocabulary=MaskingVocabulary(VOCAB, 4, range(5), starts),
         masking=Masking("span", rate=0.02),
     )
     runs = []

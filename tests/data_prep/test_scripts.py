@@ -13,7 +13,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.report import inspect_dataset
 from data_prep.text import clean, sentences
-from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.data.masking import Masking, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.text import writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_what_is_in_the_rows_is_the_text(built):
 def test_masks_are_spread_over_each_sequence(built, strategy):
     dataset = Dataset(built[1])
     t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
+    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
     row_ids = np.arange(dataset.manifest.rows)
     rows = dataset.read(row_ids)
     masked = mask(rows.ids, rows.bounds, row_ids, seed=1, epoch=0, vocabulary=vocabulary, masking=Masking(strategy))

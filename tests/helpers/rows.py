@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.data.masking import Vocabulary
+from megabert.data.masking import MaskingVocabulary
 from megabert.data.shards import write_manifest, write_shard
 
 VOCAB = 2000
@@ -16,11 +16,11 @@ SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 TOKENIZER = b"a stand-in: these tests never parse it"
 
 
-def vocabulary(seed: int = 0, size: int = VOCAB) -> Vocabulary:
+def vocabulary(seed: int = 0, size: int = VOCAB) -> MaskingVocabulary:
     """About 70% of the ordinary tokens start a word, as in English SentencePiece text."""
     starts = np.random.default_rng(seed).random(size) < 0.7
     starts[: len(SPECIAL)] = False
-    return Vocabulary(size, SPECIAL["mask"], SPECIAL.values(), starts)
+    return MaskingVocabulary(size, SPECIAL["mask"], SPECIAL.values(), starts)
 
 
 def make_rows(

@@ -48,10 +48,10 @@ class Rows:
 def size_of(path: Path) -> int | None:
     """Bytes of a regular file; None where there is none. Retried where the file system fails; then raises OSError."""
     try:
-        found = tried_again(path.stat)
+        status = tried_again(path.stat)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def order_of(manifests: Sequence[Manifest]) -> RowOrder:
@@ -233,11 +233,11 @@ class Dataset:
             views = self._views(int(section[first]))
             present = block[first:last] < len(views["crc"])
             cut[first:last] = ~present
-            here: Any = slice(first, last) if present.all() else np.flatnonzero(present) + first
-            at = (block[here], row[here])
+            present_rows: Any = slice(first, last) if present.all() else np.flatnonzero(present) + first
+            at = (block[present_rows], row[present_rows])
             for name in ("ids", "bounds", "isnext"):
-                packed[name][here] = views[name][at]
-            expected[here] = views["crc"][at]
+                packed[name][present_rows] = views[name][at]
+            expected[present_rows] = views["crc"][at]
         wrong = (checksums(packed) != expected) | cut
         damage = {
             int(order[i]): self._place(int(wanted[order[i]])) + (ABSENT if cut[i] else MISMATCH)

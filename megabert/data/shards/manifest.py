@@ -43,7 +43,7 @@ class TokenizerEntry(TypedDict):
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
-class HeldOut(TypedDict):
+class HeldOutEntry(TypedDict):
     """The dataset of the documents that are kept for evaluation."""
 
     path: Literal["held_out"]
@@ -79,7 +79,7 @@ class Manifest(BaseModel):
     statistics: dict[str, Any]
     options: dict[str, Any]
     shards: Annotated[tuple[Shard, ...], Field(strict=False)]
-    held_out: HeldOut | None
+    held_out: HeldOutEntry | None
     order: Literal[2]
     fingerprint: str = Field(repr=False)
 
@@ -163,23 +163,23 @@ class Manifest(BaseModel):
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: the file must hold one JSON object")
         try:
-            found = Manifest.model_validate(raw)
+            manifest = Manifest.model_validate(raw)
         except ValidationError as error:
             raise ValueError(f"{where}: {_first(error)}") from None
-        if found.fingerprint != digest(raw, FINGERPRINT, compact):
+        if manifest.fingerprint != digest(raw, FINGERPRINT, compact):
             raise ValueError(
                 f"{where}: fingerprint is not that of the other fields: one of them was changed; rebuild the dataset"
             )
-        return found
+        return manifest
 
 
 def _first(error: ValidationError) -> str:
     """The first error, on one line: `shards[1].rows must …`."""
-    found = error.errors(include_url=False)[0]
-    if found["type"] == "value_error":
-        return str(found["ctx"]["error"])
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
-    message = MESSAGES.get(found["type"]) or f"is {found['input']!r:.60}: {found['msg'].lower()}"
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = MESSAGES.get(first["type"]) or f"is {first['input']!r:.60}: {first['msg'].lower()}"
     return " ".join(f"{field} {message}".split())
 
 

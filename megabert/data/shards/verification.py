@@ -54,33 +54,33 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
         m = Manifest.load(folder)
     except ValueError as error:
         return [str(error)]
-    found: list[str | ShardCheck] = []
+    parts: list[str | ShardCheck] = []
     text = path.read_bytes()
     if text != canonical(json.loads(text)):
-        found.append(f"{path}: is not as it was written: the same fields in other bytes")
+        parts.append(f"{path}: is not as it was written: the same fields in other bytes")
     tokenizer = folder / m.tokenizer["file"]
     if not tokenizer.is_file():
-        found.append(f"{tokenizer}: is missing")
+        parts.append(f"{tokenizer}: is missing")
     elif not _is_tokenizer(tokenizer, m.tokenizer["sha256"]):
-        found.append(f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)")
+        parts.append(f"{tokenizer}: is not the tokenizer the manifest names (SHA-256 differs)")
     listed = {shard.name for shard in m.shards}
-    found += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
+    parts += [f"{p}: is not in the manifest" for p in sorted(folder.glob("*.tar")) if p.name not in listed]
     blocks = m.rows_per_shard // m.block_rows  # of each shard but the last
     small = m.model_copy(
         update={"shards": (), "statistics": {}, "options": {}}
     )  # a check must be cheap to send to a process
     for i, shard in enumerate(m.shards):
         if (folder / shard.name).is_file():
-            found.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
+            parts.append(ShardCheck(folder / shard.name, shard, i * blocks, small))
         else:
-            found.append(f"{folder / shard.name}: is missing")
+            parts.append(f"{folder / shard.name}: is missing")
     if m.held_out:
         held_out = folder / m.held_out["path"]
-        found += plan(held_out)
+        parts += plan(held_out)
         inner = held_out / MANIFEST
         if inner.is_file() and hashlib.sha256(inner.read_bytes()).hexdigest() != m.held_out["manifest_sha256"]:
-            found.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
-    return found
+            parts.append(f"{inner}: is not the held-out manifest that {path} names (SHA-256 differs)")
+    return parts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.report import inspect_dataset
 from data_prep.report.inspect_dataset import histogram, inspect
-from megabert.data.masking import Masking, Vocabulary, mask
+from megabert.data.masking import Masking, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
@@ -90,7 +90,7 @@ def test_masked_rows_are_the_trainers(folder, screen):
     screen(200)
     dataset = Dataset(folder)
     t = Tokenizer.load(dataset.tokenizer_path)
-    vocabulary = Vocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
+    vocabulary = MaskingVocabulary(t.vocab_size, t.mask_id, t.special_ids.values(), t.unit_start)
     seen = {"mask": 0, "random": 0, "kept": 0}
     for strategy in ("token", "word", "span"):
         for i, part in sample(inspect(folder, 24, 5, strategy)).items():
