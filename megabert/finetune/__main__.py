@@ -116,7 +116,7 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
     from megabert import hf
     from megabert.finetune import datasets
 
-    found = {
+    known = {
         "task": task.name,
         "kind": task.kind,
         "text": list(task.text),
@@ -127,11 +127,11 @@ def facts(args: argparse.Namespace, task: Task, start: Pretrained) -> dict[str, 
     }
     for name in ("labels", "choices", "class_weights"):
         if given := getattr(args, name):
-            found[name] = given
+            known[name] = given
     for name in ("train", "dev", "test"):
         if path := getattr(args, name):
-            found[f"{name}_sha256"] = datasets.digest(Path(path))
-    return found
+            known[f"{name}_sha256"] = datasets.digest(Path(path))
+    return known
 
 
 def train(args: argparse.Namespace, ranks: Session) -> int:

@@ -130,8 +130,8 @@ def _places(sizes: Sequence[int]) -> np.ndarray:
 
 def _targets(items: Sequence[TaskItem], kind: str) -> Tensor:
     dtype = np.float32 if kind in ("score", "multilabel") else np.int64
-    found = [np.asarray(item.targets, dtype) for item in items if len(item.targets)]
-    targets = torch.from_numpy(np.concatenate(found or [np.zeros(0, dtype)]))
+    arrays = [np.asarray(item.targets, dtype) for item in items if len(item.targets)]
+    targets = torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
     return targets.view(-1, 2) if kind == "span" else targets
 
 

@@ -105,12 +105,12 @@ def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, or of the files of a saved dataset one after the other."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in arrow_tables.files(path) if path.is_dir() else [path]:
         with part.open("rb") as file:
             while data := file.read(1 << 20):
-                found.update(data)
-    return found.hexdigest()
+                sha256.update(data)
+    return sha256.hexdigest()
 
 
 def for_prediction(
@@ -194,10 +194,10 @@ def _label_set(task: Task, where: str, value: Any) -> tuple[str, ...]:
         value = [part.strip() for part in value.split(",") if part.strip()]
     elif not isinstance(value, list):
         value = [] if value is None else [value]
-    found = tuple(_plain(where, task.label, part) for part in value)
-    for label in found:
+    labels = tuple(_plain(where, task.label, part) for part in value)
+    for label in labels:
         _known(task, where, label)
-    return found
+    return labels
 
 
 def _known(task: Task, where: str, label: str) -> None:
@@ -333,8 +333,8 @@ def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> 
                 f"{where}: answer {text!r:.40} at {start} is outside its context of {len(context)} characters"
             )
         if context[start : start + len(text)] != text:
-            found = context[start : start + len(text)]
-            raise ValueError(f"{where}: answer {text!r:.40} is not at {start}, which holds {found!r:.40}")
+            there = context[start : start + len(text)]
+            raise ValueError(f"{where}: answer {text!r:.40} is not at {start}, which holds {there!r:.40}")
         if not text.strip():
             raise ValueError(f"{where}: an answer is empty")
         answers.append((text, start))
@@ -349,11 +349,11 @@ def _question(task: Task, where: str, context: str, qa: Any, labelled: bool) -> 
 
 
 def _get(where: str, node: Any, key: str, kind: type) -> Any:
-    found = node.get(key) if isinstance(node, dict) else None
-    if not isinstance(found, kind) or isinstance(found, bool):
+    value = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
         names = {list: "list", str: "text", int: "number"}
         raise ValueError(f"{where}: has no {key!r} that is a {names[kind]}, as SQuAD's JSON has")
-    return found
+    return value
 
 
 READERS: dict[str, Callable[[Task, Path, bool], Iterator[Any]]] = {"span": _questions, "tag": _sentences}

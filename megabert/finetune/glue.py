@@ -105,17 +105,17 @@ def find_tasks(data: Path, only: Sequence[str] = ()) -> list[GlueTask]:
     """
     if not data.is_dir():
         raise ValueError(f"{data}: no such folder; name the folder of the tasks as --data")
-    found = {name: found for name in GLUE if (found := _find_task(data, name))}
+    tasks_there = {name: entry for name in GLUE if (entry := _find_task(data, name))}
     for name in only:
         if name not in GLUE:
             near = get_close_matches(name, GLUE, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"--tasks {name}: is none of {', '.join(GLUE)}{hint}")
-        if name not in found:
+        if name not in tasks_there:
             raise ValueError(f"{data}: has no {name}; {LAYOUT}")
-    if not found:
+    if not tasks_there:
         raise ValueError(f"{data}: has no task of GLUE; {LAYOUT}")
-    return [found[name] for name in found if not only or name in only]
+    return [entry for name, entry in tasks_there.items() if not only or name in only]
 
 
 LAYOUT = "each is a folder with train.tsv and dev.tsv, CoLA, SST-2, …, as GLUE's download has them"
@@ -308,11 +308,11 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     return {"values": list(values), "mean": mean, "std": std, "interval": [mean - half, mean + half]}
 
 
-def page_of(model: str, found: Sequence[Mapping[str, Any]]) -> str:
+def page_of(model: str, finished: Sequence[Mapping[str, Any]]) -> str:
     """The results page of the tasks that are finished, in percent."""
     lines = ["| task | metric | mean | deviation | 95% interval | seeds | grid point | reported on | decided on |"]
     lines.append("|---|---|--:|--:|--:|--:|---|---|---|")
-    for task in found:
+    for task in finished:
         point = ", ".join(f"{axis} {value:g}" for axis, value in task["point"].items()) or "no grid"
         tried = f" ({task['points']} tried)" if task["points"] > 1 else ""
         for row, by_metric in task["scores"].items():
@@ -334,7 +334,7 @@ def page_of(model: str, found: Sequence[Mapping[str, Any]]) -> str:
         "Percent; correlations times 100. The deviation is the sample's over seeds; the interval is Student's t over the "
         "same seeds, which says nothing about another draw of examples."
     ]
-    if any(task["limit"] for task in found):
+    if any(task["limit"] for task in finished):
         notes.append("**Each split was cut (`--limit`): a trial, not for comparison.**")
     return "\n\n".join([f"# GLUE: {model}", "\n".join(lines), *notes]) + "\n"
 

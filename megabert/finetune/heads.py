@@ -242,8 +242,8 @@ def build(
 
 def frozen_weights(module: Finetuner, start: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The fixed encoder's weights as a saved model names them: those it started with, in fp32, or its random ones."""
-    own = module.fixed[0].state_dict()
-    return {f"encoder.{name}": (start[name] if start is not None else w.float()) for name, w in own.items()}
+    weights = module.fixed[0].state_dict()
+    return {f"encoder.{name}": (start[name] if start is not None else w.float()) for name, w in weights.items()}
 
 
 def load(module: Finetuner, weights: Mapping[str, Tensor]) -> None:

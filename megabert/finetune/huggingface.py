@@ -31,16 +31,16 @@ def load(source: str | Path) -> Finetuned:
 
     Raises ValueError naming what is damaged, or what Hugging Face's BERT lacks.
     """
-    found = save.load(source, torch.device("cpu"), "fp32")
-    described = found.described
+    finetuned = save.load(source, torch.device("cpu"), "fp32")
+    described = finetuned.described
     missing = ""
     if described.shape.head == "bilstm":
         missing = "BiLSTM head (--head bilstm); fine-tune with --head linear"
     elif described.config.data.masking.causal:
         missing = "causal encoder (data.masking.strategy=causal) under this head; start from a masked model"
     if missing:
-        raise ValueError(f"{found.folder}: Hugging Face's BERT has no {missing}")
-    return found
+        raise ValueError(f"{finetuned.folder}: Hugging Face's BERT has no {missing}")
+    return finetuned
 
 
 # ---- what holds a kind
@@ -91,16 +91,16 @@ def config(described: Described) -> dict[str, Any]:
     return tree | HUB_KINDS[described.task.kind].config
 
 
-def weights(found: Finetuned) -> dict[str, Tensor]:
+def weights(finetuned: Finetuned) -> dict[str, Tensor]:
     """fp32 weights under transformers' names. Raises ValueError naming a tensor that is missing or left over."""
-    saved = load_file(found.folder / save.WEIGHTS)
+    saved = load_file(finetuned.folder / save.WEIGHTS)
     encoder, head = (
         {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
         for prefix in ("encoder.", "head.")
     )
-    model = found.described.config.model
+    model = finetuned.described.config.model
     renamed = mapping.encoder_to_huggingface(encoder, model)
-    added = "classifier" if model.modern else HUB_KINDS[found.described.task.kind].layer
+    added = "classifier" if model.modern else HUB_KINDS[finetuned.described.task.kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")
         if part == "transform":
@@ -110,13 +110,15 @@ def weights(found: Finetuned) -> dict[str, Tensor]:
     return renamed
 
 
-def write(found: Finetuned, folder: Path) -> None:
+def write(finetuned: Finetuned, folder: Path) -> None:
     """Everything but the card."""
-    files = tokenizer_files.files(found.tokenizer, found.described.max_length, not found.described.config.model.modern)
-    files[CONFIG] = tokenizer_files.as_json(config(found.described))
+    files = tokenizer_files.files(
+        finetuned.tokenizer, finetuned.described.max_length, not finetuned.described.config.model.modern
+    )
+    files[CONFIG] = tokenizer_files.as_json(config(finetuned.described))
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    write_tensors(folder / WEIGHTS, weights(found), {"format": "pt"})
+    write_tensors(folder / WEIGHTS, weights(finetuned), {"format": "pt"})
 
 
 # ---- the model card
@@ -181,9 +183,9 @@ LONG_TEXTS = {
 }
 
 
-def card(found: Finetuned, name: str, about_onnx: str = "") -> str:
+def card(finetuned: Finetuned, name: str, about_onnx: str = "") -> str:
     """The README.md of an exported fine-tuned model; `about_onnx` is the section of its ONNX files, if any."""
-    described, task = found.described, found.described.task
+    described, task = finetuned.described, finetuned.described.task
     text = '{"text": "A text.", "text_pair": "Its second."}' if task.pair else '["A text."]'
     rules = RULES.get(task.kind, "").format(max_length=described.max_length, stride=described.stride)
     parts = [
@@ -195,9 +197,9 @@ def card(found: Finetuned, name: str, about_onnx: str = "") -> str:
         table(_task_rows(described)),
         rules + (UNANSWERABLE if task.unanswerable else ""),
         "## Recipe",
-        table(_recipe_rows(found)),
+        table(_recipe_rows(finetuned)),
         "## Scores",
-        table(_score_rows(found)),
+        table(_score_rows(finetuned)),
         about_onnx,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -213,17 +215,17 @@ def _task_rows(described: Described) -> dict[str, Any]:
     return rows
 
 
-def _recipe_rows(found: Finetuned) -> dict[str, Any]:
-    settings = found.results.get("settings", {})
+def _recipe_rows(finetuned: Finetuned) -> dict[str, Any]:
+    settings = finetuned.results.get("settings", {})
     shown = ("lr", "batch", "epochs", "dropout", "warmup", "weight_decay", "seed", "precision", "freeze")
     rows: dict[str, Any] = {name.replace("_", " "): settings[name] for name in shown if name in settings}
-    model = found.described.config.model
+    model = finetuned.described.config.model
     rows["layers, width, heads"] = f"{model.layers}, {model.hidden}, {model.heads}"
-    rows["tokenizer SHA-256"] = found.tokenizer.sha256
+    rows["tokenizer SHA-256"] = finetuned.tokenizer.sha256
     return rows
 
 
-def _score_rows(found: Finetuned) -> dict[str, Any]:
-    dev: dict[str, float] = found.results.get("dev", {})
+def _score_rows(finetuned: Finetuned) -> dict[str, Any]:
+    dev: dict[str, float] = finetuned.results.get("dev", {})
     rows = {f"{name}, on the file that chose these weights": f"{value:.4f}" for name, value in dev.items()}
     return rows or {"scores": "not measured"}

@@ -72,39 +72,39 @@ def require() -> None:
         raise ValueError(f"--onnx: {error.name} is not installed; {LIBRARIES}") from None
 
 
-def write(found: Finetuned, folder: Path, dev: str = "") -> OnnxFiles:
+def write(finetuned: Finetuned, folder: Path, dev: str = "") -> OnnxFiles:
     """Write `folder`/onnx beside the Hugging Face files in `folder`; with `dev`, a labelled file, in 8 bits too.
 
     Raises ValueError where onnxruntime's logits are not the model's, or naming what is wrong with `dev`.
     """
-    task = found.described.task
+    task = finetuned.described.task
     # A mistake in the file is reported before the slow work.
     examples = datasets.read(task, dev) if dev else []
-    items = found.items(task, examples)
+    items = finetuned.items(task, examples)
     place = folder / FOLDER
     place.mkdir()
-    _export(found.described, folder, place / WHOLE)
-    difference = check(found, place / WHOLE)
+    _export(finetuned.described, folder, place / WHOLE)
+    difference = check(finetuned, place / WHOLE)
     if not dev:
         return OnnxFiles(difference, {}, {})
     _quantise(place / WHOLE, place / QUANTISED)
 
     def scores_of(path: Path) -> dict[str, float]:
-        labels = found.described.labels
-        predictions = scores.decode(task, examples, items, onnx_logits(path, found.described, items), labels)
+        labels = finetuned.described.labels
+        predictions = scores.decode(task, examples, items, onnx_logits(path, finetuned.described, items), labels)
         return scores.score(task, examples, predictions, labels)
 
     return OnnxFiles(difference, scores_of(place / WHOLE), scores_of(place / QUANTISED))
 
 
-def check(found: Finetuned, path: Path) -> float:
+def check(finetuned: Finetuned, path: Path) -> float:
     """The largest difference of a logit between the file in onnxruntime and the model, over sequences of full length, padded
     ones and a single one. Raises ValueError where it is above TOLERANCE."""
-    items, world = probes(found), discover({})
+    items, world = probes(finetuned), discover({})
     worst = 0.0
     for part in (items, items[-1:]):
-        want = logits_of(found.module, part, found.described.layout, world)
-        pairs = zip(want, onnx_logits(path, found.described, part), strict=True)
+        want = logits_of(finetuned.module, part, finetuned.described.layout, world)
+        pairs = zip(want, onnx_logits(path, finetuned.described, part), strict=True)
         worst = max(worst, *(float(np.abs(a - b).max()) for a, b in pairs))
     if not worst <= TOLERANCE:
         raise ValueError(
@@ -114,16 +114,20 @@ def check(found: Finetuned, path: Path) -> float:
     return worst
 
 
-def probes(found: Finetuned) -> list[TaskItem]:
+def probes(finetuned: Finetuned) -> list[TaskItem]:
     """Sequences of random tokens, the first as long as the model reads them."""
-    described, draw = found.described, np.random.default_rng(1)
-    ordinary = [i for i, token in enumerate(found.tokenizer.tokens) if token not in SPECIAL_TOKENS]
+    described, draw = finetuned.described, np.random.default_rng(1)
+    ordinary = [i for i, token in enumerate(finetuned.tokenizer.tokens) if token not in SPECIAL_TOKENS]
     kind, longest = described.task.kind, described.max_length
     items = []
     for length in sorted({longest, longest - 1, max(longest // 2, 6), 7, 6}, reverse=True):
         ids = draw.choice(ordinary, length).astype(np.int32)
         second = length // 2 if kind == "span" or described.task.pair else length
-        ids[[0, second - 1, length - 1]] = (found.tokenizer.cls_id, found.tokenizer.sep_id, found.tokenizer.sep_id)
+        ids[[0, second - 1, length - 1]] = (
+            finetuned.tokenizer.cls_id,
+            finetuned.tokenizer.sep_id,
+            finetuned.tokenizer.sep_id,
+        )
         others = ((ids[::-1].copy(), length),) if kind == "choose" else ()
         positions = {"tag": np.arange(1, length - 1), "span": np.append(0, np.arange(second, length - 1))}
         read = positions.get(kind, np.zeros(1 + len(others), np.int64))
@@ -136,11 +140,11 @@ def onnx_logits(path: Path, described: Described, items: Sequence[TaskItem]) -> 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found: list[np.ndarray] = []
+    logits: list[np.ndarray] = []
     for at in range(0, len(items), BATCH):
         part = items[at : at + BATCH]
-        found += at_positions(described, part, session.run(None, padded(described, part)))
-    return found
+        logits += at_positions(described, part, session.run(None, padded(described, part)))
+    return logits
 
 
 def inputs_of(described: Described) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def logits_of(
         sum(len(items[i].positions) for group in groups[r :: world.size] for i in group) for r in range(world.size)
     ]
     outputs = module.shape.outputs
-    found = torch.zeros(max(rows_of_ranks), outputs, device=world.device)
+    rows_of_rank = torch.zeros(max(rows_of_ranks), outputs, device=world.device)
     line = threads > 0 and reads_lines(module)
 
     @torch.no_grad()
@@ -69,18 +69,20 @@ def logits_of(
         batch = collate([items[i] for i in group], layout, line).to(world.device)
         return module.logits(**batch.reading())  # type: ignore[arg-type]
 
-    own = groups[world.rank :: world.size]
-    computed = in_order(compute, own, threads, 2 * threads, one_thread) if threads else map(compute, own)
+    groups_of_rank = groups[world.rank :: world.size]
+    computed = (
+        in_order(compute, groups_of_rank, threads, 2 * threads, one_thread) if threads else map(compute, groups_of_rank)
+    )
     at = 0
     for values in computed:
-        found[at : at + len(values)] = values
+        rows_of_rank[at : at + len(values)] = values
         at += len(values)
         progress()
     module.train(training)
-    parts = [found]
+    parts = [rows_of_rank]
     if world.size > 1:
-        parts = [torch.empty_like(found) for _ in range(world.size)]
-        dist.all_gather(parts, found)
+        parts = [torch.empty_like(rows_of_rank) for _ in range(world.size)]
+        dist.all_gather(parts, rows_of_rank)
     logits: list[np.ndarray] = [np.zeros((0, outputs), np.float32)] * len(items)
     for rank, part in enumerate(parts):
         rows, at = part.cpu().numpy(), 0
@@ -123,18 +125,18 @@ def predict_file(
             raise ValueError(f"{option} {target}: is named twice and would be replaced; name another file")
     if not 0 <= null_threshold <= 1:
         raise ValueError(f"--null-threshold {null_threshold:g}: is a probability, 0 to 1")
-    found = ready(source, world.device, precision)
-    task = datasets.for_prediction(found.described.task, path, text, identity, choices)
+    model = ready(source, world.device, precision)
+    task = datasets.for_prediction(model.described.task, path, text, identity, choices)
     lines_to = Path(probabilities) if probabilities else None
-    return predict_with(found, task, Path(path), Path(output), world, null_threshold, lines_to, stopped)
+    return predict_with(model, task, Path(path), Path(output), world, null_threshold, lines_to, stopped)
 
 
 def ready(source: str | Path, device: torch.device, precision: str = "") -> Finetuned:
     """A saved model that will only predict. Raises as `save.load`."""
-    found = save.load(source, device, precision)
-    for part in (found.module, *found.module.fixed):
+    model = save.load(source, device, precision)
+    for part in (model.module, *model.module.fixed):
         pack_weights(part)
-    return found
+    return model
 
 
 class PredictionStopped(Exception):
@@ -142,7 +144,7 @@ class PredictionStopped(Exception):
 
 
 def predict_with(
-    found: Finetuned,
+    model: Finetuned,
     task: Task,
     path: Path,
     output: Path,
@@ -154,10 +156,10 @@ def predict_with(
     """As `predict_file`, with a model that is `ready` and its task with the file's columns."""
     forms = scores.forms(task, output)
     written = forms | ({probabilities: scores.PROBABILITIES} if probabilities else {})
-    labels = found.described.labels
+    labels = model.described.labels
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
-        return examples, found.items(task, examples)
+        return examples, model.items(task, examples)
 
     rest = datasets.stream(task, path, labelled=False)
     chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
@@ -170,7 +172,7 @@ def predict_with(
             on_main(world, files.begin)
             for examples, items in stack.enter_context(closing(chunks)):
                 logits = logits_of(
-                    found.module, items, found.described.layout, world, BATCH_TOKENS, threads=workers(world.device)
+                    model.module, items, model.described.layout, world, BATCH_TOKENS, threads=workers(world.device)
                 )
                 predictions = scores.decode(task, examples, items, logits, labels, null_threshold)
                 lines = {target: form.lines(examples, predictions) for target, form in forms.items()}

@@ -147,14 +147,14 @@ def class_weights_of(
             return tuple((len(train) - seen[label]) / max(seen[label], 1) or 1.0 for label in labels)
         return tuple(seen.total() / (len(labels) * max(seen[label], 1)) for label in labels)
     try:
-        found = tuple(float(value) for value in given)
+        weights = tuple(float(value) for value in given)
     except ValueError:
-        found = ()
-    if len(found) != len(labels) or not all(0 < value < math.inf for value in found):
+        weights = ()
+    if len(weights) != len(labels) or not all(0 < value < math.inf for value in weights):
         raise ValueError(
             f"--class-weights {' '.join(given)}: give {BALANCED}, or a number above 0 for each of {', '.join(labels)}"
         )
-    return found
+    return weights
 
 
 def describe(data: Data, start: Pretrained, settings: Settings, world_size: int, log_interval: int = 20) -> Described:
@@ -276,9 +276,9 @@ class FineTuning:
         # Rank 0 has written them.
         self.world.barrier()
         module = save.load(self.folder / "best", self.world.device).module
-        found: dict[str, dict[str, float]] = {}
+        scores_by_split: dict[str, dict[str, float]] = {}
         for split in sorted(self.data.splits.keys() - {"train"}):
-            found[split], predictions = self.judge(module, split, trainer.watchdog.progress)
+            scores_by_split[split], predictions = self.judge(module, split, trainer.watchdog.progress)
             if self.world.is_main:
                 ending = scores.SUFFIXES.get(self.data.task.kind, "tsv")
                 path = self.folder / f"predictions-{split}.{ending}"
@@ -286,13 +286,13 @@ class FineTuning:
         result = {
             "name": self.name,
             "settings": asdict(self.settings),
-            "scores": found,
+            "scores": scores_by_split,
             "best_step": self.best.step,
             "steps": trainer.state.step,
             "items": self.items,
             "seconds": round(trainer.state.seconds, 3),
         }
-        trainer.sinks.hparams({f"dev/{name}": value for name, value in found["dev"].items()})
+        trainer.sinks.hparams({f"dev/{name}": value for name, value in scores_by_split["dev"].items()})
         if self.world.is_main:
             write_json(self.folder / RESULT, result)
             shutil.rmtree(trainer.checkpoints.folder, ignore_errors=True)
@@ -336,19 +336,19 @@ class FineTuning:
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Scores on the dev set; the best weights are kept. A collective."""
-        found, _ = self.judge(self.module, "dev", progress)
-        value, best = found[self.metric], self.best.scores.get(self.metric, -math.inf)
+        dev_scores, _ = self.judge(self.module, "dev", progress)
+        value, best = dev_scores[self.metric], self.best.scores.get(self.metric, -math.inf)
         better = self.best.step < 0 or value > best or (math.isnan(best) and not math.isnan(value))
-        shown = "  ".join(f"{name} {v:.4f}" for name, v in found.items())
+        shown = "  ".join(f"{name} {v:.4f}" for name, v in dev_scores.items())
         log.info(f"{self.name}  step {step:>6,}  dev  {shown}{'  (best so far)' if better else ''}")
         self.best.waited += 1
         if better:
-            self.best = Best(step, found)
+            self.best = Best(step, dev_scores)
             weights = {**self.engine.consolidated_weights(), **self.frozen}
             if self.world.is_main:
-                results = {"step": step, "dev": found, "settings": asdict(self.settings)}
+                results = {"step": step, "dev": dev_scores, "settings": asdict(self.settings)}
                 save.save(self.folder / "best", self.described, weights, self.start.tokenizer, results)
-        return {f"dev/{name}": v for name, v in found.items()}
+        return {f"dev/{name}": v for name, v in dev_scores.items()}
 
     def progress_line(self, values: Mapping[str, Any], eta_seconds: float) -> str:
         accuracy = f"  accuracy {values['train/accuracy']:6.2%}" if "train/accuracy" in values else ""

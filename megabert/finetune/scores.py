@@ -172,22 +172,22 @@ def score(
 def _classified(truth: list[str], predictions: Sequence[str | None], labels: Sequence[str]) -> Figures:
     from sklearn import metrics
 
-    found = [MISSING if p is None else p for p in predictions]
+    labels_predicted = [MISSING if p is None else p for p in predictions]
 
     def f1() -> float:
         assert len(labels) == 2, labels
         of = labels[-1]
-        return metrics.f1_score([t == of for t in truth], [p == of for p in found], zero_division=0)
+        return metrics.f1_score([t == of for t in truth], [p == of for p in labels_predicted], zero_division=0)
 
     def macro_f1() -> float:
-        present = sorted({*truth, *found} - {MISSING})
-        return metrics.f1_score(truth, found, labels=present, average="macro", zero_division=0)
+        present = sorted({*truth, *labels_predicted} - {MISSING})
+        return metrics.f1_score(truth, labels_predicted, labels=present, average="macro", zero_division=0)
 
     return {
-        "accuracy": lambda: metrics.accuracy_score(truth, found),
+        "accuracy": lambda: metrics.accuracy_score(truth, labels_predicted),
         "f1": f1,
         "macro_f1": macro_f1,
-        "matthews": lambda: metrics.matthews_corrcoef(truth, found),
+        "matthews": lambda: metrics.matthews_corrcoef(truth, labels_predicted),
     }
 
 
@@ -198,14 +198,14 @@ def _label_sets(
     from sklearn import metrics
 
     def marks(of: Sequence[Sequence[str] | None]) -> np.ndarray:
-        return np.array([[label in (found or ()) for label in labels] for found in of])
+        return np.array([[label in (predicted or ()) for label in labels] for predicted in of])
 
-    true, found = marks(truth), marks(predictions)
+    true, predicted = marks(truth), marks(predictions)
     missing = np.array([p is None for p in predictions])
     return {
-        "micro_f1": lambda: metrics.f1_score(true, found, average="micro", zero_division=0),
-        "macro_f1": lambda: metrics.f1_score(true, found, average="macro", zero_division=0),
-        "accuracy": lambda: ((true == found).all(1) & ~missing).mean(),
+        "micro_f1": lambda: metrics.f1_score(true, predicted, average="micro", zero_division=0),
+        "macro_f1": lambda: metrics.f1_score(true, predicted, average="macro", zero_division=0),
+        "accuracy": lambda: ((true == predicted).all(1) & ~missing).mean(),
     }
 
 
@@ -219,8 +219,8 @@ def _correlated(truth: list[float], predictions: Sequence[float | None], example
     def correlation(of: Callable[..., Any]) -> float:
         if len(truth) < 2:
             return 0.0
-        found = float(of(truth, predictions).statistic)
-        return 0.0 if math.isnan(found) else found
+        coefficient = float(of(truth, predictions).statistic)
+        return 0.0 if math.isnan(coefficient) else coefficient
 
     return {"pearson": lambda: correlation(stats.pearsonr), "spearman": lambda: correlation(stats.spearmanr)}
 
@@ -231,9 +231,9 @@ def _tagged(truth: list[tuple[str, ...]], predictions: Sequence[Sequence[str] | 
     def entities(which: int) -> float:
         from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
-        found = [["O"] * len(t) if p is None else list(p) for t, p in zip(truth, predictions, strict=True)]
+        predicted = [["O"] * len(t) if p is None else list(p) for t, p in zip(truth, predictions, strict=True)]
         true = [list(t) for t in truth]
-        return float(precision_recall_fscore_support(true, found, average="micro", zero_division=0)[which])
+        return float(precision_recall_fscore_support(true, predicted, average="micro", zero_division=0)[which])
 
     def accuracy() -> float:
         pairs = zip(truth, predictions, strict=True)
@@ -331,8 +331,8 @@ class PredictionForm:
 
     def lines(self, examples: Sequence[Any], predictions: Sequence[Any]) -> str:
         """Those of some examples, without `begin` and `end`."""
-        found = (self.line(e, p) for e, p in zip(examples, predictions, strict=True))
-        return self.between.join(line for line in found if line is not None)
+        lines = (self.line(e, p) for e, p in zip(examples, predictions, strict=True))
+        return self.between.join(line for line in lines if line is not None)
 
 
 # Of what `probability_lines` gives.
@@ -347,11 +347,11 @@ def forms(task: Task, path: Path) -> dict[Path, PredictionForm]:
     and text, and for 2.0 beside it `<name>.no_answer.json`, the probability of none.
     """
     if task.kind == "span":
-        found = {path: _json_form(lambda p: p["text"])}
+        files = {path: _json_form(lambda p: p["text"])}
         if task.unanswerable:
             beside = path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json")
-            found[beside] = _json_form(lambda p: p["no_answer_probability"])
-        return found
+            files[beside] = _json_form(lambda p: p["no_answer_probability"])
+        return files
     if task.kind == "tag":
         return {path: PredictionForm(_tagged_words, between="\n")}
     head = "index\tprediction\n"

@@ -126,10 +126,10 @@ def parse_seeds(values: Sequence[int]) -> list[int]:
 
 def combinations(settings: Settings, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> dict[str, Settings]:
     """Every run's settings by its name, e.g. `lr2e-05-batch16-seed1`; the seeds of a grid point follow each other."""
-    found = {}
+    runs = {}
     for values in product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
         for seed in seeds:
             name = "-".join([*(f"{axis}{value:g}" for axis, value in point.items()), f"seed{seed}"])
-            found[name] = replace(settings, seed=seed, **point)
-    return found
+            runs[name] = replace(settings, seed=seed, **point)
+    return runs

@@ -215,11 +215,11 @@ BAD_TABLES = {
 
 @pytest.mark.parametrize("case", BAD_TABLES)
 def test_mistake_in_a_table_is_one_line(tmp_path, case) -> None:
-    content, task, says = BAD_TABLES[case]
+    content, task, message = BAD_TABLES[case]
     path = write(tmp_path, "bad", content)
     with pytest.raises(ValueError) as caught:
         read(task, path)
-    assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_bad_csv_and_gzip_are_one_line(tmp_path) -> None:
@@ -253,11 +253,11 @@ BAD_SQUAD = {
 
 @pytest.mark.parametrize("case", BAD_SQUAD)
 def test_mistake_in_squad_json_is_one_line(tmp_path, case) -> None:
-    tree, says = BAD_SQUAD[case]
+    tree, message = BAD_SQUAD[case]
     path = write(tmp_path, "bad.json", json.dumps(tree))
     with pytest.raises(ValueError) as caught:
         read(SQUAD2, path)
-    assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["qqp", "mrpc"])

@@ -206,8 +206,8 @@ def test_unknown_label_is_one_line(tokenizer) -> None:
     sentence = SentenceExample("0", "t.conll, line 9", ("a",), ("B-z",))
     with pytest.raises(ValueError, match=r"^t\.conll, line 9: label 'B-z' is not in the training file"):
         encode(TAG, [sentence], tokenizer, ("O", "B-x"), 64)
-    for length, stride, says in ((7, 128, "7 tokens a sequence are too few"), (64, 0, "a stride of 0 tokens")):
-        with pytest.raises(ValueError, match=says):
+    for length, stride, message in ((7, 128, "7 tokens a sequence are too few"), (64, 0, "a stride of 0 tokens")):
+        with pytest.raises(ValueError, match=message):
             encode(PLAIN, [text("a")], tokenizer, ("x",), length, stride)
 
 

@@ -148,7 +148,7 @@ def test_text_classification_pipeline_agrees(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", some(["uncased"], [("unigram",)]))
 def test_card_code_gives_our_tags(vocabulary: str, tmp_path: Path) -> None:
-    """The code of the card itself, on words of several pieces with punctuation in them."""
+    """The code of the card itself, on words of several tokens with punctuation in them."""
     found, folder, _ = exported("tag", tmp_path, vocabulary=vocabulary)
     words = ["fox's", "zebra", "U.S.", "2019"]
     path = tmp_path / "new.conll"
@@ -203,30 +203,30 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "made, said",
+    "made, message",
     [
         ({"settings": {"head": "bilstm", "freeze": True, "width": 8}, "layers": 4}, "BERT has no BiLSTM head"),
         ({"causal": True}, "BERT has no causal encoder"),
     ],
 )
-def test_unsupported_model_is_refused(made: dict[str, Any], said: str, tmp_path: Path, capsys) -> None:
+def test_unsupported_model_is_refused(made: dict[str, Any], message: str, tmp_path: Path, capsys) -> None:
     task, path = problem("tag", tmp_path)
     source = finetuned.make(tmp_path, task, path, **made)
     assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 2
-    assert said in one_line(capsys) and not (tmp_path / "hf").exists()
+    assert message in one_line(capsys) and not (tmp_path / "hf").exists()
 
 
 def test_options_of_other_models_are_refused(tmp_path: Path, capsys) -> None:
     task, path = problem("classify", tmp_path)
     source = finetuned.make(tmp_path, task, path)
-    for model, option, said in (
+    for model, option, message in (
         (source, ["--tokenizer", "x"], "--tokenizer: is for runs"),
         (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
         (tmp_path / "run", ["--int8", str(path)], "--int8: is for fine-tuned models"),
         (source, ["--int8", str(tmp_path / "none.tsv")], "none.tsv: no such file"),
     ):
         assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2
-        assert said in one_line(capsys) and not (tmp_path / "hf").exists()
+        assert message in one_line(capsys) and not (tmp_path / "hf").exists()
 
 
 @pytest.mark.slow
@@ -239,8 +239,8 @@ def test_onnx_in_onnxruntime_and_int8(kind: str, tmp_path: Path, capsys) -> None
     command = ["--model", str(source), "--output", str(tmp_path / "hf"), "--onnx", "--int8", str(path)]
     assert export.main(command) == 0
     metric = task.metrics[0]
-    said = capsys.readouterr().out
-    assert "onnx/model.onnx: logits within" in said and f"onnx/model_quantized.onnx: {metric} " in said
+    message = capsys.readouterr().out
+    assert "onnx/model.onnx: logits within" in message and f"onnx/model_quantized.onnx: {metric} " in message
     found = save.load(source, CPU)
     examples, items = encoded(found, path, found.described.long)
     ours = logits_of(found.module, items, found.described.layout, discover({}))

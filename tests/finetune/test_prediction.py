@@ -147,14 +147,14 @@ def test_input_file_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     path, content = tmp_path / "new.tsv", "text\nw1 w2\n"
     path.write_text(content)
     (tmp_path / "link.tsv").symlink_to(path)
-    for output, scores, said in (
+    for output, scores, message in (
         ("new.tsv", "", "--output .*new.tsv: is named twice"),
         ("link.tsv", "", "--output .*link.tsv"),
         ("out.tsv", "new.tsv", "--scores .*new.tsv"),
         ("out.tsv", "out.tsv", "--scores .*out.tsv"),
     ):
         behind = str(tmp_path / scores) if scores else ""
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             prediction.predict_file(folder, path, tmp_path / output, discover({}), probabilities=behind)
     assert path.read_text() == content and not (tmp_path / "out.tsv").exists()
 

@@ -105,9 +105,9 @@ def test_finished_run_is_freed(base, tmp_path, world) -> None:
 
     def begin(folder: Path, name: str, chosen: Settings) -> FineTuning:
         assert not any(module() for module in before)
-        begun = FineTuning(folder, name, data, start, chosen, world, 2)
-        before.append(weakref.ref(begun.module))
-        return begun
+        created = FineTuning(folder, name, data, start, chosen, world, 2)
+        before.append(weakref.ref(created.module))
+        return created
 
     runs = {f"seed{seed}": replace(settings, seed=seed) for seed in (1, 2)}
     found = search.train_missing(tmp_path, runs, begin, world, cast(Any, StopAt()), unwatched(world))

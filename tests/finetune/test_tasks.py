@@ -36,7 +36,7 @@ def test_custom_task_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"kind": "cluster"}, "'cluster' is none of classify, multilabel, score, tag, span, choose"),
         ({"metrics": ("accuracy", "bleu")}, "'bleu' is none of those of classify: accuracy, f1"),
@@ -60,10 +60,10 @@ def test_custom_task_defaults() -> None:
         ({"kind": "span", "metrics": ("best_f1",), "text": (), "label": ""}, "may have no answer"),
     ],
 )
-def test_contradictory_task_is_refused(changes, says) -> None:
+def test_contradictory_task_is_refused(changes, message) -> None:
     with pytest.raises(ValueError) as caught:
         replace(Task("mine", "classify", ("a",), "y"), **changes)
-    assert says in str(caught.value) and "\n" not in str(caught.value) and "task mine" in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "task mine" in str(caught.value)
 
 
 def test_unknown_preset_lists_the_known() -> None:
