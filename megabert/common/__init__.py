@@ -1,4 +1,4 @@
-"""Small tools that every other folder may use: whole files, sealed JSON, tables, messages, environment, random seeds.
+"""Tools for every other folder: atomic files, URLs, tables, errors, messages, environment, random numbers.
 
-They import nothing of this project. This file stays empty, because most of them must come without torch.
+They import nothing of this project. This file stays empty, because most of them must import without torch.
 """

@@ -1,4 +1,4 @@
-"""Names of the files that a run leaves in its folder, beside `checkpoints/`."""
+"""Names of the files in a run folder, beside `checkpoints/`."""
 
 CONFIG = "config.json"
 # one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or whose loss jumped

@@ -1,1 +1,1 @@
-"""From shards to batches: shards, tokenizer, row order, masking, packing, the loader and the digest of the rows it gave."""
+"""From shards to batches: shards, tokenizer, row order, masking, packing, batches and their loader."""

@@ -1,7 +1,7 @@
 """Inference on the CPU: packed weights, and one batch a core.
 
-A core that computes a batch of its own waits for no other core after every operation, keeps what it computes in its cache,
-and gives the same values whatever the number of cores.
+A core with its own batch does not synchronise with other cores after every operation, keeps intermediate values in its cache,
+and gives the same results whatever the number of cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megabert.model import FeedForward, Linear
 
-# Rows that a product has about; the packed layout is valid for any number.
+# typical rows of a product; the packed layout is valid for any number
 ROWS = 1024
 
 
@@ -56,13 +56,13 @@ def workers(device: torch.device) -> int:
 
 
 def one_thread() -> None:
-    """What the calling thread computes is computed by it alone."""
+    """Compute on the calling thread alone."""
     torch.set_num_threads(1)
 
 
 @contextmanager
 def threads_apart() -> Iterator[None]:
-    """Threads may call `one_thread` in the block; behind it torch has as many as before, which it sets for the whole process."""
+    """Threads may call `one_thread` in the block, which torch sets for the whole process; afterwards the number is restored."""
     before = torch.get_num_threads()
     try:
         yield

@@ -83,13 +83,13 @@ def test_columns_are_joined_in_every_kind_of_table(name: str, tmp_path: Path) ->
 def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, "t.parquet", ROWS)
     whole = path.read_bytes()
-    for column, said in (
+    for column, message in (
         ("body", r"t\.parquet: no column 'body' \(it has title, inner, label, many, number\)"),
         ("inner.text", r"no column 'inner\.text' \(inner has body\)"),
         ("inner", r"column 'inner' is struct<body: string>, neither text nor numbers"),
         ("title+number", r"row 0: column 'title\+number' joins columns that are no texts"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             list(tables.rows(path, [column]))
     for data in (whole[:-9], whole[: len(whole) // 2], b"PAR1" + bytes(40)):
         (tmp_path / "bad.parquet").write_bytes(data)

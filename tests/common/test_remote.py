@@ -122,14 +122,14 @@ def test_folders_and_globs(web):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("s3://b/k", "s3://b/k: s3:// takes a package of its own: pip install s3fs"),
         ("gs://b/k", "gs://b/k: gs:// takes a package of its own: pip install gcsfs"),
         ("https://h/k", "https://h/k: https:// takes a package of its own: pip install aiohttp"),
     ],
 )
-def test_a_missing_package_is_named(url, said, monkeypatch):
+def test_a_missing_package_is_named(url, message, monkeypatch):
     for module in ("s3fs", "gcsfs", "fsspec.implementations.http"):
         monkeypatch.setitem(sys.modules, module, None)
     registry = importlib.import_module("fsspec.registry")  # what it has imported stays known to it
@@ -137,7 +137,7 @@ def test_a_missing_package_is_named(url, said, monkeypatch):
         monkeypatch.delitem(registry._registry, protocol, raising=False)
     with pytest.raises(ValueError) as refused:
         remote.status(url)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 def test_without_fsspec_urls_are_refused(monkeypatch):

@@ -148,8 +148,8 @@ def test_other_data_is_not_resumed(folders):
 def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):
     make_dataset(tmp_path / "long", 8, seq_len=64)
     make_dataset(tmp_path / "single", 8, options={"nsp": False})
-    for name, said in (("long", "its row length is 64"), ("single", "its sentence pairs is False")):
-        with pytest.raises(ValueError, match=f"{name}: {said}"):
+    for name, message in (("long", "its row length is 64"), ("single", "its sentence pairs is False")):
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
             open_mixture(folders[1], {str(tmp_path / name): 0.5})
     for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}):
         with pytest.raises(ValueError, match=r"data\.mix"):

@@ -59,7 +59,7 @@ def test_a_damaged_row_is_counted_always_and_reported_once(tmp_path):
     digest = RowDigest()
     loader = Loader(Dataset(folder, tolerant=True), vocabulary(), global_batch=48, micro_batch=8, seed=1)
     updates: list[Update] = [next(loader) for _ in range(3)]
-    told = [digest.add(update) for update in updates]
-    assert [len(texts) for texts in told] == [1, 0, 0] and "block 0, row 0" in told[0][0]
+    messages = [digest.add(update) for update in updates]
+    assert [len(texts) for texts in messages] == [1, 0, 0] and "block 0, row 0" in messages[0][0]
     want = by_hand((row, epoch) for epoch in range(3) for row in range(1, 48))
     assert digest.totals(digest.counts) == {"row_digest": want, "damaged_rows": 3}

@@ -80,10 +80,10 @@ def test_offsets_are_characters_of_the_given_text(path, tmp_path, kind):
 def test_offsets_survive_normalisation(path, tmp_path):
     """NFKC makes one character several and several one, BERT drops accents: spans are still those of the text."""
     text = "ﬁne ½ ＳＥＡ e\u0301 Ⅷ sea"
-    pieces, lower = (
+    spans, lower = (
         Tokenizer.load(p).encode_with_offsets([text])[0][1] for p in (path, wordpiece.write(tmp_path / "v.txt"))
     )
-    for offsets in (pieces, lower):
+    for offsets in (spans, lower):
         covered = set().union(*(range(a, b) for a, b in offsets))
         assert {i for i, c in enumerate(text) if c != " " and c != "\u0301"} <= covered
         assert not covered & {i for i, c in enumerate(text) if c == " "}
@@ -157,7 +157,7 @@ def test_other_special_tokens_are_refused(tmp_path, changes, message):
 def vocab(request, tmp_path_factory):
     if request.param == "published":
         return wordpiece.published()
-    return wordpiece.write(tmp_path_factory.mktemp("vocab") / "pieces", cased=request.param == "cased")
+    return wordpiece.write(tmp_path_factory.mktemp("vocab") / "vocab.txt", cased=request.param == "cased")
 
 
 def test_wordpiece_ids_are_transformers_own(vocab):
@@ -205,17 +205,17 @@ def test_words_encode_alone_as_in_a_sentence(vocab):
 
 
 def test_the_kind_depends_on_content_alone(path, tmp_path):
-    model, pieces = tmp_path / "vocab.txt", tmp_path / "tokenizer.model"
+    model, vocab = tmp_path / "vocab.txt", tmp_path / "tokenizer.model"
     model.write_bytes(path.read_bytes())
-    wordpiece.write(pieces)
+    wordpiece.write(vocab)
     windows = tmp_path / "windows"
-    windows.write_bytes(pieces.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
-    assert [Tokenizer.load(p).kind for p in (model, pieces, windows)] == ["sentencepiece"] + ["wordpiece"] * 2
-    assert Tokenizer.load(windows).tokens == Tokenizer.load(pieces).tokens
+    windows.write_bytes(vocab.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    assert [Tokenizer.load(p).kind for p in (model, vocab, windows)] == ["sentencepiece"] + ["wordpiece"] * 2
+    assert Tokenizer.load(windows).tokens == Tokenizer.load(vocab).tokens
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda lines: [*lines, "the"], r"lines 12 and \d+ hold the same token 'the'"),
         (lambda lines: [p for p in lines if p != "[MASK]"], r"no line is \[MASK\]"),
@@ -226,11 +226,11 @@ def test_the_kind_depends_on_content_alone(path, tmp_path):
         (lambda lines: ["text"], r"no line is \[PAD\] or \[UNK\]"),
     ],
 )  # fmt: skip
-def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, said):
+def test_a_wrong_vocab_txt_is_named_in_one_line(tmp_path, change, message):
     file = wordpiece.write(tmp_path / "vocab.txt")
     lines = change(file.read_text(encoding="utf-8").splitlines())
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Tokenizer.load(file)
     assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value)
 
@@ -265,30 +265,30 @@ HINDI = [*SPECIAL, "की", "किताब", "##ों", *"कतबरमन
 KOREAN = [*SPECIAL, "한국", "##어", "책"]
 
 
-def vocabulary(path, pieces, **config):
+def vocabulary(path, tokens, **config):
     path.mkdir()
-    (path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+    (path / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
     if config:
         (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path / "vocab.txt"
 
 
-@pytest.mark.parametrize(("pieces", "text"), [(HINDI, "किताबों की"), (KOREAN, "한국어 책")])
-def test_casing_comes_from_config_or_caller(tmp_path, pieces, text):
-    said = Tokenizer.load(vocabulary(tmp_path / "said", pieces, do_lower_case=False))
-    told = Tokenizer.load(vocabulary(tmp_path / "told", pieces), lowercase=True, strip_accents=False)
-    guess = Tokenizer.load(tmp_path / "told" / "vocab.txt")
-    assert "".join(said.tokens[i] for i in said.encode_batch([text])[0]).split() == text.split()
-    assert said.encode_batch([text]) == told.encode_batch([text]) != guess.encode_batch([text])
-    assert not said.doubt() and not told.doubt()
-    assert f"{tmp_path / 'told' / 'vocab.txt'}: no tokenizer_config.json beside it" in guess.doubt()
-    assert len({said.sha256, told.sha256, guess.sha256}) == 3
+@pytest.mark.parametrize(("tokens", "text"), [(HINDI, "किताबों की"), (KOREAN, "한국어 책")])
+def test_casing_comes_from_config_or_caller(tmp_path, tokens, text):
+    by_config = Tokenizer.load(vocabulary(tmp_path / "by_config", tokens, do_lower_case=False))
+    by_caller = Tokenizer.load(vocabulary(tmp_path / "by_caller", tokens), lowercase=True, strip_accents=False)
+    guess = Tokenizer.load(tmp_path / "by_caller" / "vocab.txt")
+    assert "".join(by_config.tokens[i] for i in by_config.encode_batch([text])[0]).split() == text.split()
+    assert by_config.encode_batch([text]) == by_caller.encode_batch([text]) != guess.encode_batch([text])
+    assert not by_config.doubt() and not by_caller.doubt()
+    assert f"{tmp_path / 'by_caller' / 'vocab.txt'}: no tokenizer_config.json beside it" in guess.doubt()
+    assert len({by_config.sha256, by_caller.sha256, guess.sha256}) == 3
     assert guess.sha256 == hashlib.sha256(guess.data).hexdigest() and list(guess.files()) == ["vocab.txt"]
-    for name, data in told.files().items():  # what is copied into a dataset or a run is the tokenizer
+    for name, data in by_caller.files().items():  # what is copied into a dataset or a run is the tokenizer
         (tmp_path / name).write_bytes(data)
     again = Tokenizer.load(tmp_path / "vocab.txt")
-    assert again.sha256 == told.sha256 and again.casing == told.casing
-    assert pickle.loads(pickle.dumps(again)).encode_batch([text]) == told.encode_batch([text])
+    assert again.sha256 == by_caller.sha256 and again.casing == by_caller.casing
+    assert pickle.loads(pickle.dumps(again)).encode_batch([text]) == by_caller.encode_batch([text])
 
 
 def test_a_malformed_casing_config_is_named(tmp_path):
@@ -315,8 +315,8 @@ def test_texts_are_encoded_as_in_a_dataset(path, tmp_path, kind):
 
 
 def test_a_token_is_a_unit_in_scripts_without_spaces(tmp_path):
-    pieces = [*SPECIAL, "the", "##ing", "中", "文", "##กา", "##ำ", "が", "##か", "ー", "한", "##국"]
-    tokenizer = Tokenizer.load(vocabulary(tmp_path / "v", pieces), lowercase=False)
-    units = [pieces[i] for i in np.flatnonzero(tokenizer.unit_start)]
+    tokens = [*SPECIAL, "the", "##ing", "中", "文", "##กา", "##ำ", "が", "##か", "ー", "한", "##국"]
+    tokenizer = Tokenizer.load(vocabulary(tmp_path / "v", tokens), lowercase=False)
+    units = [tokens[i] for i in np.flatnonzero(tokenizer.unit_start)]
     assert units == ["the", "中", "文", "##กา", "が", "##か", "ー", "한"]
-    assert [pieces[i] for i in np.flatnonzero(tokenizer.word_start)] == ["the", "中", "文", "が", "ー", "한"]
+    assert [tokens[i] for i in np.flatnonzero(tokenizer.word_start)] == ["the", "中", "文", "が", "ー", "한"]

@@ -70,9 +70,9 @@ def test_an_exported_folder_is_the_run_again(kind: str, tmp_path: Path) -> None:
 def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path, capsys) -> None:
     make(tmp_path / "hf")
     vocabulary = tmp_path / "hf" / "vocab.txt"
-    pieces = {piece: i for i, piece in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
+    tokens = {token: i for i, token in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
     vocabulary.unlink()
-    transformers.BertTokenizer(vocab=pieces, do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
+    transformers.BertTokenizer(vocab=tokens, do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
     found = pretrained.load(tmp_path / "hf")
     peer = transformers.BertTokenizer.from_pretrained(tmp_path / "hf")
     text = "The quick caf\u00e9"
@@ -100,8 +100,8 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path)
     [("normalizer", {"type": "Lowercase"}), ("normalizer", None), ("pre_tokenizer", {"type": "Whitespace"})],
 )
 def test_a_tokenizer_json_that_splits_otherwise_is_refused(part: str, stage: Any, tmp_path: Path) -> None:
-    pieces = {piece: i for i, piece in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
-    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": pieces}
+    tokens = {token: i for i, token in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"))}
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": tokens}
     tree = {"model": model | {"max_input_chars_per_word": 100}, "normalizer": {"type": "BertNormalizer"}}
     tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
@@ -145,7 +145,7 @@ def test_code_in_a_pickle_is_not_run(zipped: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (shutil.rmtree, "no such folder"),
         (lambda f: (f / "model.safetensors").unlink(), "so it is no Hugging Face folder"),
@@ -155,9 +155,9 @@ def test_code_in_a_pickle_is_not_run(zipped: bool, tmp_path: Path) -> None:
         (lambda f: (f / "vocab.txt").write_text((f / "vocab.txt").read_text() + "more\n"), "says vocab_size="),
     ],
 )
-def test_a_folder_without_a_model_is_one_line(change: Any, said: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_one_line(change: Any, message: str, tmp_path: Path) -> None:
     make(tmp_path / "hf")
     change(tmp_path / "hf")
     with pytest.raises(ValueError) as caught:
         pretrained.load(tmp_path / "hf")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -47,7 +47,7 @@ def test_newer_spellings_of_a_pooling_are_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "tree", "said"),
+    ("file", "tree", "message"),
     [
         ("modules.json", [{"type": "x.Transformer"}, {"type": "x.Pooling"}, {"type": "x.Dense"}], "Transformer, Pooling, Dense"),
         ("modules.json", {}, "must hold a list of modules"),
@@ -57,19 +57,19 @@ def test_newer_spellings_of_a_pooling_are_read(tmp_path) -> None:
         ("sentence_bert_config.json", {"max_seq_length": "8"}, "max_seq_length must be a number, is '8'"),
     ],
 )  # fmt: skip
-def test_unsupported_poolings_are_named(file: str, tree: Any, said: str, tmp_path) -> None:
+def test_unsupported_poolings_are_named(file: str, tree: Any, message: str, tmp_path) -> None:
     write(tmp_path / "out", Pooling("mean", 24))
     (tmp_path / "out" / file).write_text(json.dumps(tree))
     with pytest.raises(ValueError) as raised:
         sentence_folder.read(tmp_path / "out")
-    assert str(raised.value).startswith(str(tmp_path / "out" / file)) and said in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / "out" / file)) and message in str(raised.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "fields"),
     [("mean", {}), ("cls", {"norm": "pre"}), ("mean", {"nsp": False, "norm": "pre"}), ("cls", {"causal": True})],
-    ids=["post mean", "pre cls", "no pooler", "left to right"],
+    ids=["post mean", "pre cls", "no pooler", "causal"],
 )
 @pytest.mark.parametrize("kind", ["uncased", "unigram"])
 def test_sentence_transformers_gives_our_vectors(kind, pool, fields, tmp_path) -> None:

@@ -126,7 +126,7 @@ def test_a_mask_takes_the_place_of_a_word(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "char", "vocab_size": 40}, "model_type=char"),
         ({"normalization_rule_name": "nfkc"}, "normalization_rule_name=nfkc"),
@@ -135,11 +135,11 @@ def test_a_mask_takes_the_place_of_a_word(kind: str, tmp_path: Path) -> None:
         ({"user_defined_symbols": "\ufb01"}, "user-defined symbol '\ufb01' is changed by its own normalization"),
     ],
 )  # fmt: skip
-def test_what_the_format_cannot_express_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_the_format_cannot_express_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     tokenizer = load_sentencepiece(tmp_path, **changes)
     with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
         tokenizer_files.build(tokenizer)
-    assert said in str(caught.value) and str(tokenizer.path) in str(caught.value)
+    assert message in str(caught.value) and str(tokenizer.path) in str(caught.value)
 
 
 def test_unused_tokens_are_refused(tmp_path: Path) -> None:
@@ -178,11 +178,11 @@ def test_every_line_of_20_mb_of_wikipedia_has_the_same_ids(kind: str, tmp_path: 
         path.write_bytes(train([line for line in lines[:20_000] if line.strip()], options))
     elif kind == "uncased":
         path = wordpiece.published()
-    else:  # the published pieces, and each of the first once more with a capital
-        pieces = wordpiece.published().read_text(encoding="utf-8").split("\n")[:-1]
-        capitals = [p.title() for p in pieces[2000:8000] if p.isalpha() and p.isascii() and p.title() not in pieces]
+    else:  # the published tokens, and each of the first once more with a capital
+        tokens = wordpiece.published().read_text(encoding="utf-8").split("\n")[:-1]
+        capitals = [p.title() for p in tokens[2000:8000] if p.isalpha() and p.isascii() and p.title() not in tokens]
         path = tmp_path / "vocab.txt"
-        path.write_text("".join(f"{p}\n" for p in [*pieces, *dict.fromkeys(capitals)]), encoding="utf-8")
+        path.write_text("".join(f"{p}\n" for p in [*tokens, *dict.fromkeys(capitals)]), encoding="utf-8")
     tokenizer = Tokenizer.load(path)
     peer = auto_tokenizer(tokenizer, tmp_path / "hf")
     different = []

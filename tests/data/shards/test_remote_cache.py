@@ -161,8 +161,8 @@ def test_versions_held_out_rows_and_tokenizer_come_from_the_url(web, local, tmp_
 
 
 def test_a_word_piece_tokenizer_keeps_what_lies_beside_it(web, local, tmp_path):
-    said = Manifest.load(local.folder).tokenizer
-    part = make_dataset(local.folder / "held_out", 30, tokenizer=said | {"file": "../vocab.txt", "kind": "wordpiece"})
+    entry = Manifest.load(local.folder).tokenizer
+    part = make_dataset(local.folder / "held_out", 30, tokenizer=entry | {"file": "../vocab.txt", "kind": "wordpiece"})
     web.publish()
     web.files |= {"/data/vocab.txt": TOKENIZER, "/data/tokenizer_config.json": b'{"do_lower_case": true}'}
     path = Dataset(f"{web.url}/data/{part.name}").tokenizer_path

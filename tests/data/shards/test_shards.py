@@ -19,7 +19,7 @@ import webdataset
 from megabert.common.files import compact, sealed
 from megabert.data import shards
 from megabert.data.shards import DamagedRow, Dataset, Manifest, verify, write_manifest, write_shard
-from megabert.data.shards.layout import BlockLayout, shard_bytes
+from megabert.data.shards.layout import shard_bytes
 from tests.helpers.rows import make_dataset, make_rows, manifest
 
 ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 148, 32, 3, 8, 64  # 3 shards, the last block has 4 rows
@@ -213,15 +213,6 @@ def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
     assert Manifest.load(folder).fingerprint != fingerprint and list(verify(folder)) == []
     path.write_text(json.dumps(tree, sort_keys=True, indent=2) + "\n")
     assert list(verify(folder)) == [f"{path}: is not as it was written: the same fields in other bytes"]
-
-
-@pytest.mark.parametrize("block", [0, 7, 12_345, 999_999_999])
-def test_headers_equal_those_of_tarfile(block):
-    layout = BlockLayout(5, LENGTH, SLOTS, "uint16")
-    for name, (npy, _, row_bytes) in layout.members.items():
-        info = tarfile.TarInfo(f"{block:09d}.{name}.npy")
-        info.size, info.mode = 128 + 5 * row_bytes, 0o644
-        assert layout.header(name, block) == info.tobuf(tarfile.USTAR_FORMAT) + npy
 
 
 def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
