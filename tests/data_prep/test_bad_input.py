@@ -52,10 +52,6 @@ def test_empty_files_are_counted_and_nothing_but_empty_files_is_an_error(build, 
     assert result.returncode == 0 and "empty file 1" in result.stdout
 
 
-def test_whitespace_alone_is_no_corpus(build, tmp_path):
-    expect_error(build(write(tmp_path / "blank.txt", b" \n\n\t\n" * 50)), "0 tokens", "128")
-
-
 def test_invalid_utf8_stops_with_its_offset_or_is_skipped(build, tmp_path):
     bad = write(tmp_path / "bad.txt", "fine téxt".encode() * 10 + b"\xc3\x28" + b" more")
     good = write(tmp_path / "good.txt", GOOD)
@@ -63,11 +59,6 @@ def test_invalid_utf8_stops_with_its_offset_or_is_skipped(build, tmp_path):
     assert not list(tmp_path.rglob("manifest.json"))
     result = build(bad, good, extra=("--on-error", "skip"))
     assert result.returncode == 0 and "invalid UTF-8 1" in result.stdout
-
-
-def test_nuls_are_removed_and_counted(build, tmp_path):
-    result = build(write(tmp_path / "nul.txt", GOOD.replace("second", "sec\0ond")))
-    assert result.returncode == 0 and "NUL bytes removed: 1,200" in result.stdout
 
 
 def test_a_gigabyte_line_costs_bounded_memory(tokenizer_file, tmp_path):
@@ -102,16 +93,6 @@ def test_truncated_bz2_stops_or_keeps_what_came_before(build, tmp_path):
     good = write(tmp_path / "good.txt", GOOD)
     result = build(cut, good, extra=("--on-error", "skip", "--overwrite"))
     assert result.returncode == 0 and "damaged or truncated file 1" in result.stdout
-
-
-def test_an_unknown_suffix_is_named(build, tmp_path):
-    path = write(tmp_path / "report.docx", GOOD)
-    expect_error(build(path), path, "unknown suffix '.docx'")
-    assert build(path, extra=("--format", "text")).returncode == 0
-
-
-def test_a_missing_file_is_named(build, tmp_path):
-    expect_error(build(tmp_path / "nowhere*"), "--input", "nowhere*", "no such file")
 
 
 def test_a_pipe_and_a_file_without_permission_are_named(build, tmp_path):
@@ -247,9 +228,3 @@ def test_a_really_full_disk(build, corpus, undisturbed, tmp_path):
 )
 def test_an_option_out_of_range_is_named(extra, name, build, tmp_path):
     expect_error(build(write(tmp_path / "good.txt", GOOD), extra=extra), name)
-
-
-def test_verify_and_inspect_of_no_dataset(command, tmp_path):
-    result = command("verify", tmp_path)
-    assert result.returncode == 1 and "manifest.json: not found" in result.stdout
-    expect_error(command("inspect", tmp_path), "manifest.json: not found")

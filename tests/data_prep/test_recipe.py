@@ -8,9 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from data_prep.__main__ import main
 from data_prep.stages import sequences
@@ -210,15 +208,3 @@ def test_a_summary_is_written_of_a_dataset_that_is_whole_already(inputs, tmp_pat
         summary.unlink()
     assert found[1] == found[2] == json.loads((tmp_path / "out" / "report.json").read_text())
     assert found[0]["read"] == found[1]["read"] and "seconds" in found[0] and "seconds" not in found[1]
-
-
-def test_a_table_that_one_worker_holds_in_memory_is_named(inputs, tmp_path, monkeypatch, caplog):
-    lines = (inputs / "lines.txt").read_text().split("\n")
-    for name, count in (("a.parquet", 30), ("b.parquet", 60)):
-        parquet.write_table(pa.table({"text": lines[:count]}), tmp_path / name)
-    said = f"{tmp_path}/b.parquet: 0 MiB that can't be cut, which one worker holds in memory"
-    options = ("--tokenizer", TOKENIZER, "--no-nsp", "--seq-len", 32, "--output", tmp_path / "out")
-    for limit in (1 << 20, 1 << 10):
-        monkeypatch.setattr("data_prep.build.LARGE_GROUP", limit)
-        assert build("--input", tmp_path / "*.parquet", *options) == 0
-        assert (said in caplog.text) == (limit == 1 << 10) and "a.parquet" not in caplog.text

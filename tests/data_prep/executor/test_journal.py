@@ -1,6 +1,5 @@
 """An item of work is done once: its record stands for it exactly as long as doing it again would give the same bytes."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
-from data_prep.executor.journal import Journal, write_json
+from data_prep.executor.journal import Journal
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BuildOptions
@@ -59,13 +58,6 @@ def test_a_second_run_does_nothing_and_reports_the_same(job):
     assert run(job) == ([2, 5, 10], [])
 
 
-def test_progress_hears_of_items_that_were_done_before(job, tmp_path):
-    run(job)
-    heard = []
-    Journal(tmp_path, Pool(1)).map("squares", square, job, [1, 2, 3], heard.append)
-    assert [done.counts["squares"] for done in heard] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_a_damaged_file_is_made_again_and_what_was_made_of_it_stays(job, tmp_path, damage):
     run(job)
@@ -111,11 +103,6 @@ def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path, monkey
     assert sorted(on_disk[: len(names)]) == sorted((name, 3) for name in names)
 
 
-def test_files_of_a_small_stage_stay(job, tmp_path):
-    assert run(job, consume=True)[0] == [2, 5, 10]
-    assert len(list(tmp_path.glob("square-*"))) == 3 and run(job, consume=True) == ([2, 5, 10], [])
-
-
 def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "SWEPT", 0)
     journal = Journal(Path(job.work), Pool(1))
@@ -126,25 +113,3 @@ def test_what_goes_wrong_while_consuming_is_raised(job, tmp_path, monkeypatch):
         journal.flush()
     journal.close()
     assert (tmp_path / "square-1").exists(), "a file is gone whose results are on no disk"
-
-
-def test_a_json_file_is_replaced_whole(tmp_path):
-    write_json(tmp_path / "x.json", {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "x.json", {"a": object()})
-    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_a_report_survives_its_record():
-    done = ItemResult(size=5, peak=7)
-    done.counts["documents"] = 3
-    done.drop("empty", 2, 4, 50, ["one", "two", "three", "four"])
-    done.histogram("tokens", np.array([1, 1, 64, 65, 127, 128, 300]))
-    done.files["x"] = (1, 2)
-    done.seconds["read"] += 0.5
-    found = ItemResult.from_json(json.loads(json.dumps(done.as_json())))
-    assert found == done and found.identity() == done.identity()
-    assert found.histograms == {"tokens": {1: 2, 64: 3, 128: 1, 256: 1}}
-    assert found.examples == {"empty": ["one", "two", "three"]}
-    assert "seconds" not in found.identity()

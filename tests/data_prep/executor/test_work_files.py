@@ -27,13 +27,6 @@ def test_peak_memory_without_proc(platform, unit, monkeypatch):
     assert known / 4 < found < known * 20  # ru_maxrss may be that of the parent
 
 
-def test_peak_memory_where_proc_does_not_say_it(monkeypatch):
-    """gVisor's /proc/self/status has VmSize and VmRSS alone."""
-    known = work_files.peak_memory()
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name:\tpython\nVmRSS:\t  4096 kB\n")
-    assert known / 4 < work_files.peak_memory() < known * 20
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc on this system")
 def test_a_copy_of_a_mapped_file_leaves_nothing_of_it_in_memory(tmp_path):
     (tmp_path / "items").write_bytes(np.arange(1 << 20, dtype=np.uint64).tobytes())

@@ -78,10 +78,6 @@ Surface
 An indented sentence stands here too."""
 
 
-def test_an_article_becomes_its_sentences():
-    assert prose(ARTICLE).replace("\xa0", " ") == PROSE
-
-
 @pytest.mark.parametrize(
     ("wikitext", "want"),
     [

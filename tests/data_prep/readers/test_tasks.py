@@ -40,11 +40,6 @@ def test_formats_are_told_by_content_in_every_compression(suffix, tmp_path):
     assert found == ["Alpha one.", "Beta é.", "Once.\r\n\r\nTwice.\r\n", "\nFirst text.\nSecond line.\n", "\nOther.\n"]
 
 
-def test_compression_is_told_by_content_without_a_suffix(tmp_path):
-    (tmp_path / "anything").write_bytes(bz2.compress(WIKI))
-    assert len(read_all([tmp_path / "anything"])[0]) == 2
-
-
 def test_files_folders_globs_and_names_given_twice(tmp_path):
     for name in ("b/2.txt", "b/1.txt", "a.txt", "c.txt", "b/.hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -189,12 +184,6 @@ def test_a_long_document_of_many_streams_costs_bounded_time(tmp_path):
     assert time.process_time() - began < 20
 
 
-def test_empty_documents_are_left_to_their_count(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "x"}\n')
-    found, problems = read_all([tmp_path])
-    assert found == ["", "x"] and problems.dropped == {"null value": 1} and not problems.counts
-
-
 def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n{"text": "a\\u0000b"}\n{"te\0xt": 1}\n'
@@ -254,22 +243,6 @@ LINES = "Paragraphs of one long line each, with blank lines between: of a book, 
 )
 def test_what_a_document_is_follows_from_the_opening(text, kind, told):
     assert formats.text_kind(text.encode(), whole=True) == (kind, told)
-
-
-@pytest.mark.parametrize(("text", "counts"), [(WRAPPED, (2, 3)), (SENTENCES, None), (LINES, (2, 3))])
-def test_what_a_document_is_does_not_change_at_16_mib(text, counts, tmp_path):
-    """A file of 15 MiB and one of 17 are read by the same rule; the parts of a file are 8 MiB."""
-    found = []
-    for size in (15 << 20, 17 << 20):
-        path = tmp_path / f"{size}.txt"
-        copies = size // len(text)
-        path.write_text(text * copies)
-        texts, problems = read_all([path])
-        found.append((copies, texts, problems.noted))
-    for (copies, texts, noted), count in zip(found, counts or (None, None), strict=True):
-        assert len(texts) == (count or copies)
-        assert noted[documents.AMBIGUOUS] == (text is LINES)
-        assert noted[documents.AMBIGUOUS_DOCUMENTS] == (len(texts) if text is LINES else 0)
 
 
 def test_the_parts_of_a_large_file_do_not_depend_on_its_ranges(tmp_path, monkeypatch):

@@ -1,22 +1,106 @@
-"""What inspect shows is what the files hold and what the trainer's own masking does to them."""
+"""Verification names what is damaged; inspection shows rows as the trainer sees them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_prep.report import inspect_dataset
-from data_prep.report.inspect_dataset import histogram, inspect
+from data_prep.report.inspect_dataset import inspect
 from megabert.data.masking import Masking, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 from tests.helpers.rows import make_dataset
+
+HELD = {"path": "held_out", "rows": 8}
+
+
+@pytest.fixture
+def shards_folder(tmp_path) -> Path:
+    """Three shards of 64, 64 and 20 rows and a held-out dataset of one."""
+    inner = make_dataset(tmp_path / "data" / "held_out", 8, seed=3)
+    sha256 = hashlib.sha256((inner / "manifest.json").read_bytes()).hexdigest()
+    shards_folder = make_dataset(tmp_path / "data", 148, held_out=HELD | {"manifest_sha256": sha256})
+    assert list(inspect_dataset.verify(shards_folder)) == []
+    return shards_folder
+
+
+def test_every_flipped_bit_and_every_cut_is_named_with_its_file(shards_folder):
+    """300 flips of one bit and 100 cuts, spread over all files as they lie, shards' headers and padding among them."""
+    files = sorted(path for path in shards_folder.rglob("*") if path.is_file())
+    assert len(files) == 8
+    rng = np.random.default_rng(0)
+    for trial in range(400):
+        path = files[trial % len(files)]
+        whole = path.read_bytes()
+        at = int(rng.integers(len(whole)))
+        data = bytearray(whole)
+        if trial < 300:
+            data[at] ^= 1 << int(rng.integers(8))
+        else:
+            del data[at:]
+        path.write_bytes(data)
+        found = list(inspect_dataset.verify(shards_folder))
+        assert any(line.startswith(f"{path}: ") for line in found), (path, at, found)
+        others = [p for p in files if p != path and any(line.startswith(f"{p}: ") for line in found)]
+        assert not others, (path, at, found)
+        path.write_bytes(whole)
+    assert list(inspect_dataset.verify(shards_folder)) == []
+
+
+def test_processes_change_nothing_but_the_time(shards_folder):
+    for name, at in (("shard-000000.tar", 5000), ("shard-000002.tar", 9000), ("held_out/shard-000000.tar", 700)):
+        with open(shards_folder / name, "r+b") as file:
+            file.seek(at)
+            file.write(b"\xff\xfe\xfd")
+    (shards_folder / "shard-000001.tar").unlink()
+    (shards_folder / "shard-000009.tar").write_bytes(b"")
+    one = list(inspect_dataset.verify(shards_folder))
+    assert list(inspect_dataset.verify(shards_folder, workers=3)) == one
+    said = [
+        f"{shards_folder / 'shard-000009.tar'}: is not in the manifest",
+        f"{shards_folder / 'shard-000001.tar'}: is missing",
+    ]
+    assert all(line in one for line in said) and len(one) >= 8
+
+
+def test_a_folder_of_datasets_is_verified_whole(shards_folder, tmp_path):
+    top = tmp_path / "top"
+    shutil.copytree(shards_folder, top / "seq512")
+    make_dataset(top / "seq128", 20)
+    (top / "notes").mkdir()
+    assert inspect_dataset.datasets(top) == [top / "seq128", top / "seq512"]
+    assert list(inspect_dataset.verify(top, workers=2)) == []
+    with open(top / "seq512" / "shard-000001.tar", "r+b") as file:
+        file.truncate(9000)
+    (line,) = inspect_dataset.verify(top)
+    assert line.startswith(f"{top / 'seq512' / 'shard-000001.tar'}: block 1 is cut at byte 9000 of ")
+    (top / "seq128" / "manifest.json").write_text("{")
+    first, _ = inspect_dataset.verify(top)
+    assert first.startswith(f"{top / 'seq128' / 'manifest.json'}: not valid JSON")
+
+
+def test_a_dataset_that_lost_its_manifest_does_not_pass(shards_folder, tmp_path):
+    (shards_folder / "manifest.json").unlink()
+    for top in (shards_folder, tmp_path):
+        assert any(
+            line.startswith(f"{shards_folder / 'manifest.json'}: not found") for line in inspect_dataset.verify(top)
+        )
+
+
+@pytest.mark.parametrize("name", ["", "nothing"])
+def test_no_dataset_is_one_line(tmp_path, name):
+    (line,) = inspect_dataset.verify(tmp_path / name)
+    assert line.startswith(f"{tmp_path / name / 'manifest.json'}: not found")
+
 
 A, B = "the cafe over the river", "words words sea fox"
 
@@ -123,16 +207,6 @@ def test_every_line_fits_and_colour_needs_a_terminal(folder, screen):
             assert re.sub(r"\x1b\[\d+m", "", text) == plain
 
 
-def test_a_folder_of_datasets_shows_each(folder, tmp_path):
-    text = inspect(folder.parent, rows=1)
-    assert len(sample(text)) == 1
-    shutil.copytree(folder, tmp_path / "a")
-    shutil.copytree(folder, tmp_path / "b")
-    text = inspect(tmp_path, rows=0)
-    assert [line.split("/")[-1] for line in text.splitlines() if line.startswith("dataset")] == ["a", "b"]
-    assert not sample(text) and "predicted:" not in text
-
-
 def test_text_cannot_steer_the_terminal():
     assert inspect_dataset._printable("a\x1b[2Jb\u202e") == "a\ufffd[2Jb\ufffd"
 
@@ -155,12 +229,3 @@ def test_another_tokenizer_is_refused(folder, tmp_path):
     wordpiece.write(tmp_path / "data" / "vocab.txt", cased=True)
     with pytest.raises(ValueError, match=r"vocab\.txt: not the tokenizer that"):
         inspect(tmp_path / "data")
-
-
-def test_the_histogram_counts_everything_once():
-    values = np.random.default_rng(0).integers(1, 129, 5000)
-    lines = histogram(values, 128, bar=30)
-    assert len(lines) == 16 and sum(int(line.split()[1].replace(",", "")) for line in lines) == 5000
-    assert max(line.count("█") for line in lines) == 30
-    assert lines[0].split()[0] == "1-8" and lines[-1].split()[0] == "121-128"
-    assert [line.split()[:2] for line in histogram(np.array([1, 3, 3]), 3, bar=4)] == [["1-1", "1"], ["2-2", "0"], ["3-3", "2"]]  # fmt: skip

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import time
 
 import pytest
 import zstandard
@@ -163,19 +162,3 @@ def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
     ((_, text),) = unpack.cut(job, [(0, piece)], items, results)
     assert [name for name, *_ in json.loads((tmp_path / text.index).read_bytes())] == ["spool 0", "spool 1"]
     assert text.size == 200 and not text.unpack_first
-
-
-def test_the_speed_of_a_build_counts_unpacking(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
-    path = tmp_path / "text.gz"
-    path.write_bytes(gzip.compress("".join(MAKE["jsonl"](i, text) for i, text in enumerate(topics[:60])).encode()))
-    real = unpack.unpack
-
-    def slow(job, part):
-        time.sleep(0.5)
-        return real(job, part)
-
-    monkeypatch.setattr(unpack, "unpack", slow)
-    options, tokenizer = BuildOptions(held_out=0.0), Tokenizer.load(tokenizer_file)
-    summary = build([Corpus("input", (str(path),))], tmp_path / "out", options, Pool(1), tokenizer, progress=False)
-    assert summary["tokenizer_seconds"] == 0 and summary["seconds"] > summary["stages"]["unpack"]["seconds"] >= 0.5
-    assert summary["mb_per_second"] == summary["read"]["bytes"] / 1e6 / summary["seconds"]

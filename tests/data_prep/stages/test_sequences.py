@@ -1,11 +1,21 @@
-"""Token values here are corpus positions, so every A and B says itself where it was taken from."""
+"""Sentence pairs and filled rows, long sentences, checks of what was drawn; token values are corpus positions."""
+
+from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
 
+from data_prep.__main__ import main
+from data_prep.common.errors import Unfinished
+from data_prep.executor.work_files import ItemResult
+from data_prep.stages import sequences
 from data_prep.stages.sequences import SequenceSpans, _truncate, assemble, filled_rows, sentence_pairs
 from data_prep.stages.shuffle import pack
 from data_prep.tokens.encoder import Encoded
+from megabert.data.tokenizer import Tokenizer
+from tests.helpers import wordpiece
 
 
 def documents(sentence_lengths):
@@ -109,12 +119,6 @@ def test_truncation_counts_are_those_of_one_token_at_a_time():
         assert spans[0, 0] >= 100 and spans[0, 1] <= 100 + a and spans[0, 2] >= 300 and spans[0, 3] <= 300 + b
 
 
-def test_truncation_takes_from_front_and_end_evenly():
-    spans = np.tile(np.array([[0, 100, 200, 210]]), (2000, 1))
-    _truncate(spans, 60, np.random.default_rng(6))
-    assert abs(spans[:, 0].mean() - 25) < 0.5
-
-
 def fill(ranges, seq_len):
     """Share of the rows that packed sequences with their two special tokens fill."""
     lengths = ranges.spans[:, 1] - ranges.spans[:, 0] + 2
@@ -190,3 +194,92 @@ def test_packing_is_as_tight_as_one_by_one_best_fit_and_never_overlaps(slots):
         assert np.bincount(row).max() <= slots and set(zip(row, slot, strict=True)).__len__() == len(row)
         first = taken.cumsum(1)[:, -1]
         assert all(taken[r, : first[r]].all() for r in range(rows)), "a gap before the last sequence"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.load(wordpiece.write(tmp_path_factory.mktemp("vocab") / "vocab.txt"))
+
+
+def encoded(tokenizer, documents):
+    """Documents as lists of sentences, each a string."""
+    ids = [tokenizer.encode_batch(sentences) for sentences in documents]
+    flat = [sentence for document in ids for sentence in document]
+    tokens = np.array([token for sentence in flat for token in sentence], np.uint16)
+    sizes = np.array([len(document) for document in ids], np.int64)
+    return Encoded(tokens, np.array([len(s) for s in flat], np.int64), sizes)
+
+
+def test_only_documents_without_sentence_ends_are_split_unasked(tokenizer):
+    short = encoded(tokenizer, [["the fox over the river"] * 90, ["the sea " * 150]])
+    assert 0.2 < 300 / len(short.tokens) < 0.5
+    assert sequences.sentence_limit(short, 125, 0) == 10
+    assert sequences.sentence_limit(short, 150, 0) == 0  # nothing is longer than two rows
+    most = encoded(tokenizer, [["the fox over the river"] * 300, ["the sea " * 150]])
+    assert sequences.sentence_limit(most, 125, 0) == 0 and sequences.sentence_limit(most, 125, 40) == 40
+
+
+def test_cuts_are_at_the_best_places(tokenizer):
+    text = "the river over foxing, " * 40 + "the end"
+    before = encoded(tokenizer, [["the fox", text], [], ["the sea " * 3]])
+    after = sequences.split_long(before, 30, tokenizer)
+    assert after.tokens is before.tokens and after.sentence_lengths.sum() == len(before.tokens)
+    assert after.document_sizes.tolist()[1:] == [0, 1] and after.document_sizes[0] > 8
+    assert after.sentence_lengths.max() <= 30 * 5 // 4 and after.sentence_lengths[1:-1].min() >= 10
+    ends = np.cumsum(after.sentence_lengths)
+    last = [tokenizer.tokens[i].strip() for i in before.tokens[ends[1 : after.document_sizes[0] - 1] - 1]]
+    assert set(last) == {","}
+
+
+def test_without_clauses_words_stay_whole(tokenizer):
+    before = encoded(tokenizer, [["foxing rivers " * 200]])
+    after = sequences.split_long(before, 16, tokenizer)
+    begins = np.cumsum(after.sentence_lengths)[:-1]
+    assert len(begins) > 30 and tokenizer.word_start[before.tokens[begins]].all()
+
+
+GOOD = {
+    "pairs": 2000,
+    "random next": 1000,
+    "tokens": 99_000,
+    "corpus tokens": 90_000,
+    "borrowed tokens": 10_000,
+    "truncated tokens": 9000,
+}
+GOOD |= {"sentences": 4000, "documents": 400}
+
+
+def drawn(**changes: int) -> ItemResult:
+    done = ItemResult()
+    done.counts.update(GOOD | {name.replace("_", " "): value for name, value in changes.items()})
+    return done
+
+
+def test_only_what_passes_a_limit_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    sequences.check(drawn(random_next=1200, truncated_tokens=20_000), 128, allow=False)
+    with pytest.raises(Unfinished, match=r"rows of 128: 60% of the pairs .*10\.0 sentences .*--no-nsp.*--allow"):
+        sequences.check(drawn(random_next=1201), 128, allow=False)
+    with pytest.raises(
+        Unfinished, match=r"20% of the tokens are cut off, .* 22 tokens .*--seq-len 512.*--max-sentence 16"
+    ):
+        sequences.check(drawn(truncated_tokens=20_001), 128, allow=False)
+    assert not capsys.readouterr().err
+    sequences.check(drawn(random_next=1201), 128, allow=True)
+    sequences.check(drawn(pairs=900, random_next=800), 128, allow=False)  # too few to judge
+    sequences.check(drawn(random_next=1201), 127, allow=False)  # rows too short to judge
+    sequences.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128, allow=True)  # no pairs at all
+    assert capsys.readouterr().err.count("of the pairs have a random second part") == 3
+
+
+def test_a_corpus_of_single_sentences(tmp_path, capsys) -> None:
+    records = ({"text": f"Record number {i} says one thing and stops after {i % 97} words."} for i in range(1300))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["build", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    command += ["--vocab-size", "120", "--quiet"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: rows of 128: 100% of the pairs have a random second part") and said.count("\n") == 1
+    assert not list((tmp_path / "out").glob("*.tar")) and not (tmp_path / "out" / "manifest.json").exists()
+    assert main([*command, "--allow"]) == 0
+    out = capsys.readouterr().out
+    assert "random next 100.0%, cut off 0 tokens (0.0%)" in out and "resumed" in out

@@ -1,6 +1,7 @@
-"""Hashes of runs: fixed for ever, sensitive to order and to the seed, uniform."""
+"""Hashes of segments against plain Python integers, and bytes of words."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,12 +41,14 @@ def test_no_run_is_mistaken_for_another() -> None:
     assert len(np.unique(hashes)) == len(runs) and hashes.all()
 
 
-def test_hashes_are_uniform_in_every_byte() -> None:
-    """Chi-squared of each byte over 65,536 runs of three small numbers: 255 degrees of freedom, within 6 sigma."""
-    numbers = np.arange(65_536, dtype=np.uint64)
-    parts = np.stack([numbers >> np.uint64(8), numbers & np.uint64(255), numbers * 0], 1).ravel()
-    for seed in (0, 1):
-        hashes = arrays.segment_hashes(parts, np.arange(65_537) * 3, seed)
-        counts = [np.bincount(hashes.view(np.uint8)[byte::8], minlength=256) for byte in range(8)]
-        chi = [float(((c - 256) ** 2 / 256).sum()) for c in counts]
-        assert all(abs(x - 255) < 6 * (2 * 255) ** 0.5 for x in chi), chi
+def test_sums_of_empty_segments_are_zero() -> None:
+    values = np.array([1, 2, 4, 8], np.uint8)
+    assert arrays.segment_sums(values, np.array([0, 0, 1, 1, 4, 4])).tolist() == [0, 1, 0, 14, 0]
+    assert arrays.segment_sums(values[:0], np.array([0, 0, 0])).tolist() == [0, 0]
+
+
+def test_words_are_bytes_with_a_nul_after_each() -> None:
+    text, edges = arrays.word_bytes(["ab", "", "\u00e9", "\ud800"])
+    cut = [text[a:b].tobytes() for a, b in pairwise(edges)]
+    assert cut == [b"ab\0", b"\0", b"\xc3\xa9\0", b"\xed\xa0\x80\0"]
+    assert [array.tolist() for array in arrays.word_bytes([])] == [[], [0]]
