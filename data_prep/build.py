@@ -200,7 +200,7 @@ def _sources(
 
 
 def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error: str) -> BuildJob:
-    own = tuple(options.of(corpus) for corpus in corpora)
+    of_corpora = tuple(options.of(corpus) for corpus in corpora)
     return BuildJob(
         options,
         tokenizer="",
@@ -208,7 +208,7 @@ def _job(corpora: Sequence[Corpus], options: BuildOptions, work: Path, on_error:
         on_error=on_error,
         held_limit=int(options.held_out * (1 << 64)),
         weights=tuple(corpus.weight for corpus in corpora),
-        own=own if any(of_corpus != options.shared() for of_corpus in own) else (),
+        corpus_options=of_corpora if any(of_corpus != options.shared() for of_corpus in of_corpora) else (),
     )
 
 
@@ -237,10 +237,10 @@ def account_of(
 
 def _own_options(corpus: Corpus) -> dict[str, Any]:
     """Options that a corpus has of its own, as accounts list them."""
-    own: dict[str, Any] = {} if corpus.read is None else {"read": asdict(corpus.read)}
+    listed: dict[str, Any] = {} if corpus.read is None else {"read": asdict(corpus.read)}
     if corpus.languages is not None:
-        own["languages"] = list(corpus.languages)
-    return own if corpus.filters is None else own | {"filters": list(corpus.filters)}
+        listed["languages"] = list(corpus.languages)
+    return listed if corpus.filters is None else listed | {"filters": list(corpus.filters)}
 
 
 def _commit(folder: Path, output: BuildOutput, facts: dict[str, Any], account: dict[str, Any], recipe: str) -> None:

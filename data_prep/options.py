@@ -138,13 +138,13 @@ class BuildOptions:
 
     def of(self, corpus: Corpus) -> CorpusOptions:
         """Options of a corpus: its own where it has some. Raises BadInput for an unknown filter."""
-        own = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
+        limits = self.rules if corpus.filters is None else rules.parse(list(corpus.filters))
         language = self.language
         if corpus.languages is not None:
             if language is None:
                 raise BadInput(f"corpus {corpus.name}: a language takes --language-model")
             language = replace(language, labels=corpus.languages)
-        return CorpusOptions(corpus.read or self.read, own, language)
+        return CorpusOptions(corpus.read or self.read, limits, language)
 
     def listed(self, trained: bool) -> dict[str, Any]:
         """The options as manifests and build.json list them; without those of training where a tokenizer was given."""

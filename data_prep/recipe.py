@@ -93,19 +93,19 @@ def corpora(path: str, tables: Mapping[str, Mapping[str, Any]], read: ReadOption
             raise BadInput(f"{where}: weight is {weight!r}; give a number above 0 and at most 100")
         filters = tuple(_texts(where, "filters", given.pop("filters"))) if "filters" in given else None
         languages = tuple(_texts(where, "language", given.pop("language"))) if "language" in given else None
-        own: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for key, value in given.items():
             if isinstance(getattr(ReadOptions, key), bool):
                 if not isinstance(value, bool):
                     raise BadInput(f"{where}: {key} is {value!r}; give true or false")
-                own[key] = value
+                changes[key] = value
             else:
-                own[key] = "+".join(_texts(where, key, value))
+                changes[key] = "+".join(_texts(where, key, value))
             allowed = ReadOptions.choices(key)
-            if allowed and own[key] not in allowed:
-                raise BadInput(f"{where}: {key} is {own[key]!r}; give {', '.join(allowed)}")
+            if allowed and changes[key] not in allowed:
+                raise BadInput(f"{where}: {key} is {changes[key]!r}; give {', '.join(allowed)}")
         corpora.append(
-            Corpus(name, tuple(paths), float(weight), replace(read, **own) if own else None, filters, languages)
+            Corpus(name, tuple(paths), float(weight), replace(read, **changes) if changes else None, filters, languages)
         )
     return corpora
 

@@ -45,7 +45,7 @@ class BuildJob:
     """The inputs of every item of every stage. Its repr is part of the key of a finished item."""
 
     options: BuildOptions
-    # a path; `tokenizer_sha256` stands for its content
+    # a path; `tokenizer_sha256` identifies its content
     tokenizer: str = field(repr=False)
     work: str = field(repr=False)
     # an item that finished under "stop" is the same under "skip"
@@ -56,14 +56,14 @@ class BuildJob:
     # of the corpora
     weights: tuple[float, ...] = (1.0,)
     # of the corpora, where one has options of its own
-    own: tuple[CorpusOptions, ...] = ()
+    corpus_options: tuple[CorpusOptions, ...] = ()
 
     def options_of(self, corpus: int) -> CorpusOptions:
-        return self.own[corpus] if self.own else self.options.shared()
+        return self.corpus_options[corpus] if self.corpus_options else self.options.shared()
 
     def needs_folded(self) -> bool:
         """Whether a rule of some corpus looks at folded words."""
-        return any(needs_folded(options.rules) for options in self.own or (self.options_of(0),))
+        return any(needs_folded(options.rules) for options in self.corpus_options or (self.options_of(0),))
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)

@@ -15,7 +15,7 @@ A rule is one file and one line. The file holds its `QualityRule`s, each a measu
     )
 
 The line is `*long_words.RULES` in `RULES` of `data_prep/filters/rules.py`. `--filters max-long-words=0.1`, `--help`, the report
-and the totals take the rule from there. A `min-` rule drops what lies below its limit, a `max-` rule what lies above it. A
+and the totals take the rule from there. A `min-` rule drops documents below its limit, a `max-` rule those above it. A
 measure reads facts of words (`measures.FACTS`: hash, characters, flags), never text; a flag that no rule had before is set once
 for each distinct word in `measures.describe_words`.
 """

@@ -29,7 +29,7 @@ BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u2
 LONE_BULLETS = "-*\u2013\u2014\u00b7"
 # words described at a time, so that the arrays of a step stay in a core's cache
 WORDS_AT_ONCE = 1 << 12
-# while a word is described this flag says that it has a character outside ASCII
+# flag of a character outside ASCII, while a word is described
 _WIDE = CURLY
 _BYTES = np.arange(256)
 _FLAGS_OF_BYTE = (
@@ -218,7 +218,7 @@ class QualityRule:
     presets: Mapping[str, float] = field(default_factory=dict)
 
     def broken(self, measures: DocumentMeasures) -> np.ndarray:
-        """bool: the documents, or lines, beyond the limit. One on the limit stays."""
+        """bool: the documents, or lines, beyond the limit; one on the limit is kept."""
         value, limit = self.measure(measures), measures.limits[self.name]
         return value < limit if self.name.startswith("min-") else value > limit
 
@@ -250,9 +250,9 @@ def phrase_begins(batch: WordFacts, phrases: tuple[str, ...]) -> np.ndarray:
     assert words is not None, "the words were not folded"
     begins = np.zeros(len(words), bool)
     for hashes in _phrase_hashes(phrases):
-        here = words == hashes[0]
+        hits = words == hashes[0]
         for k, item in enumerate(hashes[1:], 1):
-            here[: len(words) - k] &= words[k:] == item
-            here[len(words) - k :] = False
-        begins |= here
+            hits[: len(words) - k] &= words[k:] == item
+            hits[len(words) - k :] = False
+        begins |= hits
     return begins

@@ -28,9 +28,9 @@ def shares(
     any n-gram that the document has more than once, each counted once. An n-gram may cross lines.
     """
     count = len(documents) - 1
-    found = {n: np.zeros(count) for n in TOP + REPEATED}
+    result = {n: np.zeros(count) for n in TOP + REPEATED}
     if not len(hashes):
-        return found
+        return result
     before = np.zeros(len(hashes) + 1, np.int64)  # characters before each word
     np.cumsum(characters, out=before[1:])
     total = before[documents[1:]] - before[documents[:-1]]
@@ -40,8 +40,8 @@ def shares(
         words = np.repeat(suspect, np.diff(documents))
         edges = np.concatenate([[0], np.cumsum(np.diff(documents)[suspect])])
         for n, covered in _exact(hashes[words], marked[words], characters[words], edges).items():
-            found[n][suspect] = covered / np.maximum(total[suspect], 1)
-    return found
+            result[n][suspect] = covered / np.maximum(total[suspect], 1)
+    return result
 
 
 def _screen(
@@ -99,7 +99,7 @@ def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges
     document = np.repeat(np.arange(len(lengths)), lengths)
     end = np.repeat(edges[1:], lengths)
     at, keys = np.arange(len(hashes)), marked
-    found = {}
+    result = {}
     for n in TOP + REPEATED:
         inside = at + n <= end[at]
         at, keys = at[inside], keys[inside]
@@ -113,9 +113,9 @@ def _exact(hashes: np.ndarray, marked: np.ndarray, characters: np.ndarray, edges
             member, times = member[times > 1], times[times > 1]
             best = np.zeros(len(lengths), np.int64)  # occurrences, then characters
             np.maximum.at(best, document[member], (times << 32) + before[member + n] - before[member])
-            found[n] = (best >> 32) * (best & 0xFFFFFFFF)
+            result[n] = (best >> 32) * (best & 0xFFFFFFFF)
         keep = np.sort(order[np.repeat(occurrences > 1, occurrences)])
         at, keys = at[keep], keys[keep]
         if n in REPEATED:
-            found[n] = _covered(at, n, before, document[at], len(lengths))
-    return found
+            result[n] = _covered(at, n, before, document[at], len(lengths))
+    return result

@@ -19,7 +19,7 @@ RULES: tuple[QualityRule, ...] = (*gopher.RULES, *c4.RULES)
 
 PRESETS = ("off", "gopher", "c4")
 BY_NAME = {rule.name: rule for rule in RULES}
-# what a number of a verdict means; 0 is a document, or a line, that stays
+# what a number of a verdict means; 0 is a document, or a line, that is kept
 REASONS = ("", *BY_NAME)
 # words judged at a time, so that the arrays of a step stay in a core's cache: twice as fast as 1 << 18
 CHUNK_WORDS = 1 << 16
@@ -31,7 +31,7 @@ def needs_folded(limits: Mapping[str, float]) -> bool:
 
 
 def judge_lines(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
-    """int8 [p]: 0 for a line that stays, else the place in `REASONS` of the first rule of lines that it breaks."""
+    """int8 [p]: 0 for a line that is kept, else the place in `REASONS` of the first rule of lines that it breaks."""
     verdict = np.zeros(len(batch.paragraphs) - 1, np.int8)
     rules = [(reason, rule) for reason, rule in enumerate(RULES, 1) if rule.lines and rule.name in limits]
     full = np.diff(batch.paragraphs) > 0
@@ -43,7 +43,7 @@ def judge_lines(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
 
 
 def judge(batch: WordFacts, limits: Mapping[str, float]) -> np.ndarray:
-    """int8 [d]: 0 for a document that stays, else the place in `REASONS` of the first rule that it breaks."""
+    """int8 [d]: 0 for a document that is kept, else the place in `REASONS` of the first rule that it breaks."""
     verdicts = [np.zeros(0, np.int8)]
     for chunk in _chunks(batch):
         measures = DocumentMeasures(chunk, limits)

@@ -1,7 +1,7 @@
 """Encodings: detection by content or by name, and a stream recoded to UTF-8, which all that follows takes.
 
 A byte-order mark decides; else UTF-8, if the opening of a file has at least as many valid multi-byte characters
-as invalid bytes; else charset-normalizer, where it is sure. Where a character is cut by a chunk changes nothing.
+as invalid bytes; else charset-normalizer, where it is confident. Chunks may end inside a character.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from collections.abc import Iterator
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import AUTO
 
-UTF8 = ""  # the name under which nothing is recoded
+# the name of UTF-8, for which nothing is recoded
+UTF8 = ""
 MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-WESTERN = "cp1252"  # what browsers take Latin-1 for
+# as browsers read Latin-1
+WESTERN = "cp1252"
 # The encodings of the web (WHATWG Encoding Standard, section 4.2), in Python's names: older tables only add wrong guesses.
 COMMON = [
     *(f"cp{n}" for n in (1250, 1251, 1252, 1253, 1254, 1255, 1256, 1257, 1258, 866, 874)),
     *(f"iso8859_{n}" for n in (2, 5, 7, 9, 15)),
     *("koi8_r", "koi8_u", "gb18030", "big5", "euc_jp", "cp932", "cp949"),
 ]
-JAPANESE = ("cp932", "euc_jp")  # charset-normalizer takes either for Korean at times; hiragana tells them
+# charset-normalizer takes either for Korean at times; hiragana identifies them
+JAPANESE = ("cp932", "euc_jp")
 HIRAGANA, HIRAGANA_SHARE = re.compile("[\u3041-\u3096]"), 0.2
-MAX_CHAOS = 10.0  # percent of unlikely characters, by charset-normalizer's measure
+# percent of unlikely characters, by charset-normalizer's measure
+MAX_CHAOS = 10.0
 MARK = "data_prep.mark"
 
 
@@ -40,7 +44,7 @@ codecs.register_error(MARK, _mark)
 
 
 def check(name: str) -> str:
-    """`auto`, UTF8 or a codec's name for --encoding. Raises BadInput for one that Python has not."""
+    """`auto`, UTF8 or a codec's name for --encoding. Raises BadInput for an unknown one."""
     if name == AUTO:
         return AUTO
     try:
@@ -65,7 +69,7 @@ def _is_utf8(head: bytes) -> bool:
 def decide(path: str, head: bytes) -> str:
     """Encoding of a file by its first bytes (64 KiB or more): UTF8 or a codec's name.
 
-    Raises BadInput naming the file where it can't be told.
+    Raises BadInput naming the file where it can't be decided.
     """
     for mark, name in MARKS:
         if head.startswith(mark):
@@ -73,26 +77,26 @@ def decide(path: str, head: bytes) -> str:
     if _is_utf8(head):
         return UTF8
     if head.count(0) > len(head) // 4:
-        return UTF8  # binary; the formats say so
+        return UTF8  # binary, which format detection reports
     text = head.decode(errors="replace")
     invalid = text.count("\ufffd")
     if sum(character > "\x7f" for character in text) - invalid >= invalid:
         return UTF8  # with bad places, reported where they are
     for name in JAPANESE:
-        found = head.decode(name, "replace")
-        wide = sum(character > "\x7f" for character in found)
-        if "\ufffd" not in found[:-1] and len(HIRAGANA.findall(found)) > HIRAGANA_SHARE * wide:
+        decoded = head.decode(name, "replace")
+        wide = sum(character > "\x7f" for character in decoded)
+        if "\ufffd" not in decoded[:-1] and len(HIRAGANA.findall(decoded)) > HIRAGANA_SHARE * wide:
             return name
     from charset_normalizer import from_bytes
 
     best = from_bytes(head[: 1 << 18], cp_isolation=COMMON).best()
     if best is not None and best.percent_chaos <= MAX_CHAOS:
-        # The few bytes above 127 of English text fit many tables; the most used one is meant.
+        # The few bytes above 127 of English text fit many tables; take the most used one.
         if best.language == "English" or WESTERN in best.could_be_from_charset:
             return WESTERN
         if best.percent_coherence > 0:
             return best.encoding
-    raise BadInput(f"{path}: not UTF-8, and its encoding can't be told; name it with --encoding NAME")
+    raise BadInput(f"{path}: not UTF-8, and its encoding can't be detected; name it with --encoding NAME")
 
 
 def recode(chunks: Iterator[bytes], encoding: str, path: str, problems: Problems) -> Iterator[bytes]:

@@ -173,7 +173,7 @@ def _kinds(folder: str) -> dict[str, bool]:
     """Names in a folder, and whether each is a folder itself."""
     if is_url(folder):
         return remote.names(folder)
-    with os.scandir(folder) as entries:  # which tells folders from files without a second system call
+    with os.scandir(folder) as entries:  # which separates folders from files without a second system call
         return {entry.name: _is_folder(entry) for entry in entries}
 
 

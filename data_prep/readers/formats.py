@@ -57,8 +57,8 @@ def detect(path: str, suffix: str, head: bytes) -> str:
         raise BadInput(f"{path}: binary data (or UTF-16 without a byte-order mark: --encoding utf-16-le)")
     if start.startswith(b"<doc "):
         return "wiki"
-    if found := XML_HEAD.match(start):
-        if found[1] == b"!DOCTYPE":
+    if match := XML_HEAD.match(start):
+        if match[1] == b"!DOCTYPE":
             raise BadInput(f"{path}: XML or HTML with a DOCTYPE, which is no MediaWiki dump")
         return "mediawiki"
     if suffix in (".jsonl", ".ndjson"):
@@ -120,7 +120,7 @@ def sync_point(text: SeekableText, start: int, kind: str) -> int:
     """Where a range of a file of lines has to start reading to see where its first document begins.
 
     For lines that is one byte before, for parts of a file one byte before the last multiple of FILE_PART. A blank-line
-    block is open at the last byte that is no space; reading from that line's start also tells whether the line is too long.
+    block is open at the last byte that is no space; reading from that line's start also shows whether the line is too long.
     """
     if kind == "line":
         return start - 1
@@ -135,9 +135,9 @@ def _last(text: SeekableText, before: int, pattern: bytes, most: int) -> int:
     least = max(before - most, 0)
     while before > least:
         begin = max(before - HEAD, least)
-        found = list(re.finditer(pattern, text.read(begin, before - begin)))
-        if found:
-            return begin + found[-1].start()
+        matches = list(re.finditer(pattern, text.read(begin, before - begin)))
+        if matches:
+            return begin + matches[-1].start()
         before = begin
     return least
 
@@ -176,16 +176,16 @@ def split_elements(
     for chunk in chunks:
         buffer += chunk
         for match in tags.finditer(buffer, at):
-            found = base + match.start()
+            place = base + match.start()
             if match.group() == opening:
                 if begin is not None:
-                    bad(begin, found)
-                if range_end.end is not None and found >= range_end.end:
+                    bad(begin, place)
+                if range_end.end is not None and place >= range_end.end:
                     return
-                begin = found
+                begin = place
             elif begin is not None:
-                if found - begin > MAX_DOCUMENT:
-                    bad(begin, found)
+                if place - begin > MAX_DOCUMENT:
+                    bad(begin, place)
                 else:
                     yield begin, buffer[begin - base : match.start()]
                 begin = None
@@ -286,11 +286,11 @@ def split_file(runs: Iterator[Slice], synced: bool) -> Iterator[Slice]:
 
 
 def text_kind(head: bytes, whole: bool) -> tuple[str, bool]:
-    """What a document is in a text file by its opening: (file or blank-line, whether that can be told).
+    """What a document is in a text file by its first bytes: (file or blank-line, whether they decide it).
 
     Blocks between blank lines are documents where most have several lines that end as sentences do: a sentence or a
     paragraph a line. Where lines are wrapped the blocks are paragraphs, and the file is one document; so it is taken where
-    the opening says neither. `whole`: the opening is all of the file.
+    they decide neither. `whole`: they are all of the file.
     """
     blocks = BLANK.split(head.strip(SPACE))
     if not whole and len(blocks) > 1:

@@ -1,6 +1,6 @@
 """Reader of pages of a MediaWiki dump: wikitext to prose.
 
-One linear pass: no input makes it slow, and no markup is left. What no sentence stands in (templates, tables, references,
+One linear pass: no input makes it slow, and no markup is left. Markup without sentences (templates, tables, references,
 files, categories, formulas, lists of links) is dropped with its content; links, emphasis and tags leave their text. The
 grammar is that of https://www.mediawiki.org/wiki/Help:Formatting and Help:Links, Help:Tables, Help:Templates. A parser
 library is the tests' oracle and not used here: mwparserfromhell reads 0.7 MB/s and can't be interrupted, and 32 KB of `<b>`
@@ -26,10 +26,13 @@ OPAQUE = (
 )
 EXTENSION = re.compile(rf"<!--|-->|<(/?)({OPAQUE})\b([^<>]*)>", re.IGNORECASE)
 BRACES = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}(?!\})")
-INDENT = 64  # characters before a table's mark that may stand on its line: spaces and list marks
+# characters before a table's mark on its line: spaces and list marks
+INDENT = 64
 KINDS = {"{{": "}}", "[[": "]]", "{|": "|}"}
-LINK_DEPTH = 8  # of links inside links; deeper ones are no real text
-SHORT = 400  # characters of a template whose text is kept
+# of links inside links; deeper ones are no real text
+LINK_DEPTH = 8
+# characters of a template whose text is kept
+SHORT = 400
 # Namespaces whose links show no text, in the languages with most articles; a bare link to another language shows none.
 DROPPED_LINK = re.compile(
     r"\s*(?:file|image|media|category|datei|bild|kategorie|fichier|catégorie|archivo|imagen|categoría|ficheiro|imagem|"
@@ -130,10 +133,10 @@ def article(body: bytes, offset: int, path: str, keep_title: bool, problems: Pro
         dropped[OTHER_MODEL] += 1
     elif title.endswith("(disambiguation)") or IS_DISAMBIGUATION.search(text):
         dropped[DISAMBIGUATION] += 1
-    elif not (found := prose(text)):
+    elif not (text_of_page := prose(text)):
         dropped[EMPTY] += 1
     else:
-        return f"{title}\n{found}" if keep_title else found
+        return f"{title}\n{text_of_page}" if keep_title else text_of_page
     return None
 
 
@@ -161,14 +164,14 @@ def _without_extensions(text: str) -> str:
     """Text without comments and without the tags of OPAQUE and what they hold. A tag that is never closed goes alone."""
     if "<" not in text:
         return text
-    found = list(EXTENSION.finditer(text))
+    tags = list(EXTENSION.finditer(text))
     last_end: dict[str, int] = {}
-    for match in found:
+    for match in tags:
         if match[0] == "-->" or match[1]:
             last_end[(match[2] or "!").lower()] = match.start()
     out: list[str] = []
-    at, inside = 0, ""  # what holds us: the name of a tag, "!" for a comment
-    for match in found:
+    at, inside = 0, ""  # inside: the name of the open tag, "!" for a comment
+    for match in tags:
         name = (match[2] or "!").lower()
         closes = match[0] == "-->" or bool(match[1])
         if inside:
@@ -186,12 +189,12 @@ def _without_extensions(text: str) -> str:
 def _without_braces(text: str) -> str:
     """Text without templates and tables; links become their labels. What is never closed stays, without its mark."""
     out: list[str] = []
-    opened: list[tuple[str, int]] = []  # (what closes it, length of `out` there)
+    opened: list[tuple[str, int]] = []  # (closing mark, length of `out` at the opening)
     depth: Counter[str] = Counter()
     at = 0
     for match in BRACES.finditer(text):
         token = match[0]
-        if token in ("{|", "|}"):  # a table's only where nothing stands before it
+        if token in ("{|", "|}"):  # a table's only at the start of a line
             before = text[max(match.start() - INDENT, 0) : match.start()].rpartition("\n")[2]
             if before.strip(" \t:*#;"):
                 continue

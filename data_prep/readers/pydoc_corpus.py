@@ -23,7 +23,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _python_files(root: str, skip: str | None) -> list[tuple[str, int]]:
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(
             f for f in folders if f not in SKIPPED_FOLDERS and os.path.join(folder, f) != skip and "-info" not in f
@@ -33,8 +33,8 @@ def _python_files(root: str, skip: str | None) -> list[tuple[str, int]]:
             if name.endswith(".py") and not os.path.islink(path):
                 size = os.path.getsize(path)
                 if 0 < size <= FILE_LIMIT:
-                    found.append((path, size))
-    return found
+                    files.append((path, size))
+    return files
 
 
 def files() -> list[tuple[str, int]]:
@@ -79,18 +79,18 @@ def documents(path: str) -> list[str]:
         return []
     if path.endswith(os.path.join("pydoc_data", "topics.py")):
         return _topics(tree)
-    found: list[tuple[int, str]] = []
+    docstrings: list[tuple[int, str]] = []
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, DOCUMENTED):
             text = ast.get_docstring(node, clean=False)
             if text:
-                found.append((getattr(node, "lineno", 0), _prose(text)))
+                docstrings.append((getattr(node, "lineno", 0), _prose(text)))
         stack.extend(child for child in getattr(node, "body", ()) if isinstance(child, ast.stmt))
         stack.extend(child for child in getattr(node, "orelse", ()) if isinstance(child, ast.stmt))
-    found.sort()
-    return ["\n\n".join(text for _, text in found)] if found else []
+    docstrings.sort()
+    return ["\n\n".join(text for _, text in docstrings)] if docstrings else []
 
 
 def _topics(tree: ast.Module) -> list[str]:

@@ -20,7 +20,7 @@ from data_prep.common.records import AUTO, TABLES, Corpus, FileRange, ReadOption
 from data_prep.readers import decompress, documents, encodings, files, pydoc_corpus, tables
 from data_prep.readers.documents import EXPANSION, HEAD_BYTES, PYDOC
 
-# of text, as far as the size on disk tells: least and most
+# of text, estimated by the size on disk: least and most
 TASK_BYTES = (4 << 20, 64 << 20)
 # number of tasks from which on they grow
 TASKS = 16_384
@@ -55,8 +55,8 @@ def list_ranges(
     planned: Iterator[PlannedFile]
     with ThreadPoolExecutor(THREADS) as threads:
         for number, corpus in enumerate(corpora):
-            own = corpus.read or options
-            encodings.check(own.encoding)
+            read = corpus.read or options
+            encodings.check(read.encoding)
             for item in corpus.paths:
                 if item == PYDOC and not os.path.exists(item):
                     modules = [
@@ -64,7 +64,7 @@ def list_ranges(
                     ]
                     planned = ((os.path.realpath(path), module, Problems("skip")) for path, module in modules)
                 else:
-                    planned = _plan_all(files.expand(item, problems, own.split), own, problems.policy, threads)
+                    planned = _plan_all(files.expand(item, problems, read.split), read, problems.policy, threads)
                 for real, parts, its_problems in planned:
                     if real not in seen and not skip(real):
                         seen.add(real)

@@ -66,12 +66,12 @@ def datasets(folder: str | os.PathLike[str]) -> list[Path]:
     """
     folder = Path(folder)
     places = [place for place in sorted(folder.glob("added-*")) if any(place.rglob(shards.MANIFEST))]
-    added = [found for place in places for found in datasets(place)]
+    added = [dataset for place in places for dataset in datasets(place)]
     if _is_dataset(folder):
         return [folder, *added]
-    own = sorted(place for place in folder.glob("*") if _is_dataset(place) and place not in added)
-    if own or added:
-        return own + added
+    inner = sorted(place for place in folder.glob("*") if _is_dataset(place) and place not in added)
+    if inner or added:
+        return inner + added
     return sorted(filter(_is_dataset, folder.glob("*"))) or [folder]
 
 

@@ -60,7 +60,7 @@ def facts(
     problems: Problems,
     datasets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """All figures of a build but its times; asserts that what was read is what was kept and what was dropped."""
+    """All figures of a build but its times; asserts that documents read are those kept and dropped."""
     whole = {unit: sum(result.counts[f"{unit} read"] for result in read.values()) for unit in UNITS}
     dropped = {
         "documents": sum(everything.dropped.values()),
@@ -69,8 +69,8 @@ def facts(
     }
     for length, dataset in datasets.items():
         for unit in UNITS:
-            own = dataset["corpus_tokens" if unit == "tokens" else unit]
-            kept = own - dataset["repeated"][unit] + dataset["held_out"][unit]
+            trained = dataset["corpus_tokens" if unit == "tokens" else unit]
+            kept = trained - dataset["repeated"][unit] + dataset["held_out"][unit]
             assert whole[unit] == kept + dropped[unit], (
                 f"{unit} do not add up for length {length}: {whole[unit]} read, {kept} kept, {dropped[unit]} dropped"
             )

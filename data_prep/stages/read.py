@@ -139,8 +139,8 @@ class _TaskFiles:
     def __init__(self, job: BuildJob, task: ReadTask, result: ItemResult) -> None:
         self._job, self._task, self._result = job, task, result
         self._weight = job.weights[task.corpus]
-        own = job.options_of(task.corpus)
-        self._limits, self._language = own.rules, own.language
+        options = job.options_of(task.corpus)
+        self._limits, self._language = options.rules, options.language
         self._stem = f"read-{task.index:07d}"
         # documents of each unit, and those and the bytes of the open one
         self._units: list[int] = []

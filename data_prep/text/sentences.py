@@ -10,7 +10,7 @@ words have a kind in common that their document allows (`allowed`):
     PLAIN    a full stop, question or exclamation mark that is no abbreviation's; a letter or digit that is not lower-case
     SCRIPT   a mark that only ends sentences (Unicode's Sentence_Terminal outside ASCII); any word
     PHRASE   Thai and Lao, which have no such mark but put spaces between phrases: a word of theirs; a word of theirs
-    CASELESS as PLAIN; a letter of a script that Unicode gives case and nobody writes with capitals (Georgian)
+    CASELESS as PLAIN; a letter of a script that Unicode gives case but no text writes with capitals (Georgian)
     LOWER    as PLAIN; a lower-case letter
 
 PLAIN holds everywhere, LOWER in documents without capitals, the other three where a quarter of the words is in other
@@ -63,94 +63,12 @@ STAND_INS = {
     "\u1361\u1361": ("\u1200", "\u135a"),
 }
 # Words that end in a full stop and do not end a sentence, lower-cased, without the full stop.
-ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "mx",
-        "dr",
-        "prof",
-        "rev",
-        "hon",
-        "st",
-        "sr",
-        "jr",
-        "capt",
-        "col",
-        "gen",
-        "lt",
-        "sgt",
-        "cpl",
-        "maj",
-        "adm",
-        "cmdr",
-        "gov",
-        "sen",
-        "rep",
-        "pres",
-        "supt",
-        "messrs",
-        "mme",
-        "mlle",
-        "vs",
-        "v",
-        "cf",
-        "viz",
-        "ca",
-        "c",
-        "approx",
-        "al",
-        "etc",
-        "eg",
-        "ie",
-        "fig",
-        "figs",
-        "eq",
-        "vol",
-        "vols",
-        "ed",
-        "eds",
-        "trans",
-        "pp",
-        "p",
-        "art",
-        "sec",
-        "ch",
-        "chap",
-        "op",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "bros",
-        "dept",
-        "est",
-        "univ",
-        "assn",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-        "mt",
-        "ft",
-        "no",
-        "nos",
-        "nr",
-        "b",
-        "d",
-        "r",
-        "fl",
-    ]
-)
+_ABBREVIATIONS = """
+    mr mrs ms mx dr prof rev hon st sr jr capt col gen lt sgt cpl maj adm cmdr gov sen rep pres supt messrs mme mlle
+    vs v cf viz ca c approx al etc eg ie fig figs eq vol vols ed eds trans pp p art sec ch chap op inc ltd co corp
+    bros dept est univ assn jan feb mar apr jun jul aug sep sept oct nov dec mt ft no nos nr b d r fl
+"""
+ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
 # These end sentences often when another capital follows; they stay together with a following number only by case.
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
 LAST = frozenset(TERMINALS + CLOSERS)
@@ -206,37 +124,37 @@ def _script_end(word: str) -> int:
 
 
 def _is_phrase_letter(character: str) -> bool:
-    """Of Thai or Lao, but not the mark that repeats a word, which a space stands before."""
+    """Of Thai or Lao, but not the mark that repeats a word, which follows a space."""
     return "\u0e01" <= character <= "\u0edf" and character not in "\u0e3f\u0e46\u0e4f\u0e5a\u0e5b\u0ec6"
 
 
 def ends(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of ends after each word."""
     text, edges = word_bytes(words)
-    found = np.zeros(len(words), np.uint8)
+    bits = np.zeros(len(words), np.uint8)
     # the last byte before the NUL; that of another word where a word is empty
     may = np.flatnonzero(_MAY_END[text[edges[1:] - 2]])
-    found[may] = [_end(words[i]) for i in may.tolist()]
-    return found
+    bits[may] = [_end(words[i]) for i in may.tolist()]
+    return bits
 
 
 def _end(word: str) -> int:
-    found = PLAIN | CASELESS | LOWER if can_end(word) else 0
+    bits = PLAIN | CASELESS | LOWER if can_end(word) else 0
     last = word[-1]
     if not word.isascii() and (last in SCRIPT_LAST or last >= "\u0e01"):
-        found |= _script_end(word)
-    return found
+        bits |= _script_end(word)
+    return bits
 
 
 def starts(words: list[str]) -> np.ndarray:
     """uint8 [w]: the kinds of starts before each word, FOREIGN and CAPITAL."""
     text, edges = word_bytes(words)
     first = text[edges[:-1]]
-    found = _START_OF_BYTE[first]
+    bits = _START_OF_BYTE[first]
     ascii_alone = np.bitwise_or.reduceat(text, edges[:-1]) < 0x80
     others = np.flatnonzero(~(ascii_alone & _IS_ALPHANUMERIC[first]))
-    found[others] = [_start(words[i]) for i in others.tolist()]
-    return found
+    bits[others] = [_start(words[i]) for i in others.tolist()]
+    return bits
 
 
 def _start(word: str) -> int:
@@ -248,20 +166,20 @@ def _start(word: str) -> int:
 
 def _kinds_of_start(word: str, first: str) -> int:
     """The kinds of starts before a word whose first character, openers aside, is `first`."""
-    found = PLAIN if can_start(word) else 0
+    bits = PLAIN if can_start(word) else 0
     if any(map(str.isalnum, word)):
-        found |= SCRIPT
+        bits |= SCRIPT
     if first.isupper():
-        found |= CAPITAL
+        bits |= CAPITAL
     if "\u10d0" <= first <= "\u10ff":
-        found |= CASELESS
+        bits |= CASELESS
     elif first.islower():
-        found |= LOWER
+        bits |= LOWER
     if first and _is_phrase_letter(first):
-        found |= PHRASE
+        bits |= PHRASE
     if not word.isascii() and any(map(_is_foreign, word)):
-        found |= FOREIGN
-    return found
+        bits |= FOREIGN
+    return bits
 
 
 def _is_foreign(character: str) -> bool:
@@ -279,23 +197,23 @@ _START_OF_BYTE = np.array(
 def allowed(starts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """uint8 [d]: the kinds of ends that each document has. `starts`: uint8 [w] of its words; `documents`: their edges [d + 1]."""
     words = np.diff(documents)
-    found = np.full(len(words), PLAIN, np.uint8)
+    bits = np.full(len(words), PLAIN, np.uint8)
     foreign = segment_counts(np.flatnonzero(starts & FOREIGN), documents)
-    found[(foreign > 0) & (foreign >= FOREIGN_SHARE * words)] |= SCRIPT | PHRASE | CASELESS
+    bits[(foreign > 0) & (foreign >= FOREIGN_SHARE * words)] |= SCRIPT | PHRASE | CASELESS
     capitals = segment_counts(np.flatnonzero(starts & CAPITAL), documents)
-    found[(words >= LOWER_WORDS) & (capitals <= CAPITAL_SHARE * words)] |= LOWER
-    return found
+    bits[(words >= LOWER_WORDS) & (capitals <= CAPITAL_SHARE * words)] |= LOWER
+    return bits
 
 
 def split(paragraph: str, kinds: int = PLAIN) -> list[str]:
     """Sentences of one paragraph as strings of words joined by single spaces; `kinds` of ends count."""
     words = paragraph.split()
     after, before = ends(words), starts(words)
-    found, start = [], 0
+    sentences, start = [], 0
     for i in range(1, len(words)):
         if after[i - 1] & before[i] & kinds:
-            found.append(" ".join(words[start:i]))
+            sentences.append(" ".join(words[start:i]))
             start = i
     if words:
-        found.append(" ".join(words[start:]))
-    return found
+        sentences.append(" ".join(words[start:]))
+    return sentences

@@ -185,14 +185,14 @@ class WordEncoder:
             again = np.bincount(place, minlength=len(distinct))[new] > 1
             if again.any():
                 self._learned.append(learned.select(again))
-        here = numbers[place]
+        word_numbers = numbers[place]
         edges = lists.offsets.to_numpy().astype(np.int64)
         # Arrow gives an empty word for space at either end; Python's split does not.
         if not full.all():
-            empty = here < 0
+            empty = word_numbers < 0
             edges -= np.searchsorted(np.flatnonzero(empty), edges)
-            here = here[~empty]
-        return here, edges
+            word_numbers = word_numbers[~empty]
+        return word_numbers, edges
 
     def _put(self, words: EncodedWords) -> None:
         """Put words into the tables; they are the last ones that were numbered."""

@@ -53,14 +53,14 @@ class WordNumbers:
         """Numbers int64 [n] of distinct nonzero hashes uint64 [n], and the indices of the new ones in the order of their numbers."""
         while 2 * (self.size + len(hashes)) > len(self._keys):
             self._grow()
-        found = np.full(len(hashes), -1, np.int64)
+        values = np.full(len(hashes), -1, np.int64)
         waiting = np.arange(len(hashes))
         slot = _first(self._keys, hashes)
         fresh = []
         while len(waiting):
             keys, wanted = self._keys[slot], hashes[waiting]
             hit = keys == wanted
-            found[waiting[hit]] = self._values[slot[hit]]
+            values[waiting[hit]] = self._values[slot[hit]]
             free = keys == 0
             if free.any():
                 self._keys[slot[free]] = wanted[free]  # of several that want a slot the last one gets it
@@ -70,14 +70,14 @@ class WordNumbers:
             waiting = waiting[~hit]
             slot = (slot[~hit] + 1) & (len(self._keys) - 1)
         if not fresh:
-            return found, np.zeros(0, np.int64)
+            return values, np.zeros(0, np.int64)
         new, slots = (np.concatenate(parts) for parts in zip(*fresh, strict=True))
         order = np.argsort(new)
         new, slots = new[order], slots[order]
-        found[new] = np.arange(self.size, self.size + len(new))
-        self._values[slots] = found[new]
+        values[new] = np.arange(self.size, self.size + len(new))
+        self._values[slots] = values[new]
         self.size += len(new)
-        return found, new
+        return values, new
 
     def _grow(self) -> None:
         full = np.flatnonzero(self._keys)
@@ -151,7 +151,7 @@ class SharedWords:
         temporary.replace(self._folder / name)
 
     def read_new(self) -> Iterator[EncodedWords]:
-        """EncodedWords that others left since the last call."""
+        """Words that other workers shared since the last call."""
         if not self._folder.is_dir():
             return
         for name in sorted(set(os.listdir(self._folder)) - self._known):
@@ -159,9 +159,9 @@ class SharedWords:
                 continue
             self._known.add(name)
             try:
-                with np.load(self._folder / name) as found:
-                    folded = found["folded"]
-                    words = EncodedWords(found["hashes"], found["rows"].view(WORD), found["tokens"], folded)
+                with np.load(self._folder / name) as file:
+                    folded = file["folded"]
+                    words = EncodedWords(file["hashes"], file["rows"].view(WORD), file["tokens"], folded)
                     yield words if len(folded) else words._replace(folded=None)
             except (zipfile.BadZipFile, EOFError, ValueError):
                 continue  # truncated by a loss of power: its words are encoded again
