@@ -227,10 +227,10 @@ class Output(NamedTuple):
 
 
 class BertForPreTraining(nn.Module):
-    """`forward` trains, `encode` gives hidden states; `backends` says what each operation runs on and why.
+    """`forward` trains, `encode` gives hidden states; `backends` holds what each operation runs on, and why.
 
-    device ("cpu", "cuda") and dtype say where and in which compute type the model will run, `causal` that tokens of one
-    sequence will have different key ranges; they decide what `auto` means. Raises ValueError for a model without vocabulary
+    device ("cpu", "cuda"), dtype (the compute type) and `causal` (tokens of one sequence have different key ranges) decide what
+    `auto` means. Raises ValueError for a model without vocabulary
     size or for a backend that cannot run there.
     """
 

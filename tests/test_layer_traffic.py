@@ -1,7 +1,7 @@
 """Bytes that one layer moves besides its matrix products and attention, forward and backward, counted on the `meta` device.
 
 The unit is tokens x hidden x 2 bytes: a bf16 tensor of the residual stream, read or written once. Views and allocations are
-free; what an operation keeps inside (a line of column sums a block) is not seen.
+free; what an operation keeps inside (a line of column sums a block) is not counted.
 """
 
 from __future__ import annotations
@@ -62,13 +62,8 @@ def units(norm: Any, dropout: float, backend: str) -> Counter[str]:
 def test_every_tensor_is_moved_once(norm: str, dropout: float, gradient: int) -> None:
     """38 units with dropout and 36 without (plain torch: about 85).
 
-    GELU 8 + 12. Each norm reads
-    the branch and the residual and writes y and z, 4; its gradient reads two gradients and z and writes those of the residual
-    and, with dropout, of the branch. Biases cost nothing: what writes a gradient sums it.
-
-    Around products that only read and write tensors, 38 is the floor but for one unit a norm. What a product gives must be
-    read, what it takes be written, and what both passes need be kept. Post-LN could do without z: y alone, from which the
-    gradient divides by the norm's weight; that is wrong where a weight is near 0. Pre-LN needs y and z.
+    GELU 8 + 12. Each norm reads the branch and the residual and writes y and z, 4; its gradient reads two gradients and z and
+    writes those of the residual and, with dropout, of the branch. Biases cost nothing: what writes a gradient sums it.
     """
     found = units(norm, dropout, "native")
     wanted = {

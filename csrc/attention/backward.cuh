@@ -136,7 +136,7 @@ __device__ inline void add_to_keys(float (&dkey)[2 * kSteps][4], float (&dvalue)
   }
 }
 
-// dQ of a tile of queries over the block's keys from `key0` on, 16 queries and 16 columns a warp: begun with what `partial`
+// dQ of a tile of queries over the block's keys from `key0` on, 16 queries and 16 columns a warp: started with what `partial`
 // (of the tile's first query) has of earlier keys; whole, it comes to own.query, else to `partial`.
 template <class T>
 __device__ inline void sum_over_keys(GradientShared<T>& shared, typename GradientShared<T>::Queries& own, Touched keys,

@@ -66,7 +66,7 @@ static void pack_pairs(const float* x, int64_t ld, int64_t count, int64_t width,
 
 constexpr float kLog2e = 1.44269504f;
 
-// Starts loading what the next task (the next head, or the next row's first) reads of a token: these short pieces lie far
+// Starts loading what the next task (the next head, or the next row's first) reads of a token: these short slices lie far
 // apart, and no hardware foresees them.
 template <class T>
 struct NextTask {
@@ -78,16 +78,16 @@ struct NextTask {
         row(head + 1 < part.last_head ? row : row + 1),
         head(head + 1 < part.last_head ? head + 1 : part.head),
         last_row(part.last_row) {}
-  INLINE_MEMBER void piece(const T* p) const {
+  INLINE_MEMBER void slice(const T* p) const {
     for (int64_t c = 0; c < a.size; c += 64 / static_cast<int64_t>(sizeof(T))) prefetch(p + c);
   }
   INLINE_MEMBER void fetch(int64_t token) const {
     if (row >= last_row) return;
     const int64_t at = row * a.tokens + token, width = a.heads * a.size;
-    for (int part = 0; part < 3; ++part) piece(a.qkv + (at * 3 + part) * width + head * a.size);
+    for (int part = 0; part < 3; ++part) slice(a.qkv + (at * 3 + part) * width + head * a.size);
     if (!a.grad) return;
-    piece(a.grad + at * width + head * a.size);
-    piece(a.context + at * width + head * a.size);
+    slice(a.grad + at * width + head * a.size);
+    slice(a.context + at * width + head * a.size);
   }
 };
 

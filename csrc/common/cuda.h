@@ -67,7 +67,7 @@ int64_t resident_blocks(Kernel kernel, int threads) {
   STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess &&
                       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
                       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&on_each, kernel, threads, 0) == cudaSuccess,
-                  "CUDA does not tell how many blocks of a kernel run at once");
+                  "CUDA does not report how many blocks of a kernel run at once");
   STD_TORCH_CHECK(on_each > 0, "a block of ", threads, " threads of this kernel does not fit on the device");
   return static_cast<int64_t>(processors) * on_each;
 }

@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, 
   const OnDevice device(z);
   const Tensor gc = dense(grad), nc = second ? dense(*second) : gc, zc = dense(z), wc = dense(weight), mc = dense(mean),
                rc = dense(rstd);
-  // Without dropout the gradient of the branch is that of the residual; an empty tensor says so.
+  // Without dropout the gradient of the branch is that of the residual; an empty tensor stands for it.
   Tensor dx = dropout.threshold ? torch::stable::new_empty(zc, shape_of(zc)) : torch::stable::new_empty(zc, {0});
   Tensor dresidual = torch::stable::new_empty(zc, shape_of(zc));
   Tensor dbias = torch::stable::new_empty(wc, {width}), dweight = torch::stable::new_empty(wc, {width}),

@@ -33,14 +33,14 @@ struct RowResults {
 
   std::tuple<Tensor, Tensor, Tensor> totals(const int64_t* label) {
     double sum = 0;
-    int64_t right = 0, predictions = 0;
+    int64_t hit_count = 0, predictions = 0;
     for (int64_t i = 0; i < count; ++i) {
-      sum += losses()[i], right += corrects()[i], predictions += label[i] != kIgnore;
+      sum += losses()[i], hit_count += corrects()[i], predictions += label[i] != kIgnore;
     }
     Tensor total = torch::stable::new_empty(loss, {}), hits = torch::stable::new_empty(loss, {}, ScalarType::Long),
            all = torch::stable::new_empty(loss, {}, ScalarType::Long);
     *static_cast<float*>(total.mutable_data_ptr()) = static_cast<float>(sum);
-    *static_cast<int64_t*>(hits.mutable_data_ptr()) = right;
+    *static_cast<int64_t*>(hits.mutable_data_ptr()) = hit_count;
     *static_cast<int64_t*>(all.mutable_data_ptr()) = predictions;
     return {total, hits, all};
   }

@@ -13,19 +13,19 @@ constexpr int64_t kLines = 64;              // of partial column sums in a chunk
 constexpr int kThreads = 512;
 
 struct RowResults {
-  Tensor loss, lse, correct, total, right, predictions;
+  Tensor loss, lse, correct, total, hits, predictions;
 
   RowResults(const Tensor& like, int64_t count)
       : loss(torch::stable::new_empty(like, {count}, ScalarType::Float)),
         lse(torch::stable::new_empty(like, {count}, ScalarType::Float)),
         correct(torch::stable::new_empty(like, {count}, ScalarType::Int)),
         total(torch::stable::new_empty(like, {}, ScalarType::Float)),
-        right(torch::stable::new_empty(like, {}, ScalarType::Long)),
+        hits(torch::stable::new_empty(like, {}, ScalarType::Long)),
         predictions(torch::stable::new_empty(like, {}, ScalarType::Long)) {}
 
   void add_up(const OnDevice& device, const Tensor& labels, const char* op) {
     loss_totals<<<1, kTotalThreads, 0, device.stream>>>(data<float>(loss), data<int32_t>(correct), data<int64_t>(labels),
-                                                        labels.numel(), out<float>(total), out<int64_t>(right),
+                                                        labels.numel(), out<float>(total), out<int64_t>(hits),
                                                         out<int64_t>(predictions));
     check_launch(op);
   }
@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
       reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), 1, entries, entries, op);
   });
   results.add_up(device, lc, op);
-  return {results.total, results.right, results.predictions, results.lse, dhidden, dweight, dbias};
+  return {results.total, results.hits, results.predictions, results.lse, dhidden, dweight, dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tensor& logits, const Tensor& labels,
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss_of_logits(const Tens
       rows_pass<decltype(type)>(device, work, bias, lc, results, 0, options, vocab, need_grad, op);
     });
   results.add_up(device, lc, op);
-  return {results.total, results.right, results.predictions, results.lse,
+  return {results.total, results.hits, results.predictions, results.lse,
           need_grad ? work : torch::stable::new_empty(work, {0, vocab})};
 }
 

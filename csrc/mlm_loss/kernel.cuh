@@ -115,22 +115,22 @@ constexpr int kTotalThreads = 256;
 
 static __global__ void __launch_bounds__(kTotalThreads)
     loss_totals(const float* loss, const int32_t* correct, const int64_t* labels, int64_t rows, float* total,
-                int64_t* right, int64_t* predictions) {
+                int64_t* total_hits, int64_t* predictions) {
   __shared__ double losses[kTotalThreads];
-  __shared__ int64_t rights[kTotalThreads], counts[kTotalThreads];
+  __shared__ int64_t hit_counts[kTotalThreads], counts[kTotalThreads];
   double sum = 0;
   int64_t hits = 0, count = 0;
   for (int64_t row = threadIdx.x; row < rows; row += kTotalThreads)
     sum += loss[row], hits += correct[row], count += labels[row] != kIgnore;
-  losses[threadIdx.x] = sum, rights[threadIdx.x] = hits, counts[threadIdx.x] = count;
+  losses[threadIdx.x] = sum, hit_counts[threadIdx.x] = hits, counts[threadIdx.x] = count;
   for (int half = kTotalThreads / 2; half; half /= 2) {
     __syncthreads();
     if (static_cast<int>(threadIdx.x) >= half) continue;
     losses[threadIdx.x] += losses[threadIdx.x + half];
-    rights[threadIdx.x] += rights[threadIdx.x + half];
+    hit_counts[threadIdx.x] += hit_counts[threadIdx.x + half];
     counts[threadIdx.x] += counts[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) *total = static_cast<float>(losses[0]), *right = rights[0], *predictions = counts[0];
+  if (threadIdx.x == 0) *total = static_cast<float>(losses[0]), *total_hits = hit_counts[0], *predictions = counts[0];
 }
 
 }  // namespace megabert

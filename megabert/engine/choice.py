@@ -35,7 +35,7 @@ from megabert.distributed.ranks import World, on_main, refuse_together
 from megabert.engine.precision import DTYPES, repeat_bit_for_bit
 from megabert.model import BertForPreTraining
 
-# What is tried for each operation, and what runs beside it until its own turn, or where no candidate is usable.
+# What is tried for each operation, and what runs beside it until it is chosen itself, or where no candidate is usable.
 CANDIDATES = {
     "attention": ("varlen", "cudnn", "native"),
     "layer": ("native", "compiled"),
@@ -238,8 +238,8 @@ def run_candidate(spec: Mapping[str, Any]) -> float | str:
     exact = _gradients(_model(spec, PLAIN, torch.float32, dropout=False), batch)
     plain = _gradients(_model(spec, PLAIN, dtype, dropout=False), batch)
     found = _gradients(_model(spec, spec["ops"], dtype, dropout=False), batch)
-    for name, right in exact.items():
-        error, allowed = _error(found[name], right), MULTIPLE * _error(plain[name], right) + FLOOR[dtype]
+    for name, truth in exact.items():
+        error, allowed = _error(found[name], truth), MULTIPLE * _error(plain[name], truth) + FLOOR[dtype]
         if not error <= allowed:
             return f"wrong: the error of {name} is {error:.2e}, allowed are {allowed:.2e}"
     return _milliseconds(_model(spec, spec["ops"], dtype, dropout=True), batch)

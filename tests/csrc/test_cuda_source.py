@@ -1,6 +1,6 @@
 """The CUDA kernels' own source on the CPU, a fibre for each thread, against fp64 and against the same rule as the CPU code.
 
-Also that the harness sees what it is for: a barrier that not all threads reach, an access past the end of an argument.
+Also that the harness finds what it is for: a barrier that not all threads reach, an access past the end of an argument.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def test_mlm_loss(
     labels[1::3] = -100
     labels[0] = (logits[0, :vocab].float() + bias[:vocab].float()).argmax()
     row, count = empty(rows, dtype=torch.float32), empty(1, dtype=torch.int64)
-    dlogits, lse, dbias, total, right, predictions = kernels.run(
+    dlogits, lse, dbias, total, hit_count, predictions = kernels.run(
         "mlm_loss", dtype, logits, bias, labels, row, row, empty(rows, dtype=torch.int32),
         empty(3, stride, dtype=torch.float32), empty(stride, dtype=dtype), empty(1, dtype=torch.float32), count, count,
         rows, vocab, stride, smoothing, z_loss, outputs=(0, 4, 7, 8, 9, 10),
@@ -332,7 +332,7 @@ def test_mlm_loss(
     check([total[0], dlogits, dbias], *both, dtype)
     exact = (logits.double() + bias.double())[:, :vocab].logsumexp(-1) * (labels >= 0)
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-    assert int(right) == int(hits) >= 1 and int(predictions) == int((labels >= 0).sum())
+    assert int(hit_count) == int(hits) >= 1 and int(predictions) == int((labels >= 0).sum())
     assert (dlogits[:, vocab:] == 0).all() and (dlogits[labels < 0] == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA sources ask of torch is asked by the CPU's sources too, so that the CPU's tests run it; nothing else is."""
+"""Calls of torch in the CUDA sources are calls of the CPU sources too, so that the tests of the CPU run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "csrc"
-# A wrong argument of torch_call_dispatcher shows when it is called and not before: nobody here calls it by hand.
+# A wrong argument of torch_call_dispatcher shows only when it is called: it is not called by hand.
 DISPATCHER = r"\b(?:aoti_)?torch_call_dispatcher\b"
 CALLS = rf"torch::stable::(?:accelerator::)?\w+(?=[ ({{<;]|\s\w)|\baoti_torch_\w+|{DISPATCHER}"
 NEWER = {
@@ -40,7 +40,7 @@ def calls(sources: Iterable[Path]) -> dict[str, set[str]]:
     return found
 
 
-def test_cuda_sources_ask_torch_for_what_the_cpus_tests_run() -> None:
+def test_cuda_sources_call_what_cpu_tests_run() -> None:
     on_cpu, on_cuda = calls(ROOT.rglob("*.cpp")), calls(ROOT.rglob("*.cu"))
     assert {"torch::stable::new_empty", "torch::stable::narrow", "aoti_torch_cpu_mm_out"} <= on_cpu.keys()
     unknown = {name: files for name, files in on_cuda.items() if name not in on_cpu.keys() | CUDA_ONLY}

@@ -133,8 +133,8 @@ def test_a_correct_candidate_is_timed(norm: str) -> None:
 
 @needs_library
 def test_a_wrong_candidate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch.ops.megabert.bias_gelu
-    monkeypatch.setattr(torch.ops.megabert, "bias_gelu", lambda x, bias: right(x, bias) * 1.01)
+    original = torch.ops.megabert.bias_gelu
+    monkeypatch.setattr(torch.ops.megabert, "bias_gelu", lambda x, bias: original(x, bias) * 1.01)
     found = choice.run_candidate(SPEC | {"ops": choice.PLAIN | {"layer": "native"}})
     assert isinstance(found, str) and found.startswith("wrong: the error of ")
 

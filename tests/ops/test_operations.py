@@ -206,7 +206,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}: {said}" for name, _, said in WRONG])
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}: {message}" for name, _, message in WRONG])
 def test_wrong_arguments_are_named(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         getattr(torch.ops.megabert, name)(**(ARGUMENTS[name] | change))

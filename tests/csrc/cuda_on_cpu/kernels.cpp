@@ -20,21 +20,21 @@ using cuda_on_cpu::launch;
 namespace {
 
 std::string message;
-const char* said(std::string text) {
+const char* message_of(std::string text) {
   message = text;
   return message.c_str();
 }
 
 template <class F>
 const char* with_type(int type, F f) {
-  if (type == 0) return said(f(__nv_bfloat16{}));
-  if (type == 1) return said(f(__half{}));
-  return said(f(float{}));
+  if (type == 0) return message_of(f(__nv_bfloat16{}));
+  if (type == 1) return message_of(f(__half{}));
+  return message_of(f(float{}));
 }
 
 template <class F>
 const char* with_half_type(int type, F f) {
-  return said(type == 0 ? f(__nv_bfloat16{}) : f(__half{}));
+  return message_of(type == 0 ? f(__nv_bfloat16{}) : f(__half{}));
 }
 
 bool aligned(int64_t width, std::initializer_list<const void*> pointers) {
@@ -190,7 +190,7 @@ const char* softmax_mask_backward(int type, bool backwards, const void* grad, co
 
 // logits [rows, stride] become their gradient; partial [3, stride]
 const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, const int64_t* labels, float* loss,
-                     float* lse, int32_t* correct, float* partial, void* dbias, float* total, int64_t* right,
+                     float* lse, int32_t* correct, float* partial, void* dbias, float* total, int64_t* hits,
                      int64_t* predictions, int64_t rows, int64_t vocab, int64_t stride, double smoothing, double z_loss) {
   return with_type(type, [&](auto t) {
     using T = decltype(t);
@@ -204,7 +204,7 @@ const char* mlm_loss(int type, bool backwards, void* logits, const void* bias, c
     if (result.empty()) result = reduce(backwards, partial, static_cast<T*>(dbias), kBlocks, stride, stride);
     if (result.empty())
       result = launch(1, kTotalThreads, backwards,
-                      [&] { loss_totals(loss, correct, labels, rows, total, right, predictions); });
+                      [&] { loss_totals(loss, correct, labels, rows, total, hits, predictions); });
     return result;
   });
 }
@@ -257,9 +257,9 @@ __global__ void divergent_barrier() {
 }
 __global__ void past_the_end(const float* x, float* y, int64_t count) { y[threadIdx.x % count] = x[threadIdx.x]; }
 
-const char* wrong_barrier() { return said(launch(1, 64, false, [] { divergent_barrier(); })); }
+const char* wrong_barrier() { return message_of(launch(1, 64, false, [] { divergent_barrier(); })); }
 const char* wrong_wait(int, bool backwards, const float* x, float* y) {
-  return said(launch(1, 32, backwards, [&] { missing_wait(x, y); }, 128));
+  return message_of(launch(1, 32, backwards, [&] { missing_wait(x, y); }, 128));
 }
 const char* wrong_shared(const float* x) {
   const auto kernel = [&] {
@@ -267,10 +267,10 @@ const char* wrong_shared(const float* x) {
     commit_copies();
     wait_copies<0>();
   };
-  return said(launch(1, 32, false, kernel, 128));
+  return message_of(launch(1, 32, false, kernel, 128));
 }
 const char* wrong_bounds(const float* x, float* y, int64_t count) {
-  return said(launch(1, count + 1, false, [&] { past_the_end(x, y, count); }));
+  return message_of(launch(1, count + 1, false, [&] { past_the_end(x, y, count); }));
 }
 
 }  // extern "C"
