@@ -1,4 +1,4 @@
-"""A save in the background: training goes on meanwhile, and nothing is seen of it before it is whole."""
+"""Saves in the background: training continues meanwhile, and nothing is visible before it is whole."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COLLECTIVES = (
 )
 
 
-def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path, monkeypatch):
-    """Held in its middle: nothing new is there; the weights change meanwhile; the next save commits this one first."""
+def test_a_save_in_flight_is_invisible_and_a_snapshot(tmp_path, monkeypatch):
+    """Held in its middle; the weights change meanwhile; the next save commits this one first."""
     checkpoints = saved_run(tmp_path, (1,))
     checkpoints.settings = settings(3, asynchronous=True)
     gate, write = threading.Event(), store.write_slices
@@ -55,7 +55,7 @@ def test_a_save_in_flight_is_not_seen_and_is_what_it_was_when_asked_for(tmp_path
 
 
 def overlapped(world: World, folder: str) -> list[Any]:
-    """Rank 1 writes slowly: training goes on meanwhile, and the save is that of step 2 bit for bit."""
+    """Rank 1 writes slowly: training continues meanwhile, and the save is that of step 2 bit for bit."""
     cfg = tiny.config(zero__stage=1)
     engine = tiny.engine(cfg, world)
     checkpoints = Checkpoints(folder, world, settings(2, asynchronous=True))
@@ -105,7 +105,7 @@ def collectives() -> Iterator[list[str]]:
 
 
 @pytest.mark.dist
-def test_training_goes_on_while_a_slow_rank_writes(tmp_path):
+def test_training_continues_while_a_slow_rank_writes(tmp_path):
     """A save takes no collective, and each rank writes its half."""
     expected = [True, None, "step-00000002", True, [], True]
     assert run_ranks(2, overlapped, str(tmp_path)) == [expected] * 2

@@ -27,7 +27,7 @@ def damages(path: Path):
     yield None
 
 
-def test_every_damage_is_seen_and_the_one_before_is_used(tmp_path, capsys):
+def test_every_damage_is_seen_and_an_older_one_used(tmp_path, capsys):
     checkpoints = saved_run(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000020"
     tried = 0
@@ -59,7 +59,7 @@ def test_a_damaged_pointer_costs_nothing(tmp_path):
         pointer.write_bytes(b"{}")
 
 
-def test_an_older_manifest_is_checked_too(tmp_path):
+def test_a_manifest_without_pointer_is_checked(tmp_path):
     """A digit of the state changed, so that the JSON stays well formed, in a checkpoint that no pointer names."""
     checkpoints = saved_run(tmp_path)
     old = tmp_path / "checkpoints" / "step-00000010"
@@ -70,7 +70,7 @@ def test_an_older_manifest_is_checked_too(tmp_path):
         checkpoints.latest()
 
 
-def test_no_checkpoint_is_none_but_none_whole_is_an_error(tmp_path):
+def test_no_whole_checkpoint_is_an_error(tmp_path):
     assert Checkpoints(tmp_path / "new", ALONE, settings()).latest() is None
     checkpoints = saved_run(tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
@@ -110,26 +110,19 @@ def set_pieces(pieces: Any) -> Any:
 
 FORGERIES = {
     "a path": (rename_file("../../secret"), "which is no file of a checkpoint"),
-    "a folder": (rename_file("engine/moments-00000-of-00001.safetensors"), "which is no file of a checkpoint"),
-    "an absolute path": (rename_file("/etc/passwd"), "which is no file of a checkpoint"),
     "another kind": (rename_file("model.pt"), "which is no file of a checkpoint"),
     "other pieces": (set_pieces({"w": [[0, 1, 2], [0, 1, 4]]}), "holds other slices than the manifest lists"),
     "an unknown name": (set_pieces({"w": [[0, 1, 3], [0, 1, 3]], "x": [[0, 1, 1]]}), "holds other slices"),
-    "no list": (set_pieces({"w": "all"}), "manifest.json cannot be read"),
     "no numbers": (set_pieces({"w": [[0, 1, "3"], [0, 1, 3]]}), "manifest.json cannot be read"),
     "too few elements": (set_pieces({"w": [[0, 1, 3]]}), "hold 3 of the 6 elements of w"),
-    "another rank": (set_pieces({"w": [[0, 2, 3]]}), "none of the 1 ranks can hold"),
     "ranks without number": (lambda body: body.update(ranks=10**12), "manifest.json cannot be read"),
-    "other ranks": (lambda body: body.update(ranks=2), "which is no file of a checkpoint"),
     "the moments of fewer": (lambda body: body.update(first_moment_only=["w"]), "holds other slices"),
-    "a negative size": (lambda body: body["files"][MOMENTS_FILE].update(bytes=-1), "manifest.json cannot be read"),
     "no pieces": (lambda body: body["parameters"].pop("w"), "which is no file of a checkpoint"),
     "moments before an update": (
         lambda body: body["engine"].update(optimizer_steps=0),
         "which is no file of a checkpoint",
     ),
     "no moments": (lambda body: body["files"].pop(MOMENTS_FILE), f"names no {MOMENTS_FILE}"),
-    "no counters": (lambda body: body.update(engine=[]), "manifest.json cannot be read"),
     "no state": (lambda body: body.update(state=[]), "manifest.json: holds no state"),
     "another layout": (lambda body: body.update(schema=9), "layout 9, where this program reads 3"),
     "no weights": (lambda body: body["files"].pop(WEIGHTS_FILE), f"names no {WEIGHTS_FILE}"),
@@ -145,7 +138,7 @@ def test_a_forged_manifest_is_damage(name, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_link_is_not_followed_and_a_size_is_checked_before_a_byte_is_read(tmp_path, capsys):
+def test_links_and_sizes_are_refused_before_reading(tmp_path, capsys):
     checkpoints = saved_run(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000020"
     for name in (WEIGHTS_FILE, "manifest.json"):

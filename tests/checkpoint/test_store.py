@@ -86,7 +86,7 @@ def at_moments(write: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", WEIGHTS_FILE])
-def test_a_file_that_could_not_be_read_at_once_is_tried_again_before_an_older_one_is_taken(name, tmp_path, monkeypatch):
+def test_a_read_error_is_tried_again_before_falling_back(name, tmp_path, monkeypatch):
     saved_run(tmp_path)
     failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)]
     whole = Path.stat
@@ -125,7 +125,7 @@ def straight_and_resumed(world: World, folder: str) -> dict[str, Any]:
         loaded = run.load(second, run.latest())
         resumed = tiny.train(second, range(3, 6))
         ends = [e.snapshot() for e in (first, second)]
-        loaded_again = run.load(first, run.latest())  # an engine that has gone on comes back
+        loaded_again = run.load(first, run.latest())  # a rollback
         stored, meta = load_weights(saved)
         found[f"{precision} {stage} {offload} {name}"] = {
             "straight": losses[3:],
@@ -164,7 +164,7 @@ def test_stop_and_resume_is_bit_equal(case, runs):
 # -- which stay ----------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_stay_and_abandoned_ones_go(tmp_path):
+def test_the_newest_stay_and_abandoned_ones_are_removed(tmp_path):
     checkpoints = saved_run(tmp_path, (10, 20, 30, 40), keep=2)
     names = lambda: sorted(p.name for p in (tmp_path / "checkpoints").iterdir())  # noqa: E731
     assert names() == ["pointer.json", "step-00000030", "step-00000040"]
@@ -183,7 +183,7 @@ def test_multiples_of_keep_every_stay_for_ever(tmp_path):
     assert steps == [50, 100, 110, 120]
 
 
-def test_before_gives_the_newest_whole_one_that_is_not_later(tmp_path, capsys):
+def test_before_gives_the_newest_whole_one(tmp_path, capsys):
     checkpoints = saved_run(tmp_path, (10, 20, 30))
     name = lambda step: getattr(checkpoints.before(step), "name", None)  # noqa: E731
     assert [name(s) for s in (9, 10, 19, 20, 29, 30, 99)] == [
@@ -201,7 +201,7 @@ def test_before_gives_the_newest_whole_one_that_is_not_later(tmp_path, capsys):
 # -- init_from ----------------------------------------------------------------------------------
 
 
-def test_weights_come_from_a_run_or_from_one_checkpoint_and_are_verified(tmp_path):
+def test_weights_of_a_run_or_checkpoint_are_verified(tmp_path):
     saved_run(tmp_path, (10, 20))
     assert float(load_weights(tmp_path)[0]["w"][0, 0]) == 20.0
     weights, meta = load_weights(tmp_path / "checkpoints" / "step-00000010")

@@ -1,4 +1,4 @@
-"""An update is the same whatever the ZeRO stage, ranks and micro-steps, and a bad one changes nothing anywhere."""
+"""Updates at every ZeRO stage, on any ranks and micro-steps: the plain losses, and nothing changed by a bad one."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
     expected = tiny.model(cfg, seed=3).to(engine.dtype)
     batch = tiny.batch(0, range(tiny.ROWS))
     with torch.no_grad():
-        own = float(expected(**batch.inputs()).mlm_loss_sum) / batch.predictions
+        plain_loss = float(expected(**batch.inputs()).mlm_loss_sum) / batch.predictions
     problems = []
     for wrong in (
         {k: v for k, v in donor.items() if k != "mlm.bias"},
@@ -151,7 +151,7 @@ def weights_round_trip(engine: Any, cfg: Any) -> dict[str, Any]:
         "exact": not held or all(torch.equal(held[n], donor[n]) for n in donor),
         "names": sorted(held) == sorted(donor) if engine.world.rank == 0 else held == {},
         "loss": loss,
-        "expected": own,
+        "expected": plain_loss,
         "problems": problems,
     }
 
@@ -165,7 +165,7 @@ def first_moments(world: Any, stage: int, grows: bool) -> tuple[float, float]:
         scaler.cur_iter, scaler.last_overflow_iter = scaler.scale_window + 1, 0
     before = scaler.cur_scale
     tiny.train(engine, range(1))
-    squares = [piece.values["exp_avg"].square().sum() for piece in engine.layout.moments(engine.optimizer)]
+    squares = [part.values["exp_avg"].square().sum() for part in engine.layout.moments(engine.optimizer)]
     return float(torch.stack(squares).sum().sqrt()), scaler.cur_scale / before
 
 
@@ -222,7 +222,7 @@ def plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_20_updates_have_the_plain_losses_at_every_stage_and_split(ranks, stage, one, two, plain):
+def test_20_updates_have_the_plain_losses(ranks, stage, one, two, plain):
     found = one if ranks == 1 else two[0]
     for ours, theirs in zip(found[str(stage)], plain["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -237,7 +237,7 @@ def test_20_updates_have_the_plain_losses_at_every_stage_and_split(ranks, stage,
 
 @pytest.mark.skipif(bool(ops.MISSING), reason=ops.MISSING or "-")
 @pytest.mark.parametrize("name", BACKENDS)
-def test_native_operations_under_stage_3_with_recomputation_have_the_plain_losses(name, two, plain):
+def test_native_operations_under_stage_3_recompute(name, two, plain):
     for ours, theirs in zip(two[0][f"backend {name}"], plain["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
@@ -256,7 +256,7 @@ def test_cpu_offload_changes_nothing(stage, two, plain):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
-def test_masters_are_fp32_and_stage_0_accumulates_in_fp32(precision, stage, two):
+def test_masters_and_accumulation_are_fp32(precision, stage, two):
     model, masters, gradients = two[0][f"skip {precision} {stage}"]["types"]
     assert model == {{"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]}
     assert masters == {"torch.float32"}
@@ -275,7 +275,7 @@ CASES = [f"skip {precision} {stage}" for precision in ("fp32", "bf16", "fp16") f
 
 
 @pytest.mark.parametrize("case", [*CASES, "skip offload"])
-def test_bad_numbers_on_one_rank_skip_the_update_on_all(case, two):
+def test_bad_numbers_on_one_rank_skip_all(case, two):
     for found in two:
         run = found[case]
         for number, kind in enumerate(("gradient", "loss"), 1):
@@ -306,7 +306,7 @@ def test_weights_can_be_set_and_read_whole(precision, stage, two):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_update_in_which_the_loss_scale_grows_is_like_any_other(stage, two):
+def test_a_growing_loss_scale_changes_no_update(stage, two):
     (usual, same), (grown, twice) = two[0]["growth"][2 * stage : 2 * stage + 2]
     assert (same, twice) == (1, 2)
     assert (
@@ -314,7 +314,7 @@ def test_an_update_in_which_the_loss_scale_grows_is_like_any_other(stage, two):
     )  # a scale that grows before it is divided by halves the gradient
 
 
-def test_evaluation_counts_each_batch_once_when_ranks_hold_different_numbers(two):
+def test_uneven_evaluation_counts_each_batch_once(two):
     cfg = tiny.config()
     model = tiny.model(cfg).eval()
     batch = tiny.batch(0, range(8))

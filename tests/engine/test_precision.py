@@ -45,10 +45,10 @@ def multiplies(monkeypatch) -> Any:
         ("Features\t: fp asimd", False),
     ],
 )
-def test_processors_that_multiply_bf16_are_known_by_their_flags(monkeypatch, tmp_path, line, able) -> None:
+def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path, line, able) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
-    real = environment._found
-    monkeypatch.setattr(environment, "_found", lambda _, pattern: real(str(tmp_path / "cpuinfo"), pattern))
+    real = environment._match
+    monkeypatch.setattr(environment, "_match", lambda _, pattern: real(str(tmp_path / "cpuinfo"), pattern))
     assert environment.multiplies_bf16() is able
 
 
@@ -61,7 +61,7 @@ def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
         assert precision.usual(CUDA) == name
 
 
-def test_a_finished_model_is_computed_in_what_the_device_has(multiplies) -> None:
+def test_a_finished_model_computes_in_the_device_type(multiplies) -> None:
     multiplies(False)
     assert [precision.dtype_on(CPU, name) for name in ("auto", "bf16", "fp8", "fp32")] == [torch.float32] * 4
     multiplies(True)

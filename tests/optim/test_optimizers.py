@@ -145,7 +145,7 @@ def test_lamb_under_zero_equals_unsharded_lamb(stage, lamb_runs, reference):
 
 
 @pytest.mark.dist
-def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe(lamb_runs):
+def test_queries_keys_and_values_have_own_trust_ratios(lamb_runs):
     recipe, merged = (plain_run(tiny.config(), 6, split=split) for split in (True, False))
     for stage in (1, 3):
         losses, weights, _ = lamb_runs[f"{stage} split"]
@@ -153,7 +153,7 @@ def test_queries_keys_and_values_have_trust_ratios_of_their_own_as_in_the_recipe
         assert tiny.distance(weights, recipe[1]) < 1e-5 and tiny.distance(weights, merged[1]) > 1e-3
 
 
-def test_phase_2_takes_over_the_moments_as_in_the_recipe(world, tmp_path):
+def test_phase_2_takes_over_the_moments(world, tmp_path):
     """From the run of phase 1, and again after a restart before its first update."""
     settings = {"optimizer__name": "lamb", "optimizer__split_qkv": True, "zero__stage": 2}
     cfg, keep = tiny.config(**settings), CheckpointConfig(asynchronous=False)
@@ -194,7 +194,7 @@ def test_plain_lamb_under_zero_is_another_optimizer(lamb_runs, reference):
 
 @pytest.fixture(scope="module")
 def muon_reference() -> dict[str, Any]:
-    return plain_muon.plain_run(plain_muon.PlainMuon)
+    return plain_muon.plain_run()
 
 
 @pytest.mark.dist
@@ -203,7 +203,7 @@ def test_muon_under_zero_equals_unsharded_muon(setup, two_ranks, muon_reference)
     plain_muon.check(two_ranks[1][setup], muon_reference)
 
 
-def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
+def test_every_parameter_is_in_one_group():
     model = tiny.model(tiny.config())
     groups = parameter_groups(model, DECAY)
     listed = [id(p) for group in groups for p in group["params"]]
@@ -264,7 +264,7 @@ def test_lamb_on_a_flat_tensor_with_padding_equals_lamb_on_parameters():
         )
 
 
-def test_lamb_takes_ratio_one_for_a_zero_weight_and_leaves_zero_updates_alone():
+def test_lamb_ratio_is_one_for_a_zero_weight():
     zero, still = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.ones(2, 2))
     optimizer = Lamb([{"params": [zero, still], "weight_decay": DECAY}], lr=0.5, betas=BETAS, eps=EPS)
     optimizer.attach()
@@ -277,7 +277,7 @@ def test_lamb_takes_ratio_one_for_a_zero_weight_and_leaves_zero_updates_alone():
 
 
 @pytest.mark.parametrize("kind", (AdamW, Lamb))
-def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device(kind):
+def test_a_guarded_step_clips_and_skips(kind):
     """Against the same optimizer on gradients clipped here, over steps with bad gradients between, also before the first."""
     torch.manual_seed(2)
     layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -312,18 +312,8 @@ def test_a_guarded_step_clips_and_skips_by_what_lies_on_the_device(kind):
         assert guarded.updates_of(layer.parameters()) == usual.updates_of(plain.parameters())
 
 
-def test_a_limit_of_0_clips_nothing():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = AdamW([{"params": [weight], "weight_decay": 0.0}], lr=LR, betas=BETAS, eps=EPS)
-    optimizer.attach()
-    weight.grad = torch.tensor([3.0, 0.0, 4.0])
-    assert float(optimizer.guard([weight.grad], 0.0)) == 5 and optimizer.grad_scale is None
-    optimizer.step()
-    assert weight.grad.tolist() == [3, 0, 4]
-
-
 @pytest.mark.parametrize("kind", (AdamW, Lamb))
-def test_a_resumed_optimizer_is_the_one_that_never_stopped(kind):
+def test_a_resumed_optimizer_continues_bit_for_bit(kind):
     """Moments copied through `resume` and `moments_of`: the same bits after, and counters of the type and place that the
     update rule itself makes."""
     torch.manual_seed(3)

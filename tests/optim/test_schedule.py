@@ -25,7 +25,6 @@ def test_warm_up_is_linear_and_never_zero(name):
         ("cosine", {}, {10: 2.0, 60: 1.0, 110: 0.0, 35: 1.0 + 0.5**0.5}),
         ("constant", {}, {10: 2.0, 60: 2.0, 110: 2.0}),
         ("wsd", {"decay_share": 0.5}, {9: 2.0, 10: 2.0, 55: 2.0, 66: 1.6, 88: 0.8, 109: 2 / 55, 110: 0.0}),
-        ("wsd", {"decay_share": 0.5, "final_ratio": 0.1}, {55: 2.0, 88: 0.92, 110: 0.2}),
     ],
 )
 def test_decay(name, extra, expected):
@@ -33,7 +32,7 @@ def test_decay(name, extra, expected):
         assert learning_rate(schedule(name, **extra), 2.0, step) == pytest.approx(value, abs=1e-12), step
 
 
-def test_budget_goes_by_minutes_whatever_the_step():
+def test_a_budget_counts_minutes_not_steps():
     budget = ScheduleConfig(name="budget", budget_minutes=100.0, budget_warmup=0.1, total_steps=1000)
     for minutes, value in {5.0: 1.0, 10.0: 2.0, 55.0: 1.0, 100.0: 0.0, 120.0: 0.0}.items():
         assert learning_rate(budget, 2.0, 3, minutes) == pytest.approx(value)
@@ -48,11 +47,10 @@ def test_budget_goes_by_minutes_whatever_the_step():
     ("name", "expected"),
     [
         ("linear", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0, 120: 0.0}),
-        ("cosine", {5: 1.0, 10: 2.0, 55: 1.0, 100: 0.0}),
         ("wsd", {5: 1.0, 10: 2.0, 70: 2.0, 85: 1.0, 100: 0.0}),
     ],
 )
-def test_shapes_go_by_minutes_and_by_tokens_as_well(unit, name, expected):
+def test_shapes_by_minutes_and_by_tokens(unit, name, expected):
     """Of a budget of 100 minutes or 1,000 tokens, at so many hundredths of it; steps are long past."""
     fields = {"budget_minutes": 100.0, "budget_tokens": 1000, "budget_warmup": 0.1, "decay_share": 0.3}
     plan = ScheduleConfig(name=name, by=unit, total_steps=1_000_000, **fields)

@@ -1,4 +1,4 @@
-"""A rank's own time is what lies between `begin` and `end`, on the device where there is one."""
+"""A rank's own time: what lies between `begin` and `end`, on the device where there is one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from megabert.engine.update_result import OwnTime
 
 
-def test_waits_for_others_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_other_ranks_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     own = OwnTime(torch.device("cpu"))
-    own.end()  # not begun
+    own.end()  # no effect
     for _ in range(3):
         own.begin()
-        own.begin()  # goes on
+        own.begin()  # no effect
         own.end()
         next(clock)  # another rank is waited for
     assert own.seconds() == own.seconds() == 3.0
@@ -26,7 +26,7 @@ def test_waits_for_others_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert own.seconds() == 0.0
 
 
-def test_on_a_device_what_it_has_not_done_yet_is_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_queued_work_is_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
     done: set[Event] = set()
 
     class Event:

@@ -1,7 +1,10 @@
-"""Stage 1's own sums of bf16 gradients are those that DeepSpeed makes at stage 2 in fp32, bit for bit, and made early."""
+"""DeepSpeed under the engine: what its import loads, and stage 1's own sums of bf16 gradients, which equal stage 2's in fp32."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 STEPS = 10
 
 
-def test_stretches_cover_a_flat_tensor_once_and_stay_within_a_ranks_part(monkeypatch):
+def test_buckets_cover_a_flat_tensor_once(monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET", 30)
     monkeypatch.setattr(gradients, "LEAST", 50)
     found = bucket_bounds(200, 4)
@@ -26,7 +29,7 @@ def test_stretches_cover_a_flat_tensor_once_and_stay_within_a_ranks_part(monkeyp
     assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
 
 
-def test_gradients_are_summed_in_fp32_and_missing_ones_are_0():
+def test_gradients_are_summed_in_fp32():
     torch.manual_seed(4)
     layers = nn.ModuleList(nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(2))
     parameters = list(layers.parameters())
@@ -42,8 +45,8 @@ def test_gradients_are_summed_in_fp32_and_missing_ones_are_0():
     sums.finish()
     expected = torch.zeros(3 * 2 + 2)
     for x in inputs:
-        pieces = torch.autograd.grad(layers[0](x).square().sum(), list(layers[0].parameters()))
-        expected += torch.cat([piece.float().view(-1) for piece in pieces])
+        gradients_of_x = torch.autograd.grad(layers[0](x).square().sum(), list(layers[0].parameters()))
+        expected += torch.cat([g.float().view(-1) for g in gradients_of_x])
     assert torch.equal(flat, torch.cat([expected, torch.zeros(9)]))
     assert all(p.grad is None for p in parameters)
 
@@ -76,7 +79,31 @@ def two() -> list[dict[str, Any]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("way", ["to owners", "to all"])
-def test_stage_1_sums_what_stage_2_does_while_the_backward_pass_runs(way, two):
+def test_stage_1_sums_equal_stage_2_and_overlap(way, two):
     assert two[0][way] == two[1][way] == two[0]["stage 2"]
     for launched, buckets in two[0][f"{way}, early"]:
         assert buckets > 10 and launched == buckets  # all but what the very last parameter completes were under way
+
+
+# -- import ------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import importlib, importlib.util, sys, torch
+from megabert.distributed.ranks import World
+from megabert.engine.steps import import_deepspeed
+import_deepspeed(World(0, 0, 1, torch.device("cpu"), "gloo", "single"))
+assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
+print(*(name for name in ("mlflow", "torch._inductor") if name in sys.modules))
+compiler = importlib.import_module("deepspeed.runtime.compiler")
+assert compiler.compile() is torch.compile
+if importlib.util.find_spec("mlflow"):
+    importlib.import_module("mlflow")
+"""
+
+
+def test_neither_mlflow_nor_the_compiler_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
