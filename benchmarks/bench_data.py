@@ -172,7 +172,8 @@ def measure(
 ) -> dict[str, Any]:
     """Every side at every size of a batch, in turn; comparisons are between equal sizes."""
     cases: dict[str, Callable[[], int]] = {}
-    equal: list[tuple[str, str]] = []  # (ours, peer)
+    # (ours, peer)
+    equal: list[tuple[str, str]] = []
     for size in sizes:
         cases[peer := f"{COLLATOR}, batches of {size} rows"] = hugging_face(dataset, rows, size)
         for strategy in ("token", "word", "span"):

@@ -48,7 +48,8 @@ class OpCase:
     name: str
     size: str
     sides: dict[str, Call]
-    comparisons: list[tuple[str, str]]  # (ours, peer)
+    # (ours, peer)
+    comparisons: list[tuple[str, str]]
     # that a side has to move, each tensor once
     bytes: dict[str, int] = field(default_factory=dict)
     # sides whose memory is measured

@@ -35,7 +35,8 @@ from megabert.commands.plan.step_time import (
 
 Result = dict[str, Any]
 NETWORK_SHARES = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8)
-EVALUATED = 10_000  # samples of an MLPerf evaluation
+# samples of an MLPerf evaluation
+EVALUATED = 10_000
 
 
 def system_of(run: Run, devices: Mapping[str, Device], constants: Constants) -> System:
@@ -127,7 +128,7 @@ def cross_validation() -> Result:
 
 
 def sensitivity() -> Result:
-    """Errors with each global constant a quarter smaller and larger, fitted anew."""
+    """Errors with each global constant a quarter smaller and larger, fitted again."""
     found = {}
     for name, value in vars(Constants()).items():
         for factor in (0.75, 1.25):

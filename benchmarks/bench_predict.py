@@ -40,10 +40,14 @@ from megabert.finetune import datasets, encoding, heads, prediction, save, tasks
 from megabert.finetune.save import Described
 
 TOLERANCE = 1e-4
-SHAPES = {"mini": (4, 256, 4), "base": (12, 768, 12)}  # layers, hidden, heads
-TOKENS = {"mini": 49_152, "base": 4_096}  # of the texts of one kind: some seconds on two cores
-BATCHES = (1, 8, 32, 128)  # texts, of the peers
-BATCH_TOKENS = (512, 1024, 4096)  # of ours
+# layers, hidden, heads
+SHAPES = {"mini": (4, 256, 4), "base": (12, 768, 12)}
+# of the texts of one kind: some seconds on two cores
+TOKENS = {"mini": 49_152, "base": 4_096}
+# texts, of the peers
+BATCHES = (1, 8, 32, 128)
+# of ours
+BATCH_TOKENS = (512, 1024, 4096)
 LABELS = ("no", "yes")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")

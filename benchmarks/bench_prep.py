@@ -6,12 +6,11 @@
 Runs the real command: one worker, `--workers` of them (default: the cores), as many builds of one worker each at the same time
 (`apart`: what the machine itself leaves of twice the speed), one worker with near-duplicate removal, and one with BERT's
 vocabulary beside its peer, in turn, `--repeats` times; the median counts. A megabyte is 10^6 bytes of document
-text, unpacked. Compressed input is unpacked beforehand, so that the time is from text to shards; `--packed` leaves it in.
+text, unpacked. Compressed input is unpacked beforehand, so that the time is from text to shards.
 Stage times are the workers' own and add up to a little less than the run.
 
 `ratio` is ours over Hugging Face's fast tokenizer with packing in Python (`benchmarks/peers/hf_prep.py`), both measured in
-the run, on one core, with the same WordPiece vocabulary (`--vocab`) and the same text. The rate of google-research/bert's
-create_training_instances is a recorded figure: it stands apart in the file and no ratio is made of it.
+the run, on one core, with the same WordPiece vocabulary (`--vocab`) and the same text.
 
 `--memory` builds corpora of these sizes with all deduplication and reports the largest process. They are the input over and
 over with one letter in fifty changed: new words keep coming, and copies are near duplicates, the most there is to hold.
@@ -43,16 +42,10 @@ from data_prep.readers.tasks import group, list_ranges
 
 ROOT = hardware.ROOT
 DATA = Path(os.environ.get("MEGABERT_DATA", ROOT.parent / "shared" / "data"))
-RECORDED = {  # not measured here: the machine it was measured on and the program are not at hand
-    "what": "google-research/bert create_training_instances.py",
-    "command": "create_training_instances.py --vocab_file=vocab.txt --dupe_factor=1 --max_seq_length=128",
-    "mb_per_second_a_core": 0.93,
-    "hardware": "one core of a 2-core x86-64 machine with AVX-512 and bf16",
-    "date": "2026-11",
-    "measured_in_this_run": False,
-}
-LETTERS = np.frombuffer(b"abefghijklmnpqrstuvwxyz", np.uint8)  # none of the tag `<doc`
-CHANGED = 0.02  # share of letters changed in a copy
+# none of the tag `<doc`
+LETTERS = np.frombuffer(b"abefghijklmnpqrstuvwxyz", np.uint8)
+# share of letters changed in a copy
+CHANGED = 0.02
 
 
 def files(inputs: list[str]) -> list[FileRange]:
@@ -75,18 +68,6 @@ def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
             for chunk in decompress.read_chunks(part.path, part.compression):
                 left -= file.write(chunk)
         paths.append(str(path))
-    return paths
-
-
-def packed(inputs: list[str], megabytes: float) -> list[str]:
-    """As `unpack`, but the files themselves."""
-    paths: list[str] = []
-    left = megabytes * 1e6
-    for part in files(inputs):
-        if left <= 0:
-            break
-        paths.append(part.path)
-        left -= sum(len(chunk) for chunk in decompress.read_chunks(part.path, part.compression))
     return paths
 
 
@@ -155,7 +136,7 @@ def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str, Any]:
-    files = packed(inputs, args.megabytes) if args.packed else unpack(inputs, args.megabytes, folder / "text")
+    files = unpack(inputs, args.megabytes, folder / "text")
     tokenizer = args.tokenizer
     if tokenizer is None:
         build(files, folder / "trained")
@@ -165,7 +146,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         "one": (*one_core, *given),
         "near": (*one_core, *given, "--dedup", "documents", "near"),
     }
-    versus = args.vocab if not args.packed and all(map(os.path.isfile, [args.vocab, *files])) else None
+    versus = args.vocab if all(map(os.path.isfile, [args.vocab, *files])) else None
     if versus:
         kinds["wordpiece"] = (*one_core, "--tokenizer", versus)
     if args.workers > 1:
@@ -197,15 +178,12 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
     peak = max(run["peak_memory"] for found in runs.values() for run in found)
     print(f"shards {over_bytes:.3f} of the text's bytes, fill {dataset['fill']:.2%}")
     print(f"near-duplicate removal adds {added:.1%}; peak {peak / 1e6:.0f} MB a process")
-    print(f"recorded, not measured here: {RECORDED['mb_per_second_a_core']} MB/s of {RECORDED['what']}")
     result = {
         "unit": "MB/s a core",
         "text_bytes": text,
-        "unpacked_beforehand": not args.packed,
         "ours": one["mb_per_second"],
         "ratio": None,
         "comparisons": [],
-        "recorded": RECORDED,
         "near_duplicates_add": added,
         "stages_seconds": one["stage_seconds"],
         "peak_memory_bytes": peak,
@@ -232,7 +210,7 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         }
         print(f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s with the same WordPiece vocabulary")
     else:
-        print("ratio not measured: it needs text files, unpacked, and --vocab vocab.txt")
+        print("ratio not measured: it needs --vocab vocab.txt")
     if "all" in middle:
         together, apart = (middle[name]["mb_per_second"] for name in ("all", "apart"))
         scaling, possible = together / one["mb_per_second"], apart / one["mb_per_second"]
@@ -274,10 +252,11 @@ def main() -> None:
     hardware.add_json(parser)
     parser.add_argument("--input", nargs="+", metavar="PATH")
     parser.add_argument("--megabytes", type=float, default=210, help="of unpacked input")
-    parser.add_argument("--packed", action="store_true", help="leave decompression in the time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", nargs="+", type=int, metavar="MB", help="measure memory at these sizes")
-    parser.add_argument("--tokenizer", metavar="FILE", help="default: 30,000 pieces trained on the input, untimed")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="default: a vocabulary of 30,000 trained on the input, untimed"
+    )
     parser.add_argument(
         "--vocab", metavar="FILE", default=str(DATA / "bert-base-uncased-vocab.txt"), help="of both in `ratio`"
     )

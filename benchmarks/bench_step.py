@@ -50,7 +50,8 @@ SIZES = {
     "base": {"layers": 12, "hidden": 768, "heads": 12},
     "large": {"layers": 24, "hidden": 1024, "heads": 16},
 }
-M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+# malloc.h of glibc
+M_MMAP_THRESHOLD = -3
 # vocabulary of the dataset without --data (the documentation of few installations gives the published number), and the
 # entries of the model then
 VOCABULARY, PUBLISHED = 8_000, 30_522
@@ -289,7 +290,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=5, help="times, after two that warm up")
     parser.add_argument("--profile", action="store_true", help="name the costliest kernels of an update of ours")
-    parser.add_argument("--minutes", type=float, default=0.0, help="go on for this long for each dropout")
+    parser.add_argument("--minutes", type=float, default=0.0, help="measure for this long at each dropout")
     parser.add_argument("--data", metavar="DIR", help="dataset by data_prep; without it one is built from pydoc")
     hardware.add_json(parser)
     args = parser.parse_args()

@@ -11,12 +11,10 @@ All figures are counts of what happened. A case that fails stays in the result w
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,8 @@ MUON = (
     *("zero.stage=1", "optimizer.name=muon", "objective.causal_share=0.4"),
     *("model.kind=modern", "model.norm=pre", "model.nsp=false"),
 )
-CASES = (  # the last number is each one's share of the kills
+# the last number is each one's share of the kills
+CASES = (
     (Case("1 rank, saving in the background", 1, 200, 5), 20),
     (Case("1 rank, fp32, saving at once", 1, 200, 5, (FP32, SYNCHRONOUS)), 20),
     (Case("2 ranks, ZeRO-0, fp32", 2, 200, 5, ("zero.stage=0", FP32)), 25),
@@ -44,38 +43,22 @@ CASES = (  # the last number is each one's share of the kills
     (Case("2 ranks, ZeRO-3", 2, 200, 5, ("zero.stage=3",)), 25),
     (Case("1 rank, LAMB, loader workers", 1, 200, 5, ("optimizer.name=lamb", "data.workers=1")), 35),
 )
-BY_COMMAND = 2  # lives of each case that the real command starts, without the server
+# lives of each case that the real command starts, without the server
+BY_COMMAND = 2
 
 
-def kills(
-    data: Path,
-    folder: Path,
-    number: int,
-    seed: int,
-    known: dict[str, Any],
-    at_most: int = len(CASES),
-    only: str = "",
-    keep: Callable[[dict[str, Any]], None] = lambda cases: None,
-) -> dict[str, Any]:
-    """`number` kills over the cases with `only` in their names; gives the results by case, those of `known` as they are,
-    `at_most` new ones.
-
-    `keep` is called with all results so far after each new case.
-    """
-    server, found = Server(), dict(known)
-    chosen = [index for index, (case, _) in enumerate(CASES) if only in case.name]
-    whole = sum(CASES[index][1] for index in chosen)
-    new = [index for index in chosen if CASES[index][0].name not in known][:at_most]
+def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> dict[str, Any]:
+    """`number` kills over the cases with `only` in their names; gives the results by case."""
+    server, found = Server(), {}
+    chosen = [(index, case, share) for index, (case, share) in enumerate(CASES) if only in case.name]
+    whole = sum(share for _, _, share in chosen)
     try:
-        for index in new:
-            case, share = CASES[index]
+        for index, case, share in chosen:
             count = -(-number * share // whole)
             case = replace(case, steps=max(80, 12 * count))
             by_command = range(3, 3 + BY_COMMAND)
-            result = survive(case, data, folder / str(index), server, count, seed + index, by_command)
-            found[case.name] = result
-            print(f"{case.name}: {result['kills']} kills, {result['fell']}", flush=True)
-            keep(found)
+            found[case.name] = survive(case, data, folder / str(index), server, count, seed + index, by_command)
+            print(f"{case.name}: {found[case.name]['kills']} kills, {found[case.name]['fell']}", flush=True)
     finally:
         server.close()
     return found
@@ -115,6 +98,14 @@ def failures(result: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def build_data(folder: Path) -> Path:
+    """A dataset of Python's documentation."""
+    build = ("--input", "pydoc", "--output", folder, "--seq-len", 64, "--vocab-size", 2000, "--held-out", "0.02")
+    command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--quiet"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=0, help="kills over all cases")
@@ -123,39 +114,18 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=30, help="restarts of the long run")
     parser.add_argument("--data", type=Path, help="dataset folder; default: Python's documentation, built now")
     parser.add_argument("--seed", type=int, default=1)
-    hardware.add_json(parser, "write the result here; what it holds already is not measured again")
-    parser.add_argument("--at-most", type=int, default=len(CASES), help="new cases of kills now; go on later")
+    hardware.add_json(parser)
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
-    result: dict[str, Any] = {"seed": args.seed, "asked": {"kills": args.kills, "soak": args.soak}}
-    if args.only:
-        result["asked"]["only"] = args.only
     if not any(args.only in case.name for case, _ in CASES):
         parser.error(f"--only {args.only}: in no case's name; there are: {'; '.join(c.name for c, _ in CASES)}")
-    if args.json and args.json.exists():
-        before = json.loads(args.json.read_text())
-        if any(before.get(key) != result[key] for key in result):
-            parser.error(f"{args.json} is of another seed, or of other numbers; write elsewhere")
-        if before.pop("about")["revision"] != hardware.revision():
-            parser.error(f"{args.json} is of another revision; write elsewhere")
-        result = before
+    result: dict[str, Any] = {"seed": args.seed, "asked": {"kills": args.kills, "soak": args.soak, "only": args.only}}
     with tempfile.TemporaryDirectory() as scratch:
-        folder, data = Path(scratch), args.data
-        if data is None:
-            data = folder / "data"
-            build = ("--input", "pydoc", "--output", data, "--seq-len", 64, "--vocab-size", 2000)
-            command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--held-out", "0.02"]
-            subprocess.run([*command, "--quiet"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        folder = Path(scratch)
+        data = args.data or build_data(folder / "data")
         if args.kills:
-            known = result.get("kills", {}).get("cases", {})
-
-            def keep(cases: dict[str, Any]) -> None:
-                result["kills"] = sums(cases)
-                if args.json:
-                    hardware.write_json(args.json, result)
-
-            keep(kills(data, folder / "kills", args.kills, args.seed, known, args.at_most, args.only, keep))
-        if args.soak and "soak" not in result:
+            result["kills"] = sums(kills(data, folder / "kills", args.kills, args.seed, args.only))
+        if args.soak:
             try:
                 result["soak"] = soak(data / "held_out", folder / "soak", args.soak, args.restarts, args.seed)
             except (Failure, TimeoutError) as error:

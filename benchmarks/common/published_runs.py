@@ -17,19 +17,25 @@ from megabert.config import ModelConfig
 DEVICES = KNOWN | {"tpu-v3": Device("tpu v3", 123e12, 0.3614, 900e9, 164e9, 0, 220, domain=1_024)}
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
 
-PARTLY = (TORCH[0] + NATIVE[0]) / 2  # FusedLayerNorm and bias + GELU only: half way (assumed)
-EAGER = 44.0  # bytes a pair and head where scores are written: each read and write in 16 bits, counted
+# FusedLayerNorm and bias + GELU only: half way (assumed)
+PARTLY = (TORCH[0] + NATIVE[0]) / 2
+# bytes a pair and head where scores are written: each read and write in 16 bits, counted
+EAGER = 44.0
 PREDICTED = 0.15
-REAL = 254.5  # tokens of a sample of MLPerf's dataset, of 512
-SQUARES = 1.35  # mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
-BIN = 64  # sequence lengths a mini-batch of DeepLearningExamples' phase 2 shares; it is padded to its longest
+# tokens of a sample of MLPerf's dataset, of 512
+REAL = 254.5
+# mean of squared lengths over their mean's square (assumed; attention is 5% of the operations)
+SQUARES = 1.35
+# sequence lengths a mini-batch of DeepLearningExamples' phase 2 shares; it is padded to its longest
+BIN = 64
 
 # v2.0 and later fuse bias, dropout + add, and GELU into products; 1.1 less
 MLPERF = Software(elementwise=NATIVE[0], attention=0.0, kernels=NATIVE[1])
 MLPERF_1_1 = replace(MLPERF, elementwise=PARTLY, kernels=40)
 # DeepSpeed's transformer layer
 KERNELS = replace(MLPERF, attention=SCORES["fused_softmax"], accumulate=6, optimizer=60, zero=0)
-XLA = replace(KERNELS, accumulate=0)  # taken to fuse as well
+# taken to fuse as well
+XLA = replace(KERNELS, accumulate=0)
 # NVIDIA DeepLearningExamples: apex's FusedLayerNorm and FusedLAMB, one all-reduce in 16 bits after the accumulation
 EXAMPLES = Software(PARTLY, EAGER, kernels=48, accumulate=6, optimizer=60, zero=0)
 
@@ -83,14 +89,16 @@ class Run:
     how: str
     software: Software
     parts: tuple[Part, ...]
-    evaluated: bool = False  # MLPerf's evaluations are in the time
+    # MLPerf's evaluations are in the time
+    evaluated: bool = False
 
     @property
     def fitted(self) -> bool:
         return self.name in FITTED
 
 
-FITTED = {  # the smallest system of each generation
+# the smallest system of each generation
+FITTED = {
     "V100 DeepLearningExamples, 1 (length 128)",
     "A100 DeepLearningExamples, 1 (length 128)",
     "H100 3.0, 8",

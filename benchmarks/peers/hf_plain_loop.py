@@ -29,7 +29,8 @@ from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
 
-SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in every tokenizer of ours
+# ids 0 to 4 in every tokenizer of ours
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,22 @@ class PeerRecipe:
 
     minutes: float
     batch: int
-    tokens: int = 0  # real ones, padding not counted
+    # real ones, padding not counted
+    tokens: int = 0
     lr: float = 5e-4
     dropout: float = 0.1
-    warmup: float = 0.06  # share of the budget
-    causal: float = 0.0  # share of the budget that is trained causally, before the rest
-    masking: float = 0.15  # share of the tokens that is predicted
+    # share of the budget
+    warmup: float = 0.06
+    # share of the budget that is trained causally, before the rest
+    causal: float = 0.0
+    # share of the tokens that is predicted
+    masking: float = 0.15
     weight_decay: float = 0.01
     clip: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.999  # the Trainer's default
-    eps: float = 1e-8  # the same
+    # the same
+    eps: float = 1e-8
     seed: int = 42
 
 

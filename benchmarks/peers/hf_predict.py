@@ -14,7 +14,8 @@ from benchmarks.peers.hf_config import bert_config
 from megabert.config import ModelConfig
 
 LENGTH = 512
-WORDS = 200_000  # of the corpus, at most
+# of the corpus, at most
+WORDS = 200_000
 
 
 def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:

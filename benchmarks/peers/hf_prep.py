@@ -19,8 +19,10 @@ from itertools import chain, islice
 import numpy as np
 from tokenizers import BertWordPieceTokenizer
 
-LENGTH = 128  # tokens of an instance
-LINES = 1000  # of a batch, as `datasets.map` has it
+# tokens of an instance
+LENGTH = 128
+# of a batch, as `datasets.map` has it
+LINES = 1000
 
 
 def lines(paths: Sequence[str]) -> Iterator[str]:

@@ -21,7 +21,8 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import usual
 from megabert.hf.mapping import from_huggingface
 
-MODEL = "model."  # what keys of its size begin with
+# what keys of its size begin with
+MODEL = "model."
 
 
 def recipe_of(fields: dict[str, Any]) -> tuple[hf_plain_loop.PeerRecipe, list[str]]:

@@ -20,9 +20,12 @@ from typing import Any
 from benchmarks.survival.compare import counts, differences
 from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
 
-PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # what is aimed at, in turn
-START_SECONDS = 0.5  # a start takes about so long
-SLOW = (0.5, 6.0)  # seconds that one rank's write is delayed
+# what is aimed at, in turn
+PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
+# a start takes about so long
+START_SECONDS = 0.5
+# seconds that one rank's write is delayed
+SLOW = (0.5, 6.0)
 RESUMED, FROM_NOTHING, UNSEEN = (
     "a start from the newest checkpoint",
     "a start from nothing, where no checkpoint was committed",
@@ -40,7 +43,8 @@ class KillCounts:
     victims: Counter[str] = field(default_factory=Counter)
     followed_by: Counter[str] = field(default_factory=Counter)
     resumed_at: list[int] = field(default_factory=list)
-    others_seconds: float = 0.0  # the longest that ranks took to end after another was killed
+    # the longest that ranks took to end after another was killed
+    others_seconds: float = 0.0
     by_command: int = 0
     sessions: set[int] = field(default_factory=set)
 

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 from benchmarks.common import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-SURVIVORS_END_WITHIN = 20.0  # seconds after one rank was killed
+# seconds after one rank was killed
+SURVIVORS_END_WITHIN = 20.0
 ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
-LIFE_ENDS_WITHIN = 240.0  # seconds: a life that takes longer hangs
+# seconds: a life that takes longer hangs
+LIFE_ENDS_WITHIN = 240.0
 POLL = 0.001
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),

@@ -32,7 +32,8 @@ IMPORTED_LATER = (
     *("deepspeed.comm.torch", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"),
     *("torch.utils.tensorboard", "safetensors.torch"),
 )
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+# PR_SET_PDEATHSIG of prctl(2)
+DIE_WITH_PARENT = 1
 
 
 def slow_down_the_first_write(seconds: float) -> None:

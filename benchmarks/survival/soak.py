@@ -20,10 +20,14 @@ from typing import Any
 from benchmarks.survival.compare import logged
 from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
 
-EVERY = 0.2  # seconds between two looks
-WARM_UP = 0.2  # of the first life
-BATCH = 8  # rows an update, as life.TINY says
-REQUEUE = 85  # exit code of a run that was asked to stop
+# seconds between two looks
+EVERY = 0.2
+# of the first life
+WARM_UP = 0.2
+# rows an update, as life.TINY says
+BATCH = 8
+# exit code of a run that was asked to stop
+REQUEUE = 85
 Sample = dict[str, float]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cuda_kernels
-from benchmarks.cuda_kernels import FILES, REGISTERS, ROOT, Kernel
 from megabert import ops
+from tests.helpers import cuda_kernels
+from tests.helpers.cuda_kernels import FILES, REGISTERS, ROOT, Kernel
 
 needs_nvcc = pytest.mark.skipif(cuda_kernels.find("nvcc") is None, reason="no nvcc on this machine")
 needs_nvdisasm = pytest.mark.skipif(

@@ -1,44 +1,39 @@
-"""What the CUDA kernels need before any of them runs: registers, shared memory, resident blocks, loads and stores, instructions.
+"""Resources of the CUDA kernels, read without a GPU: registers, shared memory, resident blocks, loads and stores, instructions.
 
-    python benchmarks/cuda_kernels.py [--json FILE]
-
-Compiles every .cu file of csrc/ for sm_80 and sm_90 and reads what ptxas says, the launch bounds in the PTX and the machine
-code (nvdisasm: in the CUDA toolkit, or `pip install nvidia-cuda-nvdisasm`); and the product in Triton for sm_90, which is the
-oldest that it runs on. No GPU is needed and nothing is timed. Resident
-blocks of a multiprocessor follow from registers, shared memory and threads by the limits of NVIDIA's CUDA C++ Programming
-Guide (compute capabilities) and occupancy calculator. Instructions are those of the longest loop of a kernel, or of the whole
-where there is none, both sides of branches counted; an element is one column of one row.
+Compiles every .cu file of csrc/ and reads what ptxas reports, the launch bounds in the PTX and the machine code (nvdisasm: in the
+CUDA toolkit, or `pip install nvidia-cuda-nvdisasm`). Resident blocks of a multiprocessor follow from registers, shared memory and
+threads by the limits of NVIDIA's CUDA C++ Programming Guide (compute capabilities) and occupancy calculator. Instructions are
+those of the longest loop of a kernel, or of the whole where there is none, both sides of branches counted; an element is one
+column of one row.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
-
-from benchmarks.common import hardware  # noqa: E402
+from tests.conftest import ROOT
 
 FILES = sorted((ROOT / "csrc").rglob("*.cu"))
-REGISTERS = 65_536  # of a multiprocessor, and the most that a block can have
-SHARED = {"80": 164 << 10, "90": 228 << 10, "100": 228 << 10}  # bytes of a multiprocessor
-RESERVED = 1 << 10  # bytes of shared memory that the system takes for each block
-WARPS, BLOCKS = 64, 32  # that a multiprocessor holds at most
-GROUP = 8  # columns that a thread takes at a time (csrc/common/device.cuh)
+# of a multiprocessor, and the most that a block can have
+REGISTERS = 65_536
+# bytes of shared memory of a multiprocessor, and those that the system takes for each block
+SHARED, RESERVED = {"80": 164 << 10, "90": 228 << 10, "100": 228 << 10}, 1 << 10
+# that a multiprocessor holds at most
+WARPS, BLOCKS = 64, 32
+# columns that a thread takes at a time (csrc/common/device.cuh)
+GROUP = 8
 # kernel -> position of its template argument `Groups`, where it has one; those whose instructions an element are counted
 ELEMENT_WISE = {
     "bias_geglu_forward": None,
@@ -237,39 +232,3 @@ def all_kernels(architectures: Sequence[str]) -> list[Kernel]:
     with ThreadPoolExecutor(2) as pool:
         lists = list(pool.map(partial(kernels_of, architectures=architectures), FILES))
     return [kernel for part in lists for kernel in part]
-
-
-def row(kernel: Kernel) -> dict[str, object]:
-    shown = {k: v for k, v in asdict(kernel).items() if k != "instructions"}
-    if kernel.threads:
-        shown["resident_blocks"] = kernel.blocks
-        shown["resident_warps"] = kernel.blocks * -(-kernel.threads // 32)
-    if (count := kernel.an_element) is not None:
-        shown["instructions_an_element"] = round(count, 1)
-    return shown
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hardware.add_json(parser)
-    args = parser.parse_args()
-    hardware.refuse_dirty(parser, args)
-    for tool in ("nvcc", "nvdisasm"):
-        if find(tool) is None:
-            parser.error(f"no {tool}: install the CUDA toolkit (nvdisasm: pip install nvidia-cuda-nvdisasm)")
-    found = all_kernels(["80", "90"])
-    print(f"{'kernel':52} sm  registers threads shared blocks stores instructions an element")
-    for kernel in found:
-        count = kernel.an_element
-        print(
-            f"{kernel.name:52} {kernel.architecture} {kernel.registers:10} {kernel.threads:7} {kernel.shared:6} "
-            f"{kernel.blocks if kernel.threads else '-':>6} {kernel.stores or '-'!s:>12} {'' if count is None else f'{count:.1f}'}"
-        )
-    if args.json:
-        said = subprocess.run([str(find("nvcc")), "--version"], capture_output=True, text=True, check=True).stdout
-        version = re.findall(r"V(\d[\d.]*)", said)[-1]
-        hardware.write_json(args.json, {"nvcc": version, "kernels": [row(kernel) for kernel in found]})
-
-
-if __name__ == "__main__":
-    main()
