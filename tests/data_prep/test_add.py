@@ -92,7 +92,7 @@ def test_only_new_files_are_built_by_any_route(base, capsys):
     assert len(open_versions(str(base / "out" / "seq48")).parts) == 3
 
 
-def test_what_an_added_part_must_share_is_refused_by_name(base, capsys):
+def test_added_version_must_share_options(base, capsys):
     write(base / "in", 30, 40)
     assert prep("--add", "--output", base / "out", "--seq-len", 64) == 2
     assert "was built with other options (seq lens was [32, 48], is [64])" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_what_an_added_part_must_share_is_refused_by_name(base, capsys):
     assert Dataset(base / "out" / "added-001" / "seq32").rows > 0
 
 
-def test_what_adding_does_not_take_is_refused_and_a_recipe_only_printed(base, capsys):
+def test_add_refuses_other_options(base, capsys):
     write(base / "in", 30, 32)
     before = digests(base / "out")
     for option in (("--part", "1/2"), ("--merge",), ("--tokenizer", TOKENIZER)):

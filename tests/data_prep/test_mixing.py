@@ -52,7 +52,7 @@ def test_weights_are_shares_of_documents(mixed):
     assert books["documents"] == 60 and 60 * 1.25 < repeated < 60 * 1.75 and held > 2
 
 
-def test_every_length_is_a_dataset_of_the_same_documents(mixed):
+def test_every_length_holds_the_same_documents(mixed):
     folder, report, stdout = mixed
     assert "rows 32" in stdout and "rows 96" in stdout
     figures = [report["datasets"][n] for n in ("32", "96")]

@@ -33,7 +33,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_parts_in_any_order_and_a_last_job_give_the_same_bytes(given, tmp_path):
+def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
     corpora, options = given
     build(corpora, tmp_path / "at once", options, Pool(1), progress=False)
     output = tmp_path / "in parts"
@@ -50,7 +50,7 @@ def test_parts_in_any_order_and_a_last_job_give_the_same_bytes(given, tmp_path):
     assert build_part(corpora, output, options, Pool(1), (2, 3), progress=False) is None
 
 
-def test_parts_at_the_same_time_share_a_folder_that_no_whole_build_may_enter(given, tmp_path):
+def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     corpora, options = given
     output = tmp_path / "out"
     processes = get_context("fork")
@@ -90,6 +90,6 @@ def test_parts_at_the_same_time_share_a_folder_that_no_whole_build_may_enter(giv
         (["--part", "1/2", "--json", "summary.json"], "--json: a part has no summary; give it with --merge"),
     ],
 )
-def test_a_part_that_makes_no_sense_is_one_line(extra, said, tmp_path, capfd):
+def test_bad_parts_are_refused(extra, said, tmp_path, capfd):
     assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), *extra]) == 2
     assert said in capfd.readouterr().err and not (tmp_path / "out").exists()

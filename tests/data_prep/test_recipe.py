@@ -79,7 +79,7 @@ def test_each_corpus_is_read_in_its_own_way(inputs, tmp_path, capsys):
     assert capsys.readouterr().out == stored.read_text()
 
 
-def test_a_recipe_and_a_command_line_give_the_same_bytes(inputs, tmp_path):
+def test_recipe_and_arguments_give_the_same_bytes(inputs, tmp_path):
     corpora = f'seq_len = 32\n[corpus.a]\ninput = "{inputs}/lines.txt"\nweight = 2.5\n[corpus.b]\ninput = "{OLD}/text/notes.txt"\n'
     (tmp_path / "r.toml").write_text(f'filters = ["min-words=5"]\n{corpora}')
     last = ("--tokenizer", TOKENIZER, "--seq-len", 64)
@@ -90,7 +90,7 @@ def test_a_recipe_and_a_command_line_give_the_same_bytes(inputs, tmp_path):
     assert digests(tmp_path / "one") == digests(tmp_path / "two") and (tmp_path / "one/recipe.toml").exists()
 
 
-def test_lines_are_dropped_and_addresses_masked_and_everything_adds_up(tmp_path):
+def test_dropped_lines_and_masks_add_up(tmp_path):
     body = (
         "Write to a.b@c.org today, or do not write at all.\nThis line has no end mark\nSo be it now.[3] And it is so.\n"
     )
@@ -135,7 +135,7 @@ def test_mistakes_in_a_recipe_are_named(text, said, tmp_path, capsys):
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_recipe_in_the_output_folder_is_left_there(inputs, tmp_path, capsys):
+def test_recipe_in_the_output_folder_is_kept(inputs, tmp_path, capsys):
     """What was the user's before the first build stays, and what a build has left is not what the next one reads."""
     output = tmp_path / "data"
     (output / "held_out").mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_a_recipe_in_the_output_folder_is_left_there(inputs, tmp_path, capsys):
     assert digests(tmp_path / "out") == before
 
 
-def test_a_build_that_overwrites_goes_on_where_it_was_killed(inputs, tmp_path, monkeypatch, capsys):
+def test_killed_overwriting_build_resumes(inputs, tmp_path, monkeypatch, capsys):
     command = ("--input", inputs / "lines.txt", "--tokenizer", TOKENIZER, "--output", tmp_path, "--overwrite")
     options = ("--text-documents", "line", "--no-nsp", "--seq-len", 32)
     with monkeypatch.context() as patched:
@@ -170,7 +170,7 @@ def test_a_build_that_overwrites_goes_on_where_it_was_killed(inputs, tmp_path, m
     assert "resumed" in capsys.readouterr().out
 
 
-def test_a_name_that_is_not_utf8_is_said_before_the_work(inputs, tmp_path, capsys):
+def test_names_outside_utf8_are_refused_first(inputs, tmp_path, capsys):
     """A recipe is TOML, which is UTF-8; in a folder that is named such a file is read."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -184,7 +184,7 @@ def test_a_name_that_is_not_utf8_is_said_before_the_work(inputs, tmp_path, capsy
     assert build("--input", folder, "--output", tmp_path / "out", *options) == 0
 
 
-def test_a_summary_is_written_of_a_dataset_that_is_whole_already(inputs, tmp_path, capsys):
+def test_json_summary_of_a_complete_dataset(inputs, tmp_path, capsys):
     summary = tmp_path / "summary.json"
     command = (
         "--input",

@@ -53,7 +53,7 @@ def both(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["", "/*", "/deep/*.txt", "/a.jsonl", "/**/*"])
-def test_files_at_urls_are_read_as_files_on_disk(both, pattern):
+def test_urls_are_read_like_local_files(both, pattern):
     folder, url = both
     expected = read_all([f"{folder}{pattern}"])
     assert read_all([f"{url}{pattern}"])[0] == expected[0] and expected[0]
@@ -129,7 +129,7 @@ def test_a_suffix_stands_before_the_query(web):
     assert read_all([f"{web.url}/c/a.txt.gz?token=a.b/c.d"])[0] == ["one"]
 
 
-def test_what_was_built_from_is_known_by_its_url(both, tmp_path, monkeypatch):
+def test_input_list_knows_urls(both, tmp_path, monkeypatch):
     from data_prep.executor import input_list
 
     _, url = both

@@ -74,7 +74,7 @@ def kills(arguments, whole, output, count):
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.soak)])
-def test_builds_killed_at_random_instants_end_in_the_same_bytes(count, arguments, whole, tmp_path):
+def test_killed_builds_give_the_same_bytes(count, arguments, whole, tmp_path):
     output = tmp_path / "out"
     assert kills(arguments, whole, output, count) >= count * 2 // 3
     result = run(arguments, output, "--workers", "2")
@@ -99,7 +99,7 @@ def test_workers_end_with_their_parent(arguments, whole, tmp_path):
     assert contents(output) == whole[1]
 
 
-def test_a_finished_build_is_left_alone_and_another_says_what_differs(arguments, whole, tmp_path):
+def test_finished_build_is_left_alone(arguments, whole, tmp_path):
     output = tmp_path / "out"
     assert run(arguments, output).returncode == 0
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
@@ -127,7 +127,7 @@ def interrupted(arguments, output):
     return process
 
 
-def test_an_unfinished_build_with_other_options_says_what_differs(arguments, whole, tmp_path):
+def test_unfinished_build_refuses_other_options(arguments, whole, tmp_path):
     output = tmp_path / "out"
     process = interrupted(arguments, output)
     result = run(arguments, output)
@@ -143,7 +143,7 @@ def test_an_unfinished_build_with_other_options_says_what_differs(arguments, who
     assert contents(output) == whole[1]
 
 
-def test_a_file_that_was_mended_is_read_again_and_no_other(arguments, whole, corpus, tmp_path):
+def test_only_a_corrected_file_is_read_again(arguments, whole, corpus, tmp_path):
     """Bad input stops a build; what was read before stays, and the mended file gives what it would have given at once."""
     folder = tmp_path / "in"
     folder.mkdir()

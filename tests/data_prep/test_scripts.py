@@ -65,7 +65,7 @@ def test_sentences_end_where_their_script_ends_them(language):
     assert split(("" if glued else " ").join(want)) == want
 
 
-def test_what_an_english_text_quotes_changes_nothing_in_it():
+def test_quotations_change_nothing_in_english_text():
     text = (
         "It is called 東京。 in Japan. The word (Thai: ไทย แลนด์) is older. see below. " + "Nothing else is here. " * 20
     )
@@ -84,7 +84,7 @@ def built(request, tmp_path_factory):
     return request.param, folder / "out"
 
 
-def test_little_is_lost_and_half_of_the_pairs_are_random(built, capsys):
+def test_little_is_lost_half_the_pairs_random(built, capsys):
     language, folder = built
     manifest = json.loads((folder / "manifest.json").read_text())
     facts = manifest["statistics"]
@@ -130,7 +130,7 @@ def test_masks_are_spread_over_each_sequence(built, strategy):
     assert 0.13 < np.mean(share) < 0.17
 
 
-def test_tags_are_read_from_the_first_piece_of_their_word(built):
+def test_tags_are_read_from_first_tokens(built):
     language, folder = built
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     texts = [
@@ -147,7 +147,7 @@ def test_tags_are_read_from_the_first_piece_of_their_word(built):
             assert not tokenizer.word_start[item.ids[2:-1]].any()
 
 
-def test_a_vocabulary_that_does_not_say_how_it_is_cased_is_refused_and_one_that_does_stays_whole(tmp_path, capsys):
+def test_vocabulary_of_unknown_casing_is_refused(tmp_path, capsys):
     letters = sorted({c for line in lines("hi") for c in line if not c.isspace()})
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")

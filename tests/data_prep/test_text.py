@@ -8,19 +8,19 @@ from data_prep.text import clean, sentences
 from data_prep.text.clean import MASK_KINDS, mask_addresses
 
 
-def test_bytes_become_text_with_controls_removed_and_nuls_counted():
+def test_controls_are_removed_and_nuls_counted():
     assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("ab\nc\nd e\tf", 2, 1, False)
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")
     assert error.value.start == 5
 
 
-def test_texts_that_may_hold_marks_of_other_scripts_are_told_by_their_bytes():
+def test_marks_of_other_scripts_are_detected():
     assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode()).glued
     assert all(clean.decode(f"ab{mark}".encode()).glued for mark in clean.GLUED)
 
 
-def test_hard_wrapped_lines_are_rejoined_and_others_are_paragraphs():
+def test_hard_wrapped_lines_are_rejoined():
     wrapped = "\n".join(["It was the best of times, it was the worst of times, it was"] * 3)
     assert clean.paragraphs(wrapped + "\n\n" + wrapped, False) == [wrapped, wrapped]
     assert (
@@ -87,6 +87,6 @@ def test_addresses_and_citation_marks(text, expected):
     assert mask_addresses(text, (), Counter()) == text
 
 
-def test_a_long_text_of_near_misses_takes_no_time():
+def test_masking_takes_linear_time():
     text = "a." * 200_000 + "@" + "1." * 200_000 + "f:" * 100_000
     assert mask_addresses(text, MASK_KINDS, Counter()) == text

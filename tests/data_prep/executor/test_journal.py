@@ -52,14 +52,14 @@ def run(job, items=(1, 2, 3), consume=False):
     return [done.facts["value"] for done in sums.results], list(calls)
 
 
-def test_a_second_run_does_nothing_and_reports_the_same(job):
+def test_second_run_uses_the_records(job):
     first = run(job)
     assert first == ([2, 5, 10], [("square", i) for i in (1, 2, 3)] + [("add", i) for i in (1, 2, 3)])
     assert run(job) == ([2, 5, 10], [])
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_a_damaged_file_is_made_again_and_what_was_made_of_it_stays(job, tmp_path, damage):
+def test_damaged_file_is_made_again(job, tmp_path, damage):
     run(job)
     path = tmp_path / "square-2"
     data = bytearray(path.read_bytes())
@@ -78,7 +78,7 @@ def test_half_a_record_is_no_record(job, tmp_path):
     assert run(job) == ([2, 5, 10], [("add", 2)])
 
 
-def test_other_items_or_options_are_done_again_with_all_that_follows(job):
+def test_changed_items_are_computed_again(job):
     run(job)
     assert run(job, (1, 2, 4)) == ([2, 5, 17], [("square", 4), ("add", 1), ("add", 2), ("add", 4)])
     assert len(run(replace(job, held_limit=7), (1, 2, 4))[1]) == 6
@@ -87,7 +87,7 @@ def test_other_items_or_options_are_done_again_with_all_that_follows(job):
     assert run(again, (1, 2, 4)) == ([2, 5, 17], [])
 
 
-def test_consumed_files_are_gone_and_never_asked_for_again(job, tmp_path, monkeypatch):
+def test_consumed_files_are_deleted(job, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "SWEPT", 0)
     on_disk = []
     monkeypatch.setattr(journal_module, "sync", lambda path: on_disk.append((path.name, squares_left())))

@@ -17,7 +17,7 @@ ACCOUNT = {"options": {}, "input files": {"digest": "d"}, "reading version": 2}
 
 
 @pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
-def test_an_error_that_nobody_foresaw_keeps_the_work_of_twenty_hours(error, tmp_path):
+def test_unexpected_error_keeps_the_work(error, tmp_path):
     """numpy and pyarrow raise ValueError for what is no mistake of the user."""
     output = tmp_path / "out"
     with pytest.raises(error), opened(output, ACCOUNT, (128,), False) as work:
@@ -34,7 +34,7 @@ def test_a_mistake_in_the_options_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("files", range(4))
-def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path, monkeypatch):
+def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
     """Whatever files went before the kill, in whatever order: nobody goes on with the rest."""
 
     class Killed(BaseException):
@@ -61,7 +61,7 @@ def test_a_build_killed_while_its_work_folder_is_removed_is_done(files, tmp_path
     assert not (tmp_path / output_folder.WORK).exists()
 
 
-def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whole(tmp_path, monkeypatch, capsys):
+def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
     def kept(folder):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
@@ -76,7 +76,7 @@ def test_a_work_folder_that_nfs_keeps_makes_no_failure_of_a_dataset_that_is_whol
     assert capsys.readouterr().err.count(said) == 2
 
 
-def test_what_only_has_the_name_of_a_part_of_a_dataset_stays(tmp_path):
+def test_foreign_files_of_similar_names_are_kept(tmp_path):
     """A folder that no build was in is the user's, whatever lies in it."""
     (tmp_path / "held_out").mkdir()
     names = ("recipe.toml", "held_out/mine.txt", "tokenizer.model", "shard-000000.tar", "report.json")
@@ -91,7 +91,7 @@ def test_what_only_has_the_name_of_a_part_of_a_dataset_stays(tmp_path):
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-def test_what_a_build_reads_is_not_in_what_it_clears(tmp_path):
+def test_sources_in_the_output_are_refused(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (tmp_path / "link").symlink_to(output)
@@ -110,7 +110,7 @@ def test_what_a_build_reads_is_not_in_what_it_clears(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["shutil.rmtree", "pathlib.Path.unlink"])
-def test_after_a_kill_while_it_is_cleared_a_folder_is_known_as_a_build_s(call, tmp_path, monkeypatch):
+def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -145,7 +145,7 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
         assert not (work / "read.json").exists()
 
 
-def test_without_locks_a_build_goes_on_with_a_warning(tmp_path, monkeypatch, capsys):
+def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

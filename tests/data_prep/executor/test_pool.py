@@ -71,7 +71,7 @@ def test_a_slow_item_holds_up_one_rank_alone(slow):
 
 
 @pytest.mark.dist
-def test_ranks_that_only_pmix_tells_of_are_one_pool():
+def test_ranks_under_pmix_are_one_pool():
     """`srun --mpi=pmix` puts PMIX_RANK and its own SLURM_STEP_NUM_TASKS in the environment, and no size of MPI's."""
     result = mpi(2, [0.05] * 20, ("env", "-u", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS=2"))
     assert result.returncode == 0, result.stderr
@@ -107,7 +107,7 @@ def test_one_rank_works_on_all_its_cores(monkeypatch):
         assert executor.size == 2
 
 
-def test_ranks_that_mpi_does_not_see_are_one_clear_error():
+def test_ranks_unseen_by_mpi_are_refused():
     command = [sys.executable, "-c", RANKS, "[0]"]
     result = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PMI_SIZE": "2"}, capture_output=True, text=True, timeout=60
@@ -117,7 +117,7 @@ def test_ranks_that_mpi_does_not_see_are_one_clear_error():
 
 @pytest.mark.dist
 @pytest.mark.parametrize("bad", [2, 203])
-def test_an_error_on_any_rank_ends_the_map_and_is_raised_on_rank_0(bad):
+def test_error_of_any_rank_reaches_rank_0(bad):
     """Rank 0 works from the last item on: of the two bad items one is its own."""
     items = [0.05] * 204
     items[bad] = "bad"
@@ -161,7 +161,7 @@ def leave_a_mark(item):
     time.sleep(0.05)
 
 
-def test_after_an_error_nothing_is_begun_and_nothing_still_runs(tmp_path):
+def test_nothing_runs_after_an_error(tmp_path):
     with pool.opened(2) as executor:
         with pytest.raises(BadInput, match="the first is bad"):
             executor.map(leave_a_mark, [(tmp_path, i) for i in range(50)], lambda _: None)

@@ -28,7 +28,7 @@ def test_peak_memory_without_proc(platform, unit, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc on this system")
-def test_a_copy_of_a_mapped_file_leaves_nothing_of_it_in_memory(tmp_path):
+def test_copied_pages_are_released(tmp_path):
     (tmp_path / "items").write_bytes(np.arange(1 << 20, dtype=np.uint64).tobytes())
     job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     items = work_files.mapped(job, "items", np.uint64)

@@ -63,7 +63,7 @@ def model(tmp_path):
     return str(fasttext_model.write(tmp_path / "lid.bin", {name: [text(name, rng, 400)] for name in WORDS}))
 
 
-def test_a_document_stays_by_the_probability_of_the_wanted_labels(model):
+def test_documents_are_kept_by_label_probability(model):
     rng = random.Random(2)
     english, german = text("en", rng), text("de", rng)
     one, both = Classifier(model, ("en",), 0.65), Classifier(model, ("en", "de"), 0.65)
@@ -119,7 +119,7 @@ def test_corpora_keep_their_languages(model, tmp_path):
     assert str(model) in json.loads((tmp_path / "two" / "build.json").read_text())["models"]
 
 
-def test_a_build_with_models_is_repeated_and_added_to(model, tmp_path):
+def test_build_with_models_is_reproducible(model, tmp_path):
     rng = random.Random(4)
     (tmp_path / "in").mkdir()
     lines = [text("en" if i % 2 else "de", rng) for i in range(40)]

@@ -22,7 +22,7 @@ DATA = random.Random(1).randbytes(50_000) + b"line of text\n" * 400_000
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_a_stream_two_streams_and_padding_unpack_to_what_was_packed(kind, tmp_path):
+def test_streams_and_padding_unpack(kind, tmp_path):
     path = tmp_path / "file"
     packed = PACK[kind](DATA)
     assert compression_of(packed) == kind
@@ -34,7 +34,7 @@ def test_a_stream_two_streams_and_padding_unpack_to_what_was_packed(kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_every_truncation_is_an_error_that_names_the_file(kind, tmp_path):
+def test_every_truncation_names_the_file(kind, tmp_path):
     path = tmp_path / "cut"
     packed = PACK[kind](DATA[:60_000])
     for share in (0.01, 0.3, 0.6, 0.9, 0.999):
@@ -75,7 +75,7 @@ def test_a_bomb_costs_bounded_memory_and_time(kind, tmp_path):
     assert largest <= 64 << 20 and 36 << 20 <= total <= 100 << 20
 
 
-def test_zeros_between_streams_and_skippable_frames_are_read_over(tmp_path):
+def test_padding_and_skippable_frames_are_skipped(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(gzip.compress(b"one ") + bytes(300) + gzip.compress(b"two"))
     assert b"".join(read_chunks(str(path), "gz")) == b"one two"
@@ -85,7 +85,7 @@ def test_zeros_between_streams_and_skippable_frames_are_read_over(tmp_path):
     assert b"".join(read_chunks(str(path), "zst")) == b"text text "
 
 
-def test_the_streams_of_a_bzip2_file_are_found_and_end_a_range(tmp_path):
+def test_bzip2_streams_end_a_range(tmp_path):
     path = tmp_path / "many.bz2"
     packed = [bz2.compress(b"%d " % i * 1000) for i in range(6)]
     starts = [sum(map(len, packed[:i])) for i in range(7)]
@@ -109,7 +109,7 @@ TEXT = b" ".join(RNG.choices(WORDS, k=60_000))  # about 700 KB: eight blocks at 
 
 @pytest.mark.parametrize("step", [3_001, 40_000, 1 << 20])
 @pytest.mark.parametrize("pack", ["one stream", "streams", "zeros between"])
-def test_ranges_of_any_size_give_the_text_once_and_in_order(step, pack, tmp_path, monkeypatch):
+def test_bzip2_block_ranges_give_the_text(step, pack, tmp_path, monkeypatch):
     monkeypatch.setattr(decompress, "PLAIN_CHUNK", 10_007)
     path = tmp_path / "f.bz2"
     if pack == "one stream":
@@ -133,7 +133,7 @@ def test_a_mark_is_found_at_every_bit():
         assert block_marks(data[: 8 + (shift > 0)]) == [(16 + shift, True)] and not block_marks(data[: 7 + (shift > 0)])
 
 
-def test_a_mark_by_chance_inside_a_block_ends_nothing(tmp_path, monkeypatch):
+def test_chance_mark_inside_a_block(tmp_path, monkeypatch):
     path = tmp_path / "f.bz2"
     path.write_bytes(bz2.compress(TEXT, 1))
     real = decompress.block_marks

@@ -72,7 +72,7 @@ def test_chunks_that_end_inside_a_character_change_nothing(name):
         ("utf-32-le", RUSSIAN.encode("utf-32-le"), b"\xff\xff\xff\xff"),
     ],
 )
-def test_a_byte_without_meaning_stops_with_its_offset_or_drops_its_document(name, good, bad, size):
+def test_undecodable_byte_stops_or_drops(name, good, bad, size):
     data = good + bad + good
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     with pytest.raises(BadInput, match=rf"f: byte {len(good)}: invalid {name}"):
@@ -81,7 +81,7 @@ def test_a_byte_without_meaning_stops_with_its_offset_or_drops_its_document(name
     assert found.startswith(good.decode(name).encode() + b"\xff") and found.endswith(good.decode(name).encode()[-9:])
 
 
-def test_a_document_with_a_bad_byte_is_dropped_and_its_neighbours_stay(tmp_path):
+def test_only_the_bad_document_is_dropped(tmp_path):
     lines = [b'{"text": "%s"}\n' % RUSSIAN.strip().encode("cp1251") for _ in range(5)]
     lines[2] = lines[2].replace(b'"text": "', b'"text": "\x98')
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
@@ -94,7 +94,7 @@ def test_utf8_with_a_few_bad_bytes_stays_utf8(tmp_path):
     assert encodings.decide("f", (tmp_path / "a.txt").read_bytes()) == encodings.UTF8
 
 
-def test_an_encoding_that_can_t_be_told_is_one_line(tmp_path):
+def test_undetectable_encoding_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(128, 256)) * 40 + bytes(range(32, 128)) * 40)
     with pytest.raises(
         BadInput, match=r"a\.txt: not UTF-8, and its encoding can't be detected; name it with --encoding NAME"
@@ -104,7 +104,7 @@ def test_an_encoding_that_can_t_be_told_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nonsense", "zlib", "base64", "rot13", "\0", "undefined"])
-def test_a_name_that_is_no_text_encoding_is_refused(name, tmp_path):
+def test_unknown_encoding_is_refused(name, tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(BadInput, match=r"--encoding .*: no such text encoding"):
         read_all([tmp_path], encoding=name)

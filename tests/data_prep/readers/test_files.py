@@ -25,7 +25,7 @@ def names_of(folder, item, policy="stop"):
     return [os.path.relpath(path, folder) for path in found]
 
 
-def test_folders_are_walked_in_order_through_links_and_once(tmp_path):
+def test_folders_are_walked_once_in_order(tmp_path):
     make(tmp_path, "in/b/2.txt", "in/b/1.txt", "in/a.txt", "in/.hidden/x.txt", "in/b/.x", "other/o.txt")
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "other")
     for name in ("loop", "b/up", "b/again"):
@@ -41,7 +41,7 @@ def test_two_loops_and_a_deep_glob_end(tmp_path):
     assert names_of(tmp_path, tmp_path / "d*" / "**" / "*.txt") == ["d/e/a.txt"]
 
 
-def test_a_link_to_itself_or_to_nothing_is_named_or_counted(tmp_path):
+def test_broken_links_are_named_or_counted(tmp_path):
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     for name, reason in (("self.txt", "Too many levels of symbolic links"), ("gone.txt", "No such file")):
@@ -112,7 +112,7 @@ def test_a_folder_that_vanishes_while_it_is_walked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "replace", "vanish"])
 @pytest.mark.parametrize("kind", ["txt", "gz"])
-def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, monkeypatch):
+def test_file_changed_while_reading_is_named(change, kind, tmp_path, monkeypatch):
     import gzip
 
     path = tmp_path / f"f.{kind}"
@@ -157,7 +157,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, kind, tmp_path, m
         assert sum(skipping.counts.values()) == 1
 
 
-def test_a_task_never_mixes_corpora_and_a_file_belongs_to_the_first(tmp_path):
+def test_task_never_mixes_corpora(tmp_path):
     make(tmp_path, *(f"{name}/{i}.txt" for name in "abc" for i in range(3)))
     corpora = [Corpus("one", (str(tmp_path / "a"), str(tmp_path / "b" / "1.txt"))), Corpus("two", (str(tmp_path / "b"),)),
                Corpus("three", (str(tmp_path / "b" / "0.txt"), str(tmp_path / "c")), weight=2.0)]  # fmt: skip

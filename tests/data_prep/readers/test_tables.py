@@ -36,7 +36,7 @@ def write(path, table):
     [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())],
     ids=str,
 )
-def test_the_text_column_is_read_and_nulls_are_counted(name, type_, tmp_path):
+def test_text_column_is_read(name, type_, tmp_path):
     texts = [None if i % 10 == 3 else text for i, text in enumerate(TEXTS)]
     table = pa.table({"id": range(3000), "text": pa.array(texts).cast(type_), "more": ["z"] * 3000})
     path = write(tmp_path / name, table)
@@ -56,7 +56,7 @@ def test_row_groups_are_pieces_in_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
-def test_a_column_that_is_missing_or_no_text_is_one_line(name, tmp_path):
+def test_missing_or_other_columns_are_named(name, tmp_path):
     path = write(tmp_path / name, pa.table({"id": [1], "body": ["x"]}))
     with pytest.raises(BadInput, match=rf"{name}: no column 'text' \(it has id, body\); name one with --text-field"):
         read_all([path])
@@ -79,7 +79,7 @@ def test_invalid_utf8_is_named_by_its_row(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
-def test_a_text_that_is_too_long_is_named_by_its_row(name, tmp_path, monkeypatch):
+def test_too_long_text_names_its_row(name, tmp_path, monkeypatch):
     """As in every other format; what several columns give together counts."""
     monkeypatch.setattr(formats, "MAX_DOCUMENT", 1 << 20)
     half = "x" * (1 << 19)
@@ -93,7 +93,7 @@ def test_a_text_that_is_too_long_is_named_by_its_row(name, tmp_path, monkeypatch
     assert len(found) == 6 and found[-1] == half and problems.counts == {"long document": 1}
 
 
-def test_a_table_that_is_damaged_or_cut_never_passes(tmp_path):
+def test_damaged_table_never_passes(tmp_path):
     rng = random.Random(2)
     for name in ("t.parquet", "t.arrow", "footer.arrow"):
         whole = write(tmp_path / name, pa.table({"text": TEXTS[:500]})).read_bytes()
@@ -120,7 +120,7 @@ def test_a_bomb_of_one_repeated_value_is_refused(tmp_path):
         read_all([path])
 
 
-def test_a_saved_dataset_is_the_shards_that_its_state_names(tmp_path):
+def test_saved_dataset_reads_its_state(tmp_path):
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(3000))})
     whole.save_to_disk(tmp_path / "one", num_shards=3)
@@ -211,7 +211,7 @@ def test_of_a_saved_dictionary_one_split_is_read(tmp_path):
         read_all([tmp_path / "d"], split="dev")
 
 
-def test_of_tables_named_after_splits_one_split_is_read(tmp_path):
+def test_tables_named_after_splits(tmp_path):
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         parquet.write_table(pa.Table.from_pylist([{"text": name}]), tmp_path / f"{name}.parquet")
     assert read_all([tmp_path])[0] == ["train-00000-of-00002", "train-00001-of-00002"]

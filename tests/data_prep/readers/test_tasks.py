@@ -64,7 +64,7 @@ def test_what_a_document_is_in_plain_text(tmp_path):
 
 @pytest.mark.parametrize("kind", ["wiki", "jsonl", "line", "blank-line"])
 @pytest.mark.parametrize("size", [37, 64, 101, 600])
-def test_a_file_cut_in_ranges_gives_each_document_once_and_in_order(kind, size, tmp_path, monkeypatch):
+def test_ranges_give_each_document_once(kind, size, tmp_path, monkeypatch):
     make = {
         "wiki": lambda i: f'<doc id="{i}" title="T">\nT\n\nDocument {i} {"x" * (i * 7 % 50)}.\n</doc>\n',
         "jsonl": lambda i: json.dumps({"text": f"Document {i} {'x' * (i * 7 % 50)}."}) + "\n",
@@ -110,7 +110,7 @@ def test_chunk_ends_anywhere_change_nothing():
         ("a", b'<doc id="1">\nT\n\nbody\n</doc>\n<doc id="2">\nT\n', r"a: byte 28: a <doc> without </doc>"),
     ],
 )
-def test_bad_files_are_named_with_their_offset_or_skipped_and_counted(name, content, message, tmp_path):
+def test_bad_files_are_named_or_counted(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput, match=message):
         read_all([tmp_path / name])
@@ -175,7 +175,7 @@ def test_a_document_without_an_end_costs_bounded_memory(kind, tmp_path):
     assert int(peak) < 300
 
 
-def test_a_long_document_of_many_streams_costs_bounded_time(tmp_path):
+def test_document_of_many_streams_bounded_time(tmp_path):
     path = tmp_path / "d.bz2"
     path.write_bytes(bz2.compress(b"<doc 1>\nT\n\nwords\n</doc><doc ") + bz2.compress(b"x" * 1000) * 20_000)
     began = time.process_time()
@@ -208,7 +208,7 @@ def test_bad_bytes_nuls_and_concatenated_files(tmp_path):
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_hard_wrapped_blocks_are_rejoined_whatever_ends_their_lines(ends, mark, tmp_path):
+def test_hard_wrapped_blocks_of_any_line_end(ends, mark, tmp_path):
     line = "It was the best of times, it was the worst of times, it was"
     block = ends.join([line] * 3)
     path = tmp_path / "t.txt"
@@ -245,7 +245,7 @@ def test_what_a_document_is_follows_from_the_opening(text, kind, told):
     assert formats.text_kind(text.encode(), whole=True) == (kind, told)
 
 
-def test_the_parts_of_a_large_file_do_not_depend_on_its_ranges(tmp_path, monkeypatch):
+def test_file_parts_do_not_depend_on_ranges(tmp_path, monkeypatch):
     path = tmp_path / "f.txt"
     lines = [f"Line {i} {'x' * (i * 37 % 91)}" for i in range(3_000)]
     lines[1_000] = "y" * 2_500  # longer than a part

@@ -33,7 +33,7 @@ def shards_folder(tmp_path) -> Path:
     return shards_folder
 
 
-def test_every_flipped_bit_and_every_cut_is_named_with_its_file(shards_folder):
+def test_every_flip_and_cut_is_named(shards_folder):
     """300 flips of one bit and 100 cuts, spread over all files as they lie, shards' headers and padding among them."""
     files = sorted(path for path in shards_folder.rglob("*") if path.is_file())
     assert len(files) == 8
@@ -88,7 +88,7 @@ def test_a_folder_of_datasets_is_verified_whole(shards_folder, tmp_path):
     assert first.startswith(f"{top / 'seq128' / 'manifest.json'}: not valid JSON")
 
 
-def test_a_dataset_that_lost_its_manifest_does_not_pass(shards_folder, tmp_path):
+def test_missing_manifest_is_reported(shards_folder, tmp_path):
     (shards_folder / "manifest.json").unlink()
     for top in (shards_folder, tmp_path):
         assert any(

@@ -30,7 +30,7 @@ def random_documents(count, seed, low=1, high=40):
     return documents([rng.integers(low, high, rng.integers(1, 60)).tolist() for _ in range(count)])
 
 
-def test_each_a_and_b_is_from_where_its_label_says():
+def test_a_and_b_agree_with_the_label():
     encoded = random_documents(200, 0)
     capacity = 125
     ranges = sentence_pairs(encoded, capacity, 0.1, np.random.default_rng(1))
@@ -53,7 +53,7 @@ def test_each_a_and_b_is_from_where_its_label_says():
     assert (lengths[0] + lengths[1]).max() == capacity
 
 
-def test_every_sentence_is_used_once_as_a_or_as_true_next():
+def test_every_sentence_is_used_once():
     # Sentences of one token never need truncation, so A and true-next B parts tile the corpus.
     encoded = documents([[1] * n for n in (3, 50, 400, 1, 77, 1000)])
     ranges = sentence_pairs(encoded, 60, 0.1, np.random.default_rng(2))
@@ -66,7 +66,7 @@ def test_every_sentence_is_used_once_as_a_or_as_true_next():
     assert (counts == 1).all()
 
 
-def test_half_is_random_next_and_a_tenth_is_short():
+def test_half_is_random_a_tenth_short():
     rng = np.random.default_rng(3)
     encoded = documents([rng.integers(5, 12, 20_000).tolist() for _ in range(3)])
     capacity = 125
@@ -81,7 +81,7 @@ def test_half_is_random_next_and_a_tenth_is_short():
     assert (totals == capacity).mean() > 0.98
 
 
-def test_random_b_starts_are_uniform_over_the_other_document():
+def test_random_b_starts_uniformly():
     encoded = documents([[10] * 20, [10] * 5])
     starts = []
     for seed in range(400):
@@ -93,7 +93,7 @@ def test_random_b_starts_are_uniform_over_the_other_document():
 
 
 @pytest.mark.parametrize("lengths", [[[4, 4, 4, 4]], [[7]], [[200]]])
-def test_a_lone_document_is_halved_and_a_lone_sentence_pairs_with_itself(lengths):
+def test_lone_document_is_halved(lengths):
     encoded = documents(lengths)
     ranges = sentence_pairs(encoded, 20, 0.0, np.random.default_rng(0))
     assert len(ranges.labels) >= 1 and (ranges.spans[:, 3] > ranges.spans[:, 2]).all()
@@ -102,7 +102,7 @@ def test_a_lone_document_is_halved_and_a_lone_sentence_pairs_with_itself(lengths
         assert (halves[:, 0] != halves[:, 2]).all()
 
 
-def test_truncation_counts_are_those_of_one_token_at_a_time():
+def test_truncation_equals_one_token_at_a_time():
     rng = np.random.default_rng(5)
     for _ in range(300):
         a, b, capacity = (int(v) for v in rng.integers(1, 60, 3))
@@ -135,7 +135,7 @@ def test_rows_of_articles_are_filled():
         assert fill(filled_rows(encoded, seq_len - 2, 0.1, word_start, np.random.default_rng(1)), seq_len) > 0.98
 
 
-def test_filled_rows_drop_nothing_stay_in_documents_and_begin_with_words():
+def test_filled_rows_drop_nothing():
     encoded = random_documents(100, 7, 1, 200)
     word_start = np.random.default_rng(9).random(len(encoded.tokens) + 10) < 0.7
     ranges = filled_rows(encoded, 126, 0.1, word_start, np.random.default_rng(8))
@@ -150,7 +150,7 @@ def test_filled_rows_drop_nothing_stay_in_documents_and_begin_with_words():
     assert fill(none, 128) > 0.98  # of text without spaces a word is as long as its sentence
 
 
-def test_assembled_sequences_hold_their_parts_between_the_special_tokens():
+def test_assembled_sequences_have_special_tokens():
     tokens = np.arange(10, 40).astype(np.uint16)
     ranges = SequenceSpans(np.array([[0, 3, 20, 22], [5, 6, 0, 0]]), np.array([1, -1], np.int8))
     flat, lengths, first = assemble(tokens, ranges, np.array([1, 0]), 2, 3)
@@ -181,7 +181,7 @@ def naive_best_fit(lengths, capacity, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
-def test_packing_is_as_tight_as_one_by_one_best_fit_and_never_overlaps(slots):
+def test_packing_equals_best_fit(slots):
     for seed in range(5):
         rng = np.random.default_rng(seed)
         lengths = np.where(rng.random(700) < 0.5, 128, rng.integers(5, 129, 700))

@@ -110,7 +110,7 @@ def opened(monkeypatch):
     return names
 
 
-def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, opened):
+def test_duplicates_of_many_tasks_open_few_files(tmp_path, monkeypatch, opened):
     monkeypatch.setattr(dedup, "RANGE_RECORDS", 1024)
     monkeypatch.setattr(journal_module, "SWEPT", 0)
     rng = np.random.default_rng(1)
@@ -140,7 +140,7 @@ def test_duplicates_of_many_tasks_open_a_file_few_times(tmp_path, monkeypatch, o
     assert np.concatenate(found).tolist() == np.sort(later).tolist()
 
 
-def test_rows_of_many_tasks_open_a_file_few_times():
+def test_rows_of_many_tasks_open_few_files():
     tokens = 250_000_000_000
     part = shuffle.RowSplit("train", 128, 4, TASKS, "uint16", "out")
     buckets = len(shuffle.buckets(part, tokens, 65_536 * 128))

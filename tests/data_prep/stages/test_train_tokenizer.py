@@ -71,7 +71,7 @@ def test_coverage_and_bytes_leave_nothing_unknown(topics: list[str], tmp_path: P
     assert with_bytes.decode(with_bytes.encode_batch(["\u4e2d \u2318 the"])[0]) == "\u4e2d \u2318 the"
 
 
-def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(topics: list[str], tmp_path: Path) -> None:
+def test_wordpiece_vocabulary_is_reproducible(topics: list[str], tmp_path: Path) -> None:
     lines = [*topics[:9], *["Die Bücher über Élan, किताबों की दुकान"] * 20]
     options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}
     tokenizer = trained(lines, tmp_path, **options)
@@ -87,7 +87,7 @@ def test_a_trained_wordpiece_vocabulary_is_bert_s_and_the_same_each_time(topics:
     assert "".join(uncased.tokens[i] for i in uncased.encode_batch(["Bücher"])[0]) == " bücher"
 
 
-def test_a_trained_vocabulary_is_no_larger_than_asked_for(tmp_path: Path) -> None:
+def test_wordpiece_vocabulary_size_is_exact(tmp_path: Path) -> None:
     """Ideographs are words of their own: none goes on with one. Syllables of Hangul do."""
     options: dict[str, Any] = {"model_type": "wordpiece", "character_coverage": 1.0}
     ideographs = ["".join(chr(0x4E00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]

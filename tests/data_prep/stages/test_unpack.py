@@ -70,7 +70,7 @@ def make(tokenizer_file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_packed_file_gives_the_rows_of_the_unpacked_one(kind, small_ranges, topics, make, tmp_path):
+def test_packed_file_gives_the_same_rows(kind, small_ranges, topics, make, tmp_path):
     data = "".join(MAKE[kind](i, text) for i, text in enumerate(topics[:60])).encode()
     options = {"format": kind, "text_documents": "blank-line" if kind == "text" else "auto"}
     (tmp_path / "plain.txt").write_bytes(data)
@@ -87,7 +87,7 @@ def test_a_packed_file_gives_the_rows_of_the_unpacked_one(kind, small_ranges, to
         assert len(parts) >= PARTS.get(name, 1), name
 
 
-def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_path):
+def test_small_file_that_packs_well_is_unpacked(small_ranges, make, tmp_path):
     """20 KB that hold a megabyte are no task for one worker's memory."""
     lines = [f"Entry {i % 50} of the log says that all is well, as the one before.\n" for i in range(20_000)]
     for name, pack in (("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)):
@@ -102,7 +102,7 @@ def test_a_small_file_that_packs_well_is_unpacked_first(small_ranges, make, tmp_
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("name", ["gz", "bz2"])
-def test_damage_in_a_large_file_stops_or_ends_it(name, policy, small_ranges, topics, tokenizer_file, tmp_path):
+def test_damage_in_a_large_file(name, policy, small_ranges, topics, tokenizer_file, tmp_path):
     data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
     packed = bytearray(PACK[name](data))
     packed[len(packed) * 2 // 3] ^= 0x55
@@ -125,7 +125,7 @@ def test_damage_in_a_large_file_stops_or_ends_it(name, policy, small_ranges, top
         assert 10 < summary["read"]["documents"] < 60
 
 
-def test_a_build_that_stops_while_it_unpacks_goes_on(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
+def test_build_stopped_while_unpacking_resumes(small_ranges, topics, tokenizer_file, tmp_path, monkeypatch):
     data = "".join(MAKE["wiki"](i, text) for i, text in enumerate(topics[:60])).encode()
     path = tmp_path / "d"
     path.write_bytes(bz2.compress(data, 1))
@@ -153,7 +153,7 @@ def test_a_build_that_stops_while_it_unpacks_goes_on(small_ranges, topics, token
     assert found == run("at once")
 
 
-def test_nothing_is_read_behind_damage_that_was_skipped(tmp_path):
+def test_nothing_is_read_after_skipped_damage(tmp_path):
     """Text of both sides of a hole would be one document."""
     job = BuildJob(BuildOptions(), "", str(tmp_path), "skip")
     piece = FileRange("dump.bz2", "bz2", "wiki", size=3, unpack_first=True)

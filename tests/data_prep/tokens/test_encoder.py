@@ -61,7 +61,7 @@ def test_the_word_cache_gives_sentencepiece_s_tokens(kind, tokenizer_file, topic
         encoder._reset_cache()
 
 
-def test_a_megabyte_without_a_space_is_cut_not_refused(tokenizer_file):
+def test_megabyte_without_a_space_is_cut(tokenizer_file):
     tokenizer = Tokenizer.load(tokenizer_file)
     encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
     encoder.add(["ab" * 500_000])

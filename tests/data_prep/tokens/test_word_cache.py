@@ -17,7 +17,7 @@ def words_of(rng, count):
     return ["".join(rng.choices(letters, k=rng.randint(1, 5))) for _ in range(count)]
 
 
-def test_numbers_are_those_of_a_dictionary_over_many_batches():
+def test_numbers_equal_those_of_a_dictionary():
     rng = random.Random(5)
     lexicon, expected = WordNumbers(), {}
     for _ in range(60):
@@ -45,7 +45,7 @@ def test_colliding_places_are_resolved():
     assert lexicon.numbers(hashes[:200])[0].tolist() == list(range(200))
 
 
-def test_hashes_follow_from_the_bytes_and_tell_words_apart():
+def test_hashes_distinguish_words():
     rng = random.Random(1)
     words = list(dict.fromkeys(words_of(rng, 50_000) + ["a" * n for n in range(1, 300)]))
     hashes = word_hashes(pa.array(words))
@@ -101,7 +101,7 @@ def test_words_taken_over_are_words_learnt(tokenizer_file, tmp_path, folded):
     assert other.take_learned() is None  # nothing was left to learn
 
 
-def test_a_file_that_a_loss_of_power_cut_off_is_passed_over(tokenizer_file, tmp_path):
+def test_truncated_shared_file_is_skipped(tokenizer_file, tmp_path):
     encoder = WordEncoder(Tokenizer.load(tokenizer_file), np.dtype(np.uint16))
     encoded(encoder, DOCUMENTS)
     words = encoder.take_learned()
