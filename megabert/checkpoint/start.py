@@ -102,7 +102,7 @@ def newest_step(run_dir: str | Path) -> int | None:
 
 
 def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Make whole fp32 `weights` the checkpoint of step 0 of a run folder that nobody else writes; its folder.
+    """Make whole fp32 `weights` the checkpoint of step 0 of a run folder that no other process writes; its folder.
 
     It has no moments, as after no update. `state` as in `Checkpoints.save`, without "step".
     """

@@ -81,7 +81,7 @@ class StoredTensors:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises DamagedCheckpoint unless each of the files holds in fp32 what the manifest says."""
+    """Raises DamagedCheckpoint unless each of the files holds in fp32 what the manifest lists."""
     index, ranks = SliceIndex(manifest["parameters"]), manifest["ranks"]
     rank_of = {file_name(group, rank, ranks): rank for group in set(GROUPS.values()) for rank in index.by_rank}
     single = set(manifest["first_moment_only"])

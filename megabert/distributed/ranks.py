@@ -407,7 +407,7 @@ def find_notice(world: World) -> tuple[str, int]:
     where there is none for TIMEOUT."""
     assert world.master is not None
     host, first = world.master
-    ends, last = time.monotonic() + TIMEOUT.total_seconds(), OSError("nobody answers for this job")
+    ends, last = time.monotonic() + TIMEOUT.total_seconds(), OSError("no process answers for this job")
     while time.monotonic() < ends:
         for port in ports_from(first):
             try:

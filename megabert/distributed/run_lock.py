@@ -1,7 +1,7 @@
 """Lock of a run folder: one job at a time writes it.
 
 `run/lock` is locked by rank 0's process for as long as it lives; the kernel lets go of it however the process dies. The
-file's text says who holds it and means nothing without the lock. Children that are forked, such as loader workers, do
+file's text names the holder and means nothing without the lock. Children that are forked, such as loader workers, do
 not keep it: they may outlive the process for seconds.
 """
 
@@ -25,7 +25,7 @@ def take(run_dir: str | Path, world: World, patience: float = PATIENCE) -> None:
     """Make this job the only writer of `run_dir` until rank 0's process ends. A collective; twice is once.
 
     Raises ValueError on every rank, naming the holder, when another process holds it for `patience` seconds, and Failed
-    where the file system fails. Where it has no locks one warning is printed and the run goes on without.
+    where the file system fails. Where it has no locks one warning is printed and the run continues without.
     """
     on_main(world, lambda: _take(Path(run_dir), patience))
 

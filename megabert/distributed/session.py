@@ -24,12 +24,13 @@ class Session:
         """Raises ValueError where the environment describes no world."""
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
-        self.apart = False  # an error may be one rank's alone, so that each rank says its own
+        # An error may be one rank's alone, so that each rank prints its own.
+        self.apart = False
         logs.setup(self.world.rank, self.world.size)
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says its error: while a run opens, when most are those of all ranks, one rank of each node."""
+        """Whether this rank prints its error: while a run opens, when most are those of all ranks, one rank of each node."""
         return self.world.is_main or self.apart or (self.watchdog is not None and self.world.local_rank == 0)
 
     def join(self, ends: float | None = None) -> Stop:
@@ -40,16 +41,16 @@ class Session:
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
         """From here on no rank leaves alone; stacks of ranks that hang go to `folder`. A collective."""
         watchdog = Watchdog(self.world, folder, timeout_seconds)
-        self.watchdog = watchdog  # before the ranks meet in it: whoever misses another one there says so
+        self.watchdog = watchdog  # before the ranks meet in it, where one that is missing is named
         watchdog.start()
         return watchdog
 
 
 def run(command: Callable[[Session], int]) -> int:
-    """The exit code of `command`, with mistakes and trouble said in one line; ends the process group and the watchdog."""
+    """The exit code of `command`, with mistakes and faults printed in one line; ends the process group and the watchdog."""
     try:
         return _run(command)
-    except RuntimeError as error:  # raised wherever this process is, also while it says what else is wrong
+    except RuntimeError as error:  # raised wherever this process is, also while another error is printed
         if not str(error).startswith(DEAD_WORKER):
             raise
         log.error(f"a loader process died: {str(error).splitlines()[0]}")  # SIGBUS: a mapped file cannot be read

@@ -283,8 +283,8 @@ class Watchdog:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
         own = self._peers[self.world.rank]
         own.take(self._sign())
-        everybody = sorted([own, *watched], key=lambda peer: peer.rank)
-        found = find_failed_ranks([peer.standing for peer in everybody])
+        all_peers = sorted([own, *watched], key=lambda peer: peer.rank)
+        found = find_failed_ranks([peer.standing for peer in all_peers])
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
         return self._verdict_on({rank: text + reason for rank, reason in found.items()}, hang=True, force=False)
 

@@ -1,4 +1,4 @@
-"""Gradients of stage 1 in bf16: summed in fp32 where they lie, and over the ranks while the backward pass goes on.
+"""Gradients of stage 1 in bf16: summed in fp32 where they lie, and over the ranks during the backward pass.
 
 DeepSpeed 0.19's wrapper of that stage converts all gradients after each backward pass, averages them after the last one in
 bf16, and gives every rank all of them. Here a gradient goes into its group's flat fp32 tensor as soon as autograd has it

@@ -65,9 +65,7 @@ class ApexAdamW(GuardedOptimizer):
         common = (lists, lr, *group["betas"], group["eps"], states[0]["step"].to(torch.int32).view(1))
         self._launch(group["weight_decay"], skip, inverse, *common)
 
-    def _launch(
-        self, decay: float, skip: Tensor, inverse: Tensor, lists: list[list[Any]], lr: Tensor, *more: Any
-    ) -> None:
+    def _launch(self, decay: float, skip: Tensor, inverse: Tensor, lists: Any, lr: Tensor, *more: Any) -> None:
         decoupled = corrected = 1
         self._apply(self._adam, skip.int(), lists, lr, *more, decoupled, corrected, decay, inverse)
 
@@ -75,9 +73,7 @@ class ApexAdamW(GuardedOptimizer):
 class ApexLamb(ApexAdamW):
     """LAMB by FusedLAMB's kernel; tensors are whole parameters. Gradients are consumed."""
 
-    def _launch(
-        self, decay: float, skip: Tensor, inverse: Tensor, lists: list[list[Any]], lr: Tensor, *more: Any
-    ) -> None:
+    def _launch(self, decay: float, skip: Tensor, inverse: Tensor, lists: Any, lr: Tensor, *more: Any) -> None:
         averaged = decoupled = corrected = 1
         # It clips where norm > limit, and clipping is ours.
         norm, limit = torch.zeros_like(lr), torch.ones_like(lr)
