@@ -113,9 +113,9 @@ class Checkpoints:
         """Take a checkpoint of `engine` and `state` (JSON; needs "step", "config"): its folder where it is committed at once.
         A collective where one is in flight.
 
-        When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot`), and threads write and commit it: the ranks reduce their `status` now and then and pass the maximum
-        to `advance`, or wait in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as
-        `advance` does.
+        When `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot`), and
+        threads write and commit it: the ranks reduce their `status` now and then and pass the maximum to `advance`, or wait
+        in `finish`. Otherwise it commits at once. A save in flight is finished first. Raises as `advance` does.
         """
         assert self.settings is not None, "opened for reading only"
         self.finish()

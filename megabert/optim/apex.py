@@ -62,8 +62,8 @@ class ApexAdamW(GuardedOptimizer):
         lr = torch.full((1,), group["lr"], device=device)
         moments = ([state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq"))
         lists = [[t.grad for t in tensors], [t.detach() for t in tensors], *moments]
-        common = (lists, lr, *group["betas"], group["eps"], states[0]["step"].to(torch.int32).view(1))
-        self._launch(group["weight_decay"], skip, inverse, *common)
+        step = states[0]["step"].to(torch.int32).view(1)
+        self._launch(group["weight_decay"], skip, inverse, lists, lr, *group["betas"], group["eps"], step)
 
     def _launch(self, decay: float, skip: Tensor, inverse: Tensor, lists: Any, lr: Tensor, *more: Any) -> None:
         decoupled = corrected = 1
@@ -75,7 +75,6 @@ class ApexLamb(ApexAdamW):
 
     def _launch(self, decay: float, skip: Tensor, inverse: Tensor, lists: Any, lr: Tensor, *more: Any) -> None:
         averaged = decoupled = corrected = 1
-        # It clips where norm > limit, and clipping is ours.
-        norm, limit = torch.zeros_like(lr), torch.ones_like(lr)
+        norm, limit = torch.zeros_like(lr), torch.ones_like(lr)  # it clips where norm > limit, and clipping is ours
         kernel = (corrected, decay, averaged, decoupled, norm, limit, False, skip, inverse)
         self._apply(self._lamb, skip.int(), lists, lr, *more, *kernel)
