@@ -120,8 +120,8 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
     if world.size == 1:
         assert dataset is not None
         return dataset
-    told = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
-    of_rank_0 = mixture.from_json(told, data.mix, tolerant)
+    sent = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
+    of_rank_0 = mixture.from_json(sent, data.mix, tolerant)
     if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
         problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse_together(world, problem, code)
