@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -269,7 +270,9 @@ class Checkpoints:
             final = self.folder / replaced.name.removeprefix(REPLACED)
             shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
         for leftover in (*self.folder.glob(f"{SAVING}*"), *self.folder.glob(f".{POINTER}.*")):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            # a thread of an earlier `Checkpoints` of this process may be removing it
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -100,10 +100,10 @@ def full_rows(config: Config, seq_len: int) -> Batch:
     masked = mask(ids, bounds, row_ids, seed=0, epoch=0, vocabulary=vocabulary, masking=masking)
     shape = BatchLayout(rows, seq_len, 1, masking.capacity(seq_len))
     narrow, wide = shape.empty()
-    views = shape.carve(narrow, wide)
+    views = shape.views(narrow, wide)
     views["epochs"][:] = 0
     collate(data, masked, row_ids, row_ids * seq_len, views, masking.causal)
-    return shape.batches(torch.from_numpy(narrow), torch.from_numpy(wide), rows)[0]
+    return shape.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), rows)[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

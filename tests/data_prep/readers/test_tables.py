@@ -135,7 +135,7 @@ def test_saved_dataset_reads_its_state(tmp_path):
 def test_a_state_that_names_other_places_is_refused(name, tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(BadInput, match=r"state\.json: names .* which is no name in this folder"):
+    with pytest.raises(BadInput, match=r"state\.json: names .* which is no file name"):
         read_all([tmp_path])
     assert read_all([tmp_path], "skip")[1].counts == {"damaged dataset folder": 1}
 
