@@ -296,7 +296,7 @@ class Stragglers:
 class RankFigures:
     """This rank's times since the last log line and its memory, and what follows from those of all ranks.
 
-    Every rank of an update takes as long as the slowest one, whose waits the others see as their own. What tells them apart
+    Every rank of an update takes as long as the slowest one, whose waits the others see as their own. What distinguishes them
     is the time that a rank computes by itself (`megabert.engine`'s `own_time`) and the time that it waits for its data.
     """
 

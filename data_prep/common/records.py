@@ -49,7 +49,7 @@ class Corpus:
 class FileRange:
     """Range [start, end) of a file: of its bytes, its bzip2 streams by their first byte, its row groups or batches.
 
-    The whole file when `end` is None. `format` may be "auto" where only opening or unpacking tells. With `index`, a name in
+    The whole file when `end` is None. `format` may be "auto" where only opening or unpacking decides. With `index`, a name in
     the work folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.spools`).
     """
 

@@ -237,7 +237,7 @@ def split_blank(
             if synced:
                 yield from block(base, buffer)
             buffer, base, synced, searched = b"", offset, True, 0
-        if not buffer and synced:  # blank lines that go on
+        if not buffer and synced:  # more blank lines
             stripped = run.lstrip(SPACE)
             base, run = base + len(run) - len(stripped), stripped
         text_end = len(run.rstrip(SPACE))

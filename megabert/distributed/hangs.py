@@ -136,7 +136,7 @@ def is_alive(pid: int) -> bool:
 
 
 def find_failed_ranks(ranks: Sequence[Standing]) -> dict[int, str]:
-    """The ranks that block the others, each with the reason; all ranks where no evidence tells them apart."""
+    """The ranks that block the others, each with the reason; all ranks where no evidence distinguishes them."""
     return (
         _absent(ranks)
         or _in_another_collective(ranks)

@@ -252,7 +252,7 @@ def shutdown() -> None:
     global _control
     if dist.is_initialized():
         # A gloo thread may still hold the last collective's tensors, and it needs the GIL to drop them. If the interpreter
-        # is finalizing by then, the process aborts: 6 of 80 ranks did, none that let go of the GIL here for a moment.
+        # is finalizing by then, the process aborts: 6 of 80 ranks did, none that released the GIL here for a moment.
         time.sleep(SETTLE_SECONDS)
         dist.destroy_process_group()
     while _described:

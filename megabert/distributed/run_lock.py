@@ -1,6 +1,6 @@
 """Lock of a run folder: one job at a time writes it.
 
-`run/lock` is locked by rank 0's process for as long as it lives; the kernel lets go of it however the process dies. The
+`run/lock` is locked by rank 0's process for as long as it lives; the kernel releases it however the process dies. The
 file's text names the holder and means nothing without the lock. Children that are forked, such as loader workers, do
 not keep it: they may outlive the process for seconds.
 """

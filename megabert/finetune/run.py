@@ -1,7 +1,7 @@
 """A fine-tuning run in its folder: encoded files, the Trainer's workload, evaluations, the best weights.
 
 A run's settings and files decide its weights bit for bit, however often interrupted. An epoch is every item once, in an order that
-is a function of (seed, epoch); the learning rate warms up and falls linearly. At every evaluation a checkpoint is begun, and the
+is a function of (seed, epoch); the learning rate warms up and falls linearly. At every evaluation a checkpoint is started, and the
 weights are kept that did best on the dev set.
 
     RUN/best/                the best weights (`megabert.finetune.save`)

@@ -30,7 +30,7 @@ RULES = ("nmt_nfkc", "nmt_nfkc_cf", "identity")
 SEPARATOR = "\x01"
 DELETED = r"[\x01-\x08\x0B\x0E-\x1F\x7F\x{8F}\x{9F}]"
 EXTENDS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{FF9E}\x{FF9F}"
-NAMES = {f"{piece[1:-1].lower()}_token": piece for piece in SPECIAL_TOKENS}
+NAMES = {f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS}
 
 
 def build(tokenizer: Tokenizer) -> Any:
