@@ -106,7 +106,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
 
 
 def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
-    """Rank 8 cannot; rank 1 hears of it."""
+    """Rank 8 cannot; the refusal reaches rank 1."""
     main, alone, other = Rank(0), Rank(8), Rank(1)
     make_dataset(tmp_path, 20)
     cfg = config(tmp_path)

@@ -186,7 +186,7 @@ def test_a_file_too_large_for_the_disk_stops_or_warns(full, asynchronous, tmp_pa
 
 
 def failing_rank(world: World, folder: str) -> list[str]:
-    """Rank 1's disk is full at the second save: every rank hears of it, and training goes on."""
+    """Rank 1's disk is full at the second save: every rank learns of it, and training continues."""
     found = []
     for policy in ("stop", "continue"):
         checkpoints = Checkpoints(Path(folder) / policy, world, settings(2, True, on_error=policy))

@@ -30,7 +30,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def no_fork_server():
-    """A process has one fork server, and another test may have left one here that does hear the signals."""
+    """A process has one fork server, and one that another test left may still receive the signals."""
     forkserver._forkserver._stop()  # what Python's own tests stop it with
 
 

@@ -21,7 +21,7 @@ from megabert.distributed.watchdog import Watchdog
 from tests.integration.conftest import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-RANKS, TIMEOUT = 8, 9.0  # seconds, of which the ranks have seven to hear of each other
+RANKS, TIMEOUT = 8, 9.0  # seconds, of which the ranks have seven to sync
 BAD_STEP = 3
 Fault = Callable[[World, dist.ProcessGroup], object]
 

@@ -69,7 +69,7 @@ def model(cfg: ModelConfig, seed: int = 1, ops: OpsConfig = PLAIN) -> BertForPre
 def make(
     folder: Path, kind: str = "unigram", causal: bool = False, fields: dict[str, Any] | None = None, **others: Any
 ) -> Path:
-    """`folder`, a run of 2 layers of 32 with the checkpoint of step 0; `causal`: as if trained left to right; `kind` is the
+    """`folder`, a run of 2 layers of 32 with the checkpoint of step 0; `causal`: as if trained causally; `kind` is the
     tokenizer's, `fields` and `others` the model's."""
     found = tokenizer(folder, kind)
     shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "max_positions": 40, "nsp": not causal}
