@@ -43,9 +43,9 @@ class LoadedModel:
     def encode(self, texts: Sequence[str], pool: str = "mean") -> np.ndarray:
         """Vectors of texts from the last layer, fp32 [n, hidden], in their order; `pool`: mean, max or cls. On a GPU where
         there is one. A text longer than the model's positions is cut. Raises ValueError for an empty text."""
-        from megabert.commands.extraction import encode
+        from megabert.commands.extraction import Extractor
 
-        return encode(self.pretrained, texts, pool)
+        return Extractor(self.pretrained, pool=pool).encode(texts)
 
     def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
         """The `top` likeliest (word, probability) of each [MASK] in `text`. Raises ValueError for a text without one or too
