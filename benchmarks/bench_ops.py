@@ -2,7 +2,7 @@
 
     python benchmarks/bench_ops.py [--device cuda] [--small] [--only attention …] [--json FILE]
 
-BERT-LARGE's sizes, bf16; sides run in turn in one process and medians are compared (on a GPU in CUDA graphs, whose replays are
+BERT-LARGE's sizes, bf16; `products` are the matrix products of a training step, a linear layer each. Sides run in turn in one process and medians are compared (on a GPU in CUDA graphs, whose replays are
 timed by events). `mlm_loss` stands beside its three matrix products alone; `attention` is that of packed rows, beside
 scaled_dot_product_attention with the same mask and, on CUDA, the flash and cuDNN kernels; the operations of `layer` stand beside
 eager and compiled torch; `optimizer` is one step of Muon beside AdamW's, LAMB's, and torch.optim.Muon with AdamW. Extra memory
@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ class OpCase:
     comparisons: list[tuple[str, str]]
     # that a side has to move, each tensor once
     bytes: dict[str, int] = field(default_factory=dict)
+    # of each side
+    flops: float = 0.0
     # sides whose memory is measured
     extra_memory: tuple[str, ...] = ()
     what: str = "forward and backward"
@@ -90,6 +93,32 @@ def first_of(result: Any) -> Tensor:
 
 def size_of(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def products(make: Maker, small: bool) -> list[OpCase]:
+    """The three products of each linear layer y [rows, outputs] = x [rows, inputs] w^T; 21 predictions in 128 tokens."""
+    tokens = {"cpu": 2048, "cuda": 16_384}[make.device.type]
+    tokens, width, entries = (64, 64, 512) if small else (tokens, 1024, 30_592)
+    predictions = tokens * 21 // 128
+    shapes = {
+        "qkv": (tokens, 3 * width, width),
+        "attention output": (tokens, width, width),
+        "feed-forward": (tokens, 4 * width, width),
+        "feed-forward output": (tokens, width, 4 * width),
+        "mlm": (predictions, width, width),
+        "decoder": (predictions, entries, width),
+    }
+    cases = []
+    for name, (rows, outputs, inputs) in shapes.items():
+        x, w, dy = make.normal(rows, inputs), make.normal(outputs, inputs), make.normal(rows, outputs)
+        sides: dict[str, Call] = {
+            "forward": partial(torch.matmul, x, w.T),
+            "input gradient": partial(torch.matmul, dy, w),
+            "weight gradient": partial(torch.matmul, dy.T, x),
+        }
+        size, work = f"{name} {rows} x {outputs} x {inputs}", 2.0 * rows * outputs * inputs
+        cases.append(OpCase("products", size, sides, [], flops=work, what="one product"))
+    return cases
 
 
 def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
@@ -289,13 +318,7 @@ def optimizer(make: Maker, small: bool) -> list[OpCase]:
     return [OpCase("optimizer", f"{count / 1e6:.1f} M parameters", sides, peers, what="one step")]
 
 
-CASES = {
-    "mlm_loss": mlm_loss,
-    "softmax_mask": softmax_mask,
-    "attention": attention,
-    "layer": layer,
-    "optimizer": optimizer,
-}
+CASES = {case.__name__: case for case in (products, mlm_loss, softmax_mask, attention, layer, optimizer)}
 
 
 def extra_memory(call: Call, device: torch.device) -> int:
@@ -317,6 +340,7 @@ def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, s
         "what": case.what,
         "seconds": times,
         "extra_memory_mib": {name: extra_memory(case.sides[name], device) / 2**20 for name in case.extra_memory},
+        "tflops": {name: case.flops / s["p50"] / 1e12 for name, s in times.items()} if case.flops else {},
         "bandwidth_share": {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items()},
         "comparisons": [
             {"what": f"{case.name} {case.size}", "ours": ours, "peer": peer}
@@ -332,6 +356,8 @@ def show(result: dict[str, Any]) -> None:
         more = [f"{result['extra_memory_mib'][name]:,.0f} MiB more"] if name in result["extra_memory_mib"] else []
         if name in result["bandwidth_share"]:
             more.append(f"{result['bandwidth_share'][name]:.0%} of the copy bandwidth")
+        if name in result["tflops"]:
+            more.append(f"{result['tflops'][name]:,.2f} TFLOP/s")
         print(f"  {name:<22} {s['p50'] * 1e3:>10.3f} ms   {'   '.join(more)}")
     for c in result["comparisons"]:
         print(f"  ratio {c['ratio']:.2f}   {c['ours']} against {c['peer']}")

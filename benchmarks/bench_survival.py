@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.survival.kills import FROM_NOTHING, RESUMED, UNSEEN, survive
-from benchmarks.survival.life import ROOT, Case, Failure, Server
+from benchmarks.survival.kills import survive
+from benchmarks.survival.life import Case, Failure, Server
 from benchmarks.survival.soak import soak
 
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
@@ -43,8 +43,6 @@ CASES = (
     (Case("2 ranks, ZeRO-3", 2, 200, 5, ("zero.stage=3",)), 25),
     (Case("1 rank, LAMB, loader workers", 1, 200, 5, ("optimizer.name=lamb", "data.workers=1")), 35),
 )
-# lives of each case that the real command starts, without the server
-BY_COMMAND = 2
 
 
 def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> dict[str, Any]:
@@ -56,36 +54,26 @@ def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> d
         for index, case, share in chosen:
             count = -(-number * share // whole)
             case = replace(case, steps=max(80, 12 * count))
-            by_command = range(3, 3 + BY_COMMAND)
-            found[case.name] = survive(case, data, folder / str(index), server, count, seed + index, by_command)
-            print(f"{case.name}: {found[case.name]['kills']} kills, {found[case.name]['fell']}", flush=True)
+            found[case.name] = survive(case, data, folder / str(index), server, count, seed + index)
+            print(f"{case.name}: {found[case.name]['kills']} kills, {found[case.name]['failure']}", flush=True)
     finally:
         server.close()
     return found
 
 
 def sums(cases: dict[str, Any]) -> dict[str, Any]:
-    """Totals over cases, all of them counted from what happened in each."""
-    fell, followed = Counter[str](), Counter[str]()
-    for case in cases.values():
-        fell.update(case["fell"])
-        followed.update(case["followed_by"])
-    compared = [case for case in cases.values() if "differences" in case]
+    """Totals over cases."""
+    total = {
+        name: dict(sum((Counter(case.get(name, {})) for case in cases.values()), Counter[str]()))
+        for name in ("aimed", "fell", "followed_by")
+    }
     return {
         "kills": sum(case["kills"] for case in cases.values()),
-        "followed_by": {what: followed[what] for what in (RESUMED, FROM_NOTHING, UNSEEN)},
-        "fell": dict(fell),
-        "with one rank's write delayed by 0.5-6 s": sum(c["aimed_at"].get("slow", 0) for c in cases.values()),
-        "lives started by the real command": sum(c["lives_started_by_the_real_command"] for c in cases.values()),
+        **total,
         "runs": len(cases),
-        "runs_that_came_to_their_end": len(compared),
-        "runs_that_differ": sum(case["differences"] > 0 for case in compared),
-        **{
-            key: sum(case[key] for case in compared)
-            for key in ("updates_lost", "updates_repeated", "updates_of_other_rows")
-        },
+        "runs_that_differ": sum(case.get("differences", 0) > 0 for case in cases.values()),
         "failures": {name: case["failure"] for name, case in cases.items() if case["failure"]},
-        "seconds": round(sum(c["uninterrupted_seconds"] + c["killed_seconds"] for c in cases.values()), 1),
+        "seconds": round(sum(case["seconds"] for case in cases.values()), 1),
         "cases": cases,
     }
 
@@ -102,7 +90,7 @@ def build_data(folder: Path) -> Path:
     """A dataset of Python's documentation."""
     build = ("--input", "pydoc", "--output", folder, "--seq-len", 64, "--vocab-size", 2000, "--held-out", "0.02")
     command = [sys.executable, "-m", "data_prep", "build", *map(str, build), "--quiet"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=hardware.ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 

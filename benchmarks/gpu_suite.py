@@ -1,4 +1,4 @@
-"""One GPU's measurements in ten minutes: ceilings, kernels, BERT-LARGE's training step, the operations' tests.
+"""One GPU's measurements in ten minutes: matrix products, kernels, BERT-LARGE's training step, the operations' tests.
 
     python benchmarks/gpu_suite.py --make-pack TEXT…          (with nvcc and network: wheels, native library, two datasets)
     python3 benchmarks/gpu_suite.py [--minutes 9.5] [--json FILE] [--only PART …]
@@ -6,8 +6,7 @@
 
 The machine needs torch and numpy, and a copy of this tree with the pack in build/gpu_pack. Each item is a benchmark of its own in
 a child process: one that crashes, spoils the device or does not end is recorded and costs its own figure. The file is written
-after every item, with clocks, power and temperature beside it, and ends with what was projected on paper beside what was
-measured.
+after every item, with clocks, power and temperature beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 from benchmarks.common import hardware
 from benchmarks.gpu import pack
 
-ROOT, LAYERS, TOKENS = hardware.ROOT, 24, 16_384
+ROOT = hardware.ROOT
 # seconds after which an item is ended, and with less than which none is started
 LIMIT, LEAST = 180, 15
 OURS = "attention=native layer=native mlm_loss=native"
@@ -53,23 +52,7 @@ STEPS: dict[str, tuple[int, int, str]] = {
     "ours 128x512": (128, 512, f"--ops {OURS}"),
     "ours 512x128": (512, 128, f"--ops {OURS}"),
 }
-KERNELS = ("attention", "layer", "mlm_loss", "softmax_mask", "optimizer")
-# value of `measured` -> what it is and the least and most that arithmetic gave for one H200 (2026-11): a step of 16,384 tokens
-# needs 29.4 TFLOP of products at 620 to 700 TFLOP/s; operations and bytes were counted on the `meta` device, the optimizer's
-# traffic is bytes over 4.3 TB/s. Rows a second are projected as "at least".
-PROJECTED: dict[str, tuple[str, float, float]] = {
-    "products": ("matrix products of a step, bf16, ms", 42, 47),
-    "attention_128": ("attention at 128, torch's flash, dropout 0.1, ms", 6, 11),
-    "attention_512": ("attention at 512, torch's flash, dropout 0.1, ms", 11, 16),
-    "elementwise_torch": ("element-wise operations, plain torch, ms", 16, 17),
-    "elementwise_ours": ("element-wise operations, ours, ms", 5, 9),
-    "adamw": ("norm, clip, AdamW, copies, ms", 5, 6),
-    "lamb": ("norm, clip, LAMB, copies, ms", 13, 14),
-    "step_torch": ("whole step at 128, plain torch, ms", 75, 88),
-    "step_best": ("whole step at 128, the best, ms", 53, 57),
-    "rows_128": ("full rows/s at 128, bf16", 2100, 0),
-    "rows_512": ("full rows/s at 512, bf16", 480, 0),
-}
+KERNELS = ("products", "attention", "layer", "mlm_loss", "softmax_mask", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -87,21 +70,14 @@ class SuiteItem:
 def items(device: str, small: bool, folder: Path) -> list[SuiteItem]:
     """All items, the most telling ones first."""
     size = ["--small"] if small else []
-    found = [SuiteItem("ceilings", ("benchmarks/gpu/ceilings.py", "--device", device, *size))]
-    found += [
+    found = [
         SuiteItem(f"kernels/{name}", ("benchmarks/bench_ops.py", "--device", device, "--only", name, *size))
         for name in KERNELS
     ]
     for name, (seq_len, rows, options) in STEPS.items():
         shape = ["--model", "tiny" if small else "large", "--micro", str(2 if small else rows), "--accumulation", "1"]
-        shape += [
-            "--seq-len",
-            str(seq_len),
-            "--data",
-            str(folder / f"data/seq{seq_len}"),
-            "--steps",
-            "1" if small else "4",
-        ]
+        shape += ["--seq-len", str(seq_len), "--data", str(folder / f"data/seq{seq_len}")]
+        shape += ["--steps", "1" if small else "4"]
         chosen = options if "--dropout" in options else f"{options} --dropout 0.1"
         if device == "cpu":
             chosen = chosen.replace("=varlen", "=sdpa")
@@ -166,69 +142,10 @@ def run_item(item: SuiteItem, env: dict[str, str], seconds: float) -> dict[str, 
         return {"state": "done", "value": value, **found}
 
 
-def measured(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The values that PROJECTED asks for, those that are known. Milliseconds are of a step of 16,384 tokens."""
-    done = {key: result["value"] for key, result in results.items() if result["state"] == "done"}
-    found: dict[str, float] = {}
-    if "ceilings" in done:
-        found["products"] = 1e3 * done["ceilings"]["step_seconds"]
-    kernels = {
-        (row["op"], row["size"]): {name: 1e3 * s["p50"] for name, s in row["seconds"].items()}
-        for name in KERNELS
-        for row in done.get(f"kernels/{name}", {"results": []})["results"]
-    }
-    for (op, size), ms in kernels.items():
-        if op == "attention" and "dropout 0.1" in size and "varlen" in ms:
-            found["attention_512" if ", 512," in size else "attention_128"] = LAYERS * ms["varlen"]
-        if op == "optimizer":
-            found |= {"adamw": ms["adamw"], "lamb": ms["lamb"]}
-        if op in ("bias_gelu", "dropout_add_layer_norm"):  # of 8,192 tokens; LayerNorm comes twice a layer
-            times = 2 * LAYERS * (2 if op == "dropout_add_layer_norm" else 1)
-            for key, side in (("elementwise_torch", "torch"), ("elementwise_ours", "ours")):
-                found[key] = found.get(key, 0.0) + times * ms[side]
-    rates: dict[int, list[float]] = {128: [], 512: []}
-    for key, value in done.items():
-        if key.startswith("steps/") and not key.startswith(("steps/lamb", "steps/without")):
-            (step,) = value["results"]
-            rate = step["results"]["ours"]["real_tokens_per_sec"]["p50"]
-            rates[step["seq_len"]].append(rate / step["seq_len"])
-            if key == "steps/torch 128x128":
-                found["step_torch"] = 1e3 * TOKENS / rate
-    for seq_len, found_rates in rates.items():
-        if found_rates:
-            found[f"rows_{seq_len}"] = max(found_rates)
-    if "rows_128" in found:
-        found["step_best"] = 1e3 * TOKENS / 128 / found["rows_128"]
-    return found
-
-
-def projections(values: dict[str, float]) -> list[dict[str, Any]]:
-    """Projected and measured of each line; measured is None where it is not known."""
-    return [
-        {
-            "what": what,
-            "projected": f"{low:g} to {high:g}" if high else f"at least {low:g}",
-            "measured": values.get(key),
-        }
-        for key, (what, low, high) in PROJECTED.items()
-    ]
-
-
-def report(args: argparse.Namespace, setup: dict[str, str], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    real = args.device == "cuda" and not args.small  # small sizes and a CPU say nothing of a GPU
-    found = {"benchmark": "gpu", "device": args.device, "small": args.small, **setup}
-    return found | {"projections": projections(measured(results) if real else {}), "results": results}
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--make-pack",
-        nargs="+",
-        metavar="TEXT",
-        help="only write the pack, datasets of these inputs of data_prep (10 MB)",
-    )
+    add("--make-pack", nargs="+", metavar="TEXT", help="only write the pack, datasets of these inputs (10 MB)")
     add("--vocab-size", type=int, default=30_000, help="of the pack's datasets")
     add("--library", type=Path, metavar="FILE", help="of the pack: built already from this tree")
     add("--no-wheels", action="store_true", help="of the pack: the machine has the project's environment")
@@ -236,8 +153,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--small", action="store_true", help="tiny sizes: shows that everything runs")
     add("--minutes", type=float, default=9.5, help="nothing starts or runs on after them")
-    add("--only", nargs="+", default=["ceilings", "kernels", "steps", "tests"], metavar="PART",
-        help="ceilings, kernels, steps, tests, or keys of items")  # fmt: skip
+    add("--only", nargs="+", default=["kernels", "steps", "tests"], metavar="PART",
+        help="kernels, steps, tests, or keys of items")  # fmt: skip
     name = f"{hardware.RESULTS}/gpu_{hardware.label()}_{time.strftime('%Y-%m-%d')}.json"
     hardware.add_json(parser, "result, written after each item", default=ROOT / name)
     args = parser.parse_args(argv)
@@ -262,11 +179,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
             setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
-            try:
-                setup["library"] = pack.place_library(args.pack, args.device)
-            except ValueError as error:  # torch's sides are measured without it
-                setup["library"] = f"none: {error}"
-            print(f"{setup['wheels']}; {setup['library']}", flush=True)
+            pack.place_library(args.pack, args.device)
+            print(setup["wheels"], flush=True)
             env = hardware.clone_environment()
             env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
             if args.device == "cpu":
@@ -277,17 +191,12 @@ def main(argv: list[str] | None = None) -> int:
                 left = end - time.monotonic()
                 enough = left > LEAST
                 results[item.key] = run_item(item, env, min(LIMIT, left)) if enough else {"state": "skipped"}
-                shown = results[item.key]
-                print(
-                    f"{item.key:<40} {shown['state']} {shown.get('seconds', '')} {shown.get('reason', '')}", flush=True
-                )
-                hardware.write_json(args.json, report(args, setup, results))
+                print(f"{item.key:<40} {results[item.key]['state']} {results[item.key].get('reason', '')}", flush=True)
+                report = {"benchmark": "gpu", "device": args.device, "small": args.small, **setup, "results": results}
+                hardware.write_json(args.json, report)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in report(args, setup, results)["projections"]:
-        found = "not measured" if line["measured"] is None else f"{line['measured']:,.2f}"
-        print(f"{line['what']:<52} {line['projected']:>16} {found:>14}")
     failed = [key for key, result in results.items() if result["state"] == "failed"]
     if failed:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)

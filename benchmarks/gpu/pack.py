@@ -96,12 +96,8 @@ def make(
     if needed:
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
         run([*pip, "-w", str(folder / "wheels"), *needed], DS_BUILD_OPS="0")
-    record = {
-        "about": hardware.about(),
-        "python": python_version(),
-        "native_sources": native_digest(),
-        "wheels": needed,
-    }
+    record = {"about": hardware.about(), "python": python_version()}
+    record |= {"native_sources": native_digest(), "wheels": needed}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record
 
@@ -130,27 +126,11 @@ def unpack_wheels(folder: Path, site: Path) -> str:
     return f"{len(wheels)} wheels unpacked"
 
 
-def place_library(folder: Path, device: str) -> str:
-    """Puts a library of this tree's sources that runs on the device into the tree; says which.
-
-    Raises ValueError where the pack's does not run, is of other sources or missing, and none can be built here.
-    """
-    problem = "there is none"
-    if (carried := folder / LIBRARY).is_file():
-        problem = "its native sources are not this tree's"
-        if read(folder)["native_sources"] == native_digest():
-            try:
-                run([sys.executable, "-c", PROBE, str(carried), device], timeout=90)
-            except ValueError as error:
-                problem = str(error)
-            else:
-                part = TREES_LIBRARY.with_name(f"{TREES_LIBRARY.name}.part")
-                shutil.copy2(carried, part)
-                os.replace(part, TREES_LIBRARY)
-                return "the pack's library"
-    try:
-        run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1" if device == "cuda" else "0")
-        run([sys.executable, "-c", PROBE, str(TREES_LIBRARY), device], timeout=90)
-    except ValueError as error:
-        raise ValueError(f"no native library runs here: the pack's: {problem}; built here: {error}") from None
-    return f"a library built here (the pack's: {problem})"
+def place_library(folder: Path, device: str) -> None:
+    """Puts the pack's library into the tree. Raises ValueError where it is of other sources or does not run on the device."""
+    if read(folder)["native_sources"] != native_digest():
+        raise ValueError(f"{folder}: its library was built from other native sources than this tree's; make it again")
+    run([sys.executable, "-c", PROBE, str(folder / LIBRARY), device], timeout=90)
+    part = TREES_LIBRARY.with_name(f"{TREES_LIBRARY.name}.part")
+    shutil.copy2(folder / LIBRARY, part)
+    os.replace(part, TREES_LIBRARY)

@@ -2,23 +2,34 @@
 
 Each case is trained once without a fault, then in lives: each life is started by the same command, resumes by itself
 from what it finds, and is killed (SIGKILL, one rank or all) at an instant drawn at random: in its start, between updates,
-inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself. Everything a result
-says is counted from what happened; a case that fails keeps its counts and says why.
+inside a checkpoint write, or while one rank's write takes seconds longer. The last life ends by itself. Then every logged
+figure but times must be equal, bit for bit, and every file of the final checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.survival.compare import counts, differences
-from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
+from benchmarks.survival.life import (
+    LIFE_ENDS_WITHIN,
+    POLL,
+    Case,
+    Failure,
+    Life,
+    Server,
+    in_sessions,
+    logged,
+    steps_of,
+    wait,
+)
 
 # what is aimed at, in turn
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
@@ -35,17 +46,13 @@ RESUMED, FROM_NOTHING, UNSEEN = (
 
 @dataclass
 class KillCounts:
-    """What a case came to: counts of kills by aim, place, victims and the start after each, and what they cost."""
+    """Counts of a case's kills: by aim, by where they fell, by the start after each."""
 
-    kills: int = 0
     aimed: Counter[str] = field(default_factory=Counter)
     fell: Counter[str] = field(default_factory=Counter)
-    victims: Counter[str] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
     followed_by: Counter[str] = field(default_factory=Counter)
     resumed_at: list[int] = field(default_factory=list)
-    # the longest that ranks took to end after another was killed
-    others_seconds: float = 0.0
-    by_command: int = 0
     sessions: set[int] = field(default_factory=set)
 
 
@@ -83,57 +90,42 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
 
 
 def kill_again_and_again(
-    case: Case,
-    data: Path,
-    run: Path,
-    server: Server,
-    kills: int,
-    rng: random.Random,
-    save_seconds: float,
-    by_command: Sequence[int],
-    outcome: KillCounts,
-) -> None:
-    """Kill the case's run `kills` times, start it again each time, then let it end; `outcome` counts as it goes.
+    case: Case, data: Path, run: Path, server: Server, kills: int, rng: random.Random, save_seconds: float
+) -> KillCounts:
+    """Kill the case's run `kills` times, start it again each time, then let it end.
 
-    `by_command`: the lives that the real command starts, without the server. Raises Failure for a run that does not go
-    on from its newest checkpoint, finds one damaged, or leaves a process behind; TimeoutError for one that hangs.
+    Raises Failure for a run that does not resume from its newest checkpoint, finds one damaged, or leaves a process behind;
+    TimeoutError for one that hangs.
     """
-    for number in range(kills):
+    outcome = KillCounts()
+    for number in range(kills + 1):
         aim = PLAN[(number + len(case.name)) % len(PLAN)]
         if aim == "any" and rng.random() < 0.2:
             aim = "start"
-        slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" else (0, 0.0)
+        slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" and number < kills else (0, 0.0)
         newest = max(steps_of(run), default=0)
-        life = Life(case, data, run, None if number in by_command else server, slow)
+        life = Life(case, data, run, server, slow)
         outcome.sessions |= {rank.pid for rank in life.ranks}
         try:
-            await_instant(life, aim, case.steps / (kills + 1), rng, save_seconds)
-            if not life.running():
-                life.end()  # every rank by itself, one after the other
-                break  # it came to its end first: fewer kills are counted
-            victims = rng.sample(range(case.world), case.world)
-            if rng.random() < 0.6:
-                victims = victims[:1]
-            place, took = life.kill(victims)
+            if number < kills:
+                await_instant(life, aim, case.steps / (kills + 1), rng, save_seconds)
+            last = number == kills or not life.running()  # it came to its end first: fewer kills are counted
+            if last:
+                life.end()
+            else:
+                victims = rng.sample(range(case.world), 1 if rng.random() < 0.6 else case.world)
+                outcome.fell[life.kill(victims)] += 1
+                outcome.aimed[aim] += 1
+                outcome.killed["all ranks" if len(victims) == case.world else "one rank"] += 1
         finally:
             life.stop()
-        outcome.kills += 1
-        outcome.aimed[aim] += 1
-        outcome.fell[place] += 1
-        outcome.victims["all ranks" if len(victims) == case.world else "one rank"] += 1
-        outcome.others_seconds = max(outcome.others_seconds, took)
-        outcome.by_command += number in by_command
         followed = check_resume(life, newest, outcome)
         if number:
             outcome.followed_by[followed] += 1
-    newest = max(steps_of(run), default=0)
-    life = Life(case, data, run, server)
-    outcome.sessions |= {rank.pid for rank in life.ranks}
-    life.end()
-    followed = check_resume(life, newest, outcome)
-    if outcome.kills:
-        outcome.followed_by[followed] += 1
+        if last:
+            break
     wait(lambda: not in_sessions(outcome.sessions), 15.0, f"{case.name}: processes are left behind")
+    return outcome
 
 
 def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
@@ -154,43 +146,58 @@ def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
     return followed
 
 
-def survive(
-    case: Case, data: Path, folder: Path, server: Server, kills: int, seed: int, by_command: Sequence[int] = ()
-) -> dict[str, Any]:
+def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, seed: int) -> dict[str, Any]:
     """Both runs of a case and their comparison: what happened, with `failure` (text) where something went wrong."""
     folder.mkdir(parents=True)
     straight, broken = folder / "uninterrupted", folder / "killed"
-    outcome, found = KillCounts(), {}
-    save_seconds, started = 0.0, time.monotonic()
-    middle, failure = started, None
+    started = time.monotonic()
+    found: dict[str, Any] = {"world": case.world, "updates": case.steps, "checkpoint_interval": case.interval}
+    found |= {"overrides": list(case.overrides), "kills": 0, "failure": None}
     try:
         save_seconds = uninterrupted(case, data, straight, server)
-        middle = time.monotonic()
-        rng = random.Random(seed)
-        kill_again_and_again(case, data, broken, server, kills, rng, save_seconds, by_command, outcome)
-        found = counts(straight, broken, case.steps)
+        outcome = kill_again_and_again(case, data, broken, server, kills, random.Random(seed), save_seconds)
+        found |= {"kills": outcome.fell.total(), "checkpoint_write_seconds": round(save_seconds, 4)}
+        found |= {name: value for name, value in vars(outcome).items() if name != "sessions"}
         lines = differences(straight, broken, case.steps)
         found["differences"] = len(lines)
         if lines:
-            failure = f"{case.name}: {len(lines)} differences: " + "; ".join(lines[:5])
+            found["failure"] = f"{case.name}: {len(lines)} differences: " + "; ".join(lines[:5])
     except (Failure, TimeoutError) as error:
-        failure = str(error)
-    return {
-        "world": case.world,
-        "updates": case.steps,
-        "checkpoint_interval": case.interval,
-        "overrides": list(case.overrides),
-        "kills": outcome.kills,
-        "followed_by": dict(outcome.followed_by),
-        "aimed_at": dict(outcome.aimed),
-        "fell": dict(outcome.fell),
-        "killed": dict(outcome.victims),
-        "lives_started_by_the_real_command": outcome.by_command,
-        "resumed_at": outcome.resumed_at,
-        "checkpoint_write_seconds": round(save_seconds, 4),
-        "others_ended_within_seconds": round(outcome.others_seconds, 2),
-        "uninterrupted_seconds": round(middle - started, 1),
-        "killed_seconds": round(time.monotonic() - middle, 1),
-        **found,
-        "failure": failure,
-    }
+        found["failure"] = str(error)
+    return found | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def differences(straight: Path, broken: Path, steps: int) -> list[str]:
+    """How two finished runs differ, one line each: losses, rows, learning rate, weights, moments. Times may differ."""
+    found = []
+    one, two = (logged(run) for run in (straight, broken))
+    for name, lines in (("uninterrupted", one), ("killed", two)):
+        updates = [line["step"] for line in lines if "train/loss" in line]
+        if updates != list(range(1, steps + 1)):
+            found.append(f"the {name} run's updates are not 1..{steps} once each: {updates}")
+    for a, b in zip(one, two, strict=False):
+        keys = [key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time/"))]
+        found += [
+            f"step {a['step']}: {key} is {a.get(key)!r} and {b.get(key)!r}"
+            for key in sorted(keys)
+            if a.get(key) != b.get(key)
+        ]
+    hashes = [files_of(run, steps) for run in (straight, broken)]
+    for name in sorted(hashes[0].keys() | hashes[1].keys()):
+        if hashes[0].get(name) != hashes[1].get(name):
+            found.append(f"the final checkpoint's {name} differs")
+    left = [path.name for path in (broken / "checkpoints").glob(".*")]
+    if left:
+        found.append(f"left in the killed run's folder: {left}")
+    return found
+
+
+def files_of(run: Path, step: int) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint, as its manifest has them. Raises Failure for a file that has another."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    for name, entry in files.items():
+        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        if found != entry["sha256"]:
+            raise Failure(f"{folder / name} is damaged")
+    return {name: entry["sha256"] for name, entry in files.items()}

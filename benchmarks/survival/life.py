@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.common import hardware
 
-ROOT = Path(__file__).resolve().parents[2]
 # seconds after one rank was killed
 SURVIVORS_END_WITHIN = 20.0
 ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
@@ -30,18 +29,13 @@ TINY = (
 )
 
 
-class Process(Protocol):
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-
 class Server:
     """The client of `server.py`."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks/survival/server.py")]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "benchmarks/survival/server.py"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=hardware.ROOT, **pipes)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
@@ -50,9 +44,6 @@ class Server:
         answer = self._process.stdout.readline()
         assert answer, "the server has ended; its error is on stderr"
         return json.loads(answer)
-
-    def start(self, argv: Sequence[str], env: dict[str, str], log: Path, slow: float) -> Forked:
-        return Forked(self, self.ask(argv=list(argv), env=env, log=str(log), slow=slow)["pid"])
 
     def close(self) -> None:
         self._process.communicate()  # the end of its input ends it, and every rank that is left with it
@@ -92,35 +83,20 @@ class Failure(AssertionError):
 class Life:
     """The ranks of one start of a case's command, and what can be seen of them from outside."""
 
-    def __init__(
-        self, case: Case, data: Path, run: Path, server: Server | None, slow: tuple[int, float] = (0, 0.0)
-    ) -> None:
-        """`server` None: by the real command. `slow`: this rank's first write takes so many seconds longer."""
+    def __init__(self, case: Case, data: Path, run: Path, server: Server, slow: tuple[int, float] = (0, 0.0)) -> None:
+        """`slow`: this rank's first write takes so many seconds longer."""
         self.run, self.case, self.slow = run, case, slow
         self.log = run.with_name(f"{run.name}.log")
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         self._stale = set(self._saving())
         argv, port = case.argv(data, run), hardware.free_port()
-        self.ranks: list[Process] = []
+        self.ranks: list[Forked] = []
         for rank in range(case.world):
             env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             texts = {name: str(value) for name, value in env.items()}
-            if server:
-                self.ranks.append(server.start(argv, texts, self.log, slow[1] if rank == slow[0] else 0.0))
-                continue
-            with self.log.open("a") as log:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "megabert/train.py", *argv],
-                        cwd=ROOT,
-                        env=os.environ | texts | {"PYTHONPATH": str(ROOT)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+            delay = slow[1] if rank == slow[0] else 0.0
+            self.ranks.append(Forked(server, server.ask(argv=argv, env=texts, log=str(self.log), slow=delay)["pid"]))
 
     def running(self) -> bool:
         return all(rank.poll() is None for rank in self.ranks)
@@ -145,31 +121,27 @@ class Life:
         except FileNotFoundError:
             return []
 
-    def kill(self, victims: Sequence[int]) -> tuple[str, float]:
-        """SIGKILL these ranks, then wait for the others; gives where it fell and how long the others took to end."""
+    def kill(self, victims: Sequence[int]) -> str:
+        """SIGKILL these ranks, then wait for the others; gives where it fell."""
         before = self.saving()
-        logged = self.step()
+        trained = "step" in self.output() and self.step()
         for victim in victims:
             os.kill(self.ranks[victim].pid, signal.SIGKILL)
-        killed = time.monotonic()
         wait(lambda: all(self.ranks[v].poll() is not None for v in victims), 10, "a killed rank stays")
         committed = steps_of(self.run)
-        left = [rank for rank in self.ranks if rank.poll() is None]
         try:
-            wait(lambda: all(rank.poll() is not None for rank in left), SURVIVORS_END_WITHIN, "")
+            wait(lambda: all(rank.poll() is not None for rank in self.ranks), SURVIVORS_END_WITHIN, "")
         except TimeoutError:
             self.stop()
-            wait(lambda: all(rank.poll() is not None for rank in left), 10, "a killed rank stays")
+            wait(lambda: all(rank.poll() is not None for rank in self.ranks), 10, "a killed rank stays")
             if "parameters," in self.output():  # printed when all ranks have met
                 text = f"{self.case.name}: ranks outlive a killed one\n{self.output()[-3000:]}"
                 raise Failure(text) from None
-            return ENDED_BY_LAUNCHER, 0.0
-        took = time.monotonic() - killed if left else 0.0
-        if any(int(name.removeprefix(".saving-")) not in committed for name, _ in before):
-            return "inside a checkpoint write", took
+            return ENDED_BY_LAUNCHER
         if before:
-            return "while a checkpoint is committed", took
-        return ("in training" if "step" in self.output() and logged else "in the start"), took
+            written = all(int(name.removeprefix(".saving-")) in committed for name, _ in before)
+            return "while a checkpoint is committed" if written else "inside a checkpoint write"
+        return "in training" if trained else "in the start"
 
     def end(self) -> None:
         """Wait for every rank to end by itself with 0."""
@@ -224,3 +196,7 @@ def last_step(run: Path) -> int:
 def steps_of(run: Path) -> list[int]:
     """Committed checkpoints, oldest first."""
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -17,8 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.survival.compare import logged
-from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
+from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, logged, steps_of, wait
 
 # seconds between two looks
 EVERY = 0.2

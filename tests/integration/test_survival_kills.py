@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import bench_survival
 from benchmarks.survival import kills
-from benchmarks.survival.compare import counts, differences
+from benchmarks.survival.kills import differences
 from benchmarks.survival.life import Case, Life, Server
 from benchmarks.survival.soak import growth, look_at, soak, typical
 
@@ -31,7 +31,7 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     server = Server()
     try:
         results = [
-            kills.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1, by_command=(5,)),
+            kills.survive(ONE, dataset, tmp_path / "one", server, kills=14, seed=1),
             kills.survive(TWO, dataset, tmp_path / "two", server, kills=6, seed=2),
         ]
     finally:
@@ -45,7 +45,7 @@ def test_twenty_kills_leave_no_trace(dataset, tmp_path):
     assert all(sum(result["followed_by"].values()) == result["kills"] for result in results)
     assert fell.total() == sum(result["kills"] for result in results) == 20
     assert fell["inside a checkpoint write"] >= 5 and fell["in training"] >= 2
-    assert results[1]["killed"]["one rank"] >= 1 and results[0]["lives_started_by_the_real_command"] == 1
+    assert results[1]["killed"]["one rank"] >= 1
     assert all(max(result["resumed_at"]) >= 10 for result in results)
 
 
@@ -56,9 +56,9 @@ def test_two_hundred_kills_leave_no_trace(dataset, tmp_path):
     result = bench_survival.sums(bench_survival.kills(dataset, tmp_path, 200, seed=1))
     print(json.dumps(result, indent=1))
     assert result["failures"] == {} and result["runs_that_differ"] == 0
-    assert result["runs_that_came_to_their_end"] == result["runs"] == len(bench_survival.CASES)
+    assert result["runs"] == len(bench_survival.CASES)
     assert result["kills"] >= 200 and result["fell"]["inside a checkpoint write"] >= 50
-    assert result["with one rank's write delayed by 0.5-6 s"] >= 10
+    assert result["aimed"]["slow"] >= 10
 
 
 def finished_run(folder: Path) -> Path:
@@ -130,22 +130,6 @@ def test_a_run_that_starts_over_or_goes_back_is_a_failure(tmp_path):
     assert kills.check_resume(life, 0, outcome) == kills.FROM_NOTHING
     life.output = lambda: ""
     assert kills.check_resume(life, 5, outcome) == kills.UNSEEN and outcome.resumed_at == [5]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "counted"),
-    [
-        (lambda run: None, (0, 0, 0)),
-        (lambda run: replace_in_metrics(run, f"{2:016x}", f"{9:016x}"), (0, 0, 2)),  # and 3 came from 9
-        (lambda run: replace_in_metrics(run, '{"step": 2', '{"step": 1'), (1, 1, 0)),
-        (lambda run: replace_in_metrics(run, '"train/loss": 0.5, ', ""), (1, 0, 1)),
-    ],
-    ids=["none", "other rows", "an update twice", "an update lost"],
-)
-def test_updates_and_rows_are_counted(tmp_path, spoil, counted):
-    one, two = finished_run(tmp_path / "one"), finished_run(tmp_path / "two")
-    spoil(two)
-    assert tuple(counts(one, two, 3).values()) == counted
 
 
 @pytest.mark.soak
