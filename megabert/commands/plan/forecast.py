@@ -1,4 +1,4 @@
-"""Forecast of a run at several numbers of GPUs: seconds an update, days, cost, energy and failures, as tables.
+"""Forecast of a run at several numbers of GPUs: seconds an update, days and cost, as tables.
 
 What is known of this trainer's own kernels is counted from the model on paper; none of it has been timed on a GPU.
 """
@@ -23,8 +23,6 @@ from megabert.commands.plan.workload import gradient_bytes, manifest_of, matrice
 from megabert.config import Config, accumulation, fit_micro_size
 from megabert.engine.gradients import LEAST
 
-DAY = 86_400
-HOUR = 3_600
 # tokens/s of a loader process: rows of 128 in batches of 32 on one core, by bench_data.py (docs/measurements.md)
 LOADER = 45_812 * 128
 # seconds of the host a kernel: 25-30 ms for a pass of BERT-LARGE in plain torch, 60 kernels a layer
@@ -62,49 +60,6 @@ class ForecastJob:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """What the user pays: for an hour of a GPU, for a kWh of it; watts of a GPU with its part of the node (0: its board's)."""
-
-    gpu_hour: float = 0.0
-    kwh: float = 0.0
-    watts: float = 0.0
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """Mean time between failures, what a save holds up training, and from a failure to the first new update, in seconds.
-
-    Of a node as given, of the job where its mean time is divided by the number of nodes: failures are exponential.
-    """
-
-    mean_between: float
-    save: float
-    restart: float
-
-    def of(self, nodes: int) -> Reliability:
-        return Reliability(self.mean_between / nodes, self.save, self.restart)
-
-    @property
-    def best_interval(self) -> float:
-        """Work between saves that loses least (Daly 2006, "A higher order estimate of the optimum checkpoint interval",
-        equation 37; its first term is Young's of 1974)."""
-        if self.save >= 2 * self.mean_between:
-            return self.mean_between
-        ratio = self.save / (2 * self.mean_between)
-        young = math.sqrt(2 * self.save * self.mean_between)
-        return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save
-
-    def goodput(self, interval: float) -> float:
-        """Share of the time that is work kept, saving after each `interval` of work (Daly 2006, equation 13, exact here)."""
-        mean = self.mean_between
-        try:
-            expected = mean * math.exp(self.restart / mean) * math.expm1((interval + self.save) / mean)
-        except OverflowError:
-            return 0.0
-        return interval / expected
-
-
-@dataclass(frozen=True)
 class ForecastPoint:
     """The run at one number of GPUs."""
 
@@ -112,7 +67,7 @@ class ForecastPoint:
     micro_size: int
     micro_steps: int
     step: StepTime
-    # of the whole run, without failures; a budget is what it is
+    # of the whole run
     seconds: float
 
 
@@ -178,43 +133,24 @@ def forecast(job: ForecastJob, sizes: Sequence[int], device: Device, fabric: Fab
     return points
 
 
-def efficiency(points: Sequence[ForecastPoint]) -> list[float]:
-    """GPU-seconds of the first point over those of each."""
+def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, gpu_hour_price: float = 0.0) -> str:
+    """Speed, efficiency (against the first line), days and cost, a line a number of GPUs; then the terms in milliseconds."""
+    lines = [["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "GPU-hours"]]
+    lines[0] += ["cost"] if gpu_hour_price else []
     first = points[0].size * points[0].step.seconds
-    return [first / (point.size * point.step.seconds) for point in points]
-
-
-def table(job: ForecastJob, points: Sequence[ForecastPoint], device: Device, prices: Prices) -> str:
-    """Speed, efficiency, days and what they cost, a line a number of GPUs; then the terms in milliseconds."""
-    watts = prices.watts or device.watts
-    head = ["GPUs", "rows x steps", "s/update", "rows/s", "tokens/s", "MFU", "efficiency", "days", "kWh"]
-    head += ["cost"] if prices.gpu_hour or prices.kwh else []
-    lines = [head]
-    for point, share in zip(points, efficiency(points), strict=True):
-        seconds, hours = point.step.seconds, point.size * point.seconds / HOUR
+    for point in points:
+        seconds, hours = point.step.seconds, point.size * point.seconds / 3_600
         cells = [f"{point.size:,}", f"{point.micro_size} x {point.micro_steps}", f"{seconds:.4g}"]
         cells += [f"{job.rows / seconds:,.0f}", f"{job.tokens / seconds:,.0f}"]
-        cells += [f"{job.operations / (seconds * point.size * device.peak):.1%}", f"{share:.1%}"]
-        cells += [f"{point.seconds / DAY:.3g}", f"{hours * watts / 1_000:,.0f}"]
-        cost = hours * (prices.gpu_hour + prices.kwh * watts / 1_000)
-        lines.append([*cells, *([f"{cost:,.0f}"] if "cost" in head else [])])
-    names = list(vars(points[0].step))
-    terms = [["GPUs", *names]]
+        cells += [
+            f"{job.operations / (seconds * point.size * device.peak):.1%}",
+            f"{first / (point.size * seconds):.1%}",
+        ]
+        cells += [f"{point.seconds / 86_400:.3g}", f"{hours:,.0f}"]
+        lines.append(cells + ([f"{hours * gpu_hour_price:,.0f}"] if gpu_hour_price else []))
+    terms = [["GPUs", *vars(points[0].step)]]
     terms += [[f"{p.size:,}", *(f"{1_000 * value:.4g}" for value in vars(p.step).values())] for p in points]
     return f"{_aligned(lines)}\n\nmilliseconds of an update\n{_aligned(terms)}"
-
-
-def failure_table(points: Sequence[ForecastPoint], fabric: Fabric, node: Reliability) -> str:
-    """Mean time between failures, the best interval between saves and the goodput with it, a line a number of GPUs."""
-    lines = [["GPUs", "MTBF h", "save every s", "updates", "goodput", "days"]]
-    for point in points:
-        job = node.of(-(-point.size // fabric.node))
-        interval = job.best_interval
-        goodput = job.goodput(interval)
-        days = point.seconds / DAY / goodput if goodput else math.inf
-        cells = [f"{point.size:,}", f"{job.mean_between / HOUR:.4g}", f"{interval:.4g}"]
-        lines.append([*cells, f"{max(1, round(interval / point.step.seconds)):,}", f"{goodput:.2%}", f"{days:.3g}"])
-    return _aligned(lines)
 
 
 def _aligned(lines: list[list[str]]) -> str:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from megabert.config import ModelConfig
 from megabert.metrics import datasheet_tflops
@@ -38,31 +39,27 @@ class Device:
     link: float
     # streaming multiprocessors, over which a product's tiles are dealt out; 0: not modelled
     processors: int
-    # of the board
-    watts: float
     # 0: a node's
     domain: int = 0
 
 
-def _device(
-    sold_as: str, generation: str, memory: float, link: float, processors: int, watts: float, domain: int = 0
-) -> Device:
-    peak, achieved = datasheet_tflops(sold_as), ACHIEVED[generation]
+def _device(sold_as: str, generation: str, memory: float, link: float, processors: int, domain: int = 0) -> Device:
+    peak = datasheet_tflops(sold_as)
     assert peak is not None, sold_as
-    return Device(generation, peak * 1e12, achieved, memory * GB, link * GB, processors, watts, domain)
+    return Device(generation, peak * 1e12, ACHIEVED[generation], memory * GB, link * GB, processors, domain)
 
 
-# memory and link GB/s, multiprocessors, watts: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
+# memory and link GB/s, multiprocessors: NVIDIA's datasheets and architecture papers. NVLink is sold by the sum of both
 # directions, PCIe 4.0 x16 is 32 GB/s a direction. GB200: 72 GPUs in one NVLink domain.
 DEVICES = {
-    "v100": _device("V100", "volta", memory=900, link=150, processors=80, watts=300),
-    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108, watts=400),
-    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108, watts=400),
-    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108, watts=300),
-    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132, watts=700),
-    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132, watts=700),
-    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148, watts=1_000),
-    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, watts=1_200, domain=72),
+    "v100": _device("V100", "volta", memory=900, link=150, processors=80),
+    "a100": _device("A100", "ampere", memory=2_039, link=300, processors=108),
+    "a100-40": _device("A100", "ampere", memory=1_555, link=300, processors=108),
+    "a100-pcie": _device("A100", "ampere", memory=1_935, link=32, processors=108),
+    "h100": _device("H100", "hopper", memory=3_350, link=450, processors=132),
+    "h200": _device("H200", "hopper", memory=4_800, link=450, processors=132),
+    "b200": _device("B200", "blackwell", memory=8_000, link=900, processors=148),
+    "gb200": _device("GB200", "blackwell", memory=8_000, link=900, processors=148, domain=72),
 }
 
 
@@ -136,30 +133,25 @@ class Ranks:
     def nodes(self) -> int:
         return -(-self.size // self.node)
 
+    @property
+    def ring_latency(self) -> float:
+        """Seconds of the hops from the first rank to the last."""
+        return (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
+
     def reduce_scatter(self, size: float, calls: int = 1) -> float:
-        """Seconds to reduce `size` bytes held by each rank to a share a rank, in `calls` equal parts, by ring."""
+        """Seconds to reduce `size` bytes held by each rank to a share a rank, in `calls` equal parts, by ring; as long takes
+        an all-gather of `size` bytes, and an all-to-all in which each rank sends every other `size / n` bytes of its own."""
         if self.size == 1:
             return 0.0
-        hops = (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
-        return (self.size - 1) / self.size * size / self.bandwidth + calls * (self.base_latency + hops)
-
-    def all_gather(self, size: float, calls: int = 1) -> float:
-        """Seconds until each rank has `size` bytes of which each had a share: a reduce-scatter backwards."""
-        return self.reduce_scatter(size, calls)
+        return (self.size - 1) / self.size * size / self.bandwidth + calls * (self.base_latency + self.ring_latency)
 
     def all_reduce(self, size: float, calls: int = 1) -> float:
         """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops against the tree's depth twice."""
         if self.size == 1:
             return 0.0
-        ring = (self.size - self.nodes) * self.link_latency + (self.nodes - 1) * self.network_latency
-        depth = (min(self.node, self.size) - 1) * self.link_latency
-        depth += math.log2(self.nodes) * self.network_latency
-        traffic = 2 * (self.size - 1) / self.size * size / self.bandwidth
-        return traffic + calls * (self.base_latency + 2 * min(ring, depth))
-
-    def all_to_all(self, size: float) -> float:
-        """Seconds until each rank has sent every other an equal part of its share of `size` bytes."""
-        return self.reduce_scatter(size / self.size)
+        depth = (min(self.node, self.size) - 1) * self.link_latency + math.log2(self.nodes) * self.network_latency
+        transfer = 2 * (self.size - 1) / self.size * size / self.bandwidth
+        return transfer + calls * (self.base_latency + 2 * min(self.ring_latency, depth))
 
 
 def _hop(device: Device, fabric: Fabric, size: int, sharing: int, constants: Constants) -> tuple[float, float]:
@@ -359,9 +351,8 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     return StepTime(**terms)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Seconds of an update's collectives inside nodes and through the network: what may hide behind passes, and what may not."""
+class Traffic(NamedTuple):
+    """Seconds of an update's collectives, inside nodes and through the network: what may hide behind passes, and what may not."""
 
     during: tuple[float, float]
     after: tuple[float, float]
@@ -383,18 +374,19 @@ def traffic(model: ModelConfig, micro_steps: int, size: int, system: System) -> 
         # nodes that share an NVLink domain need no network
         if size <= system.device.domain:
             within, between = within + between, 0.0
-        return Traffic(during=(within, between), after=(inside.all_gather(weights), 0.0))
+        return Traffic(during=(within, between), after=(inside.reduce_scatter(weights), 0.0))
     if software.zero == 3:
-        layer_by_layer = whole.reduce_scatter(gradients, model.layers) + 2 * whole.all_gather(weights, model.layers)
+        layer_by_layer = whole.reduce_scatter(gradients, model.layers)
+        layer_by_layer += 2 * whole.reduce_scatter(weights, model.layers)
         during, after = micro_steps * layer_by_layer, 0.0
     elif software.zero == 1 and parameters(model) / size >= software.least_share:
-        during, after = whole.reduce_scatter(gradients), whole.all_gather(weights)
+        during, after = whole.reduce_scatter(gradients), whole.reduce_scatter(weights)
     else:
         during = (micro_steps if software.zero == 2 else 1) * whole.all_reduce(gradients)
-        after = whole.all_gather(weights) if software.zero else 0.0
+        after = whole.reduce_scatter(weights) if software.zero else 0.0
     # Muon's directions to their owners and updates back; at stage 0 updates alone, to every rank
     if orthogonal:
-        after += 2 * whole.all_to_all(orthogonal) if software.zero else whole.all_gather(orthogonal)
+        after += 2 * whole.reduce_scatter(orthogonal / size) if software.zero else whole.reduce_scatter(orthogonal)
     if size <= max(system.device.domain, system.fabric.node):
         return Traffic((during, 0.0), (after, 0.0))
     return Traffic((0.0, during), (0.0, after))

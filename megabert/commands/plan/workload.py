@@ -148,57 +148,36 @@ def activations(config: Config, seq_len: int) -> float:
 
 def report(
     config: Config,
-    manifest: Manifest | None,
     world_size: int,
     tokens_per_sec: float | None = None,
-    mfu: float | None = None,
-    deepspeed_extra: Mapping[str, Any] | None = None,
     memory_gib: float | None = None,
+    deepspeed_extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another or is missing."""
-    if mfu is not None and mfu > 1:
-        raise ValueError(f"--mfu {mfu:g}: is a share of peak_tflops, at most 1")
+    """The plan as text; with `memory_gib` also the micro-batch that fills it. Raises ValueError naming the value that contradicts another."""
+    manifest = manifest_of(config)
     config = with_vocabulary(fit_micro_size(config, world_size), manifest)
-    if mfu is not None and not config.peak_tflops:
-        raise ValueError("--mfu needs the device's matrix-product ceiling: set peak_tflops (H200, bf16: 989)")
     update = work(config, manifest)
-    steps = updates_of(config, update)
-    planned = config.model_copy(update={"precision": planned_precision(config)})
-    data = f"{manifest.rows:,} rows" if manifest else "no dataset named: full rows assumed"
+    steps, flops, schedule = updates_of(config, update), update.flops(config), config.schedule
+    data = f", {steps * update.rows / manifest.rows:.2f} epochs of {manifest.rows:,} rows" if manifest else ""
     lines = [
         f"batch    {config.batch.global_size:,} rows = {shares(config, world_size)},"
         f" {update.seq_len} tokens a row; an update has {update.tokens:,.0f} tokens, {update.sequences:,.0f} sequences,"
         f" {update.predictions:,.0f} predictions",
         f"run      {steps:,} updates, {steps * update.rows:,} rows, {steps * update.tokens:.4g} tokens"
-        + (f", {steps * update.rows / manifest.rows:.2f} epochs of {data}" if manifest else f" ({data})"),
-        f"work     {update.flops(config):.4g} FLOPs an update, {steps * update.flops(config):.4g} the run",
-        *_time(config, update, world_size, tokens_per_sec, mfu),
-        "",
-        *_memory(config, update.seq_len, world_size, memory_gib),
-        "",
-        "DeepSpeed's configuration",
-        json.dumps(
-            merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config"),
-            indent=2,
-        ),
+        + (data or " (no dataset named: full rows assumed)"),
+        f"work     {flops:.4g} FLOPs an update, {steps * flops:.4g} the run",
     ]
-    return "\n".join(lines)
-
-
-def _time(config: Config, update: Work, world_size: int, tokens_per_sec: float | None, mfu: float | None) -> list[str]:
-    lines, steps = [], updates_of(config, update)
-    if config.schedule.unit == "minutes":
-        lines.append(f"time     the schedule ends after {config.schedule.budget_minutes:g} minutes of training")
-    for name, speed in (
-        ("--tokens-per-sec", tokens_per_sec),
-        ("--mfu", mfu and mfu * config.peak_tflops * 1e12 * world_size * update.tokens / update.flops(config)),
-    ):
-        if speed is not None:
-            days = steps * update.tokens / speed / 86_400
-            lines.append(
-                f"time     {days:.3g} days at {speed:,.0f} tokens/s of all ranks ({name}), {update.tokens / speed:.3g} s an update"
-            )
-    return lines or ["time     unknown: give --tokens-per-sec (of all ranks), or --mfu with peak_tflops"]
+    if schedule.unit == "minutes":
+        lines.append(f"time     the schedule ends after {schedule.budget_minutes:g} minutes of training")
+    if tokens_per_sec:
+        seconds = update.tokens / tokens_per_sec
+        lines.append(
+            f"time     {steps * seconds / 86_400:.3g} days at {tokens_per_sec:,.0f} tokens/s of all ranks, {seconds:.3g} s an update"
+        )
+    planned = config.model_copy(update={"precision": planned_precision(config)})
+    merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
+    lines += ["", *_memory(config, update.seq_len, world_size, memory_gib)]
+    return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
 
 
 def padded_parameters(model: ModelConfig) -> int:
@@ -215,9 +194,8 @@ def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
     """`states` of this run at a ZeRO stage, as far as they are on the GPU."""
-    one_moment = 0
-    if config.optimizer.name == "muon":
-        one_moment = sum(matrix.size for matrix in matrices(config.model))
+    muon = config.optimizer.name == "muon"
+    one_moment = sum(matrix.size for matrix in matrices(config.model)) if muon else 0
     parts = states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
     if config.zero.offload == "cpu" and stage:
         parts |= {"masters": 0.0, "moments": 0.0}
@@ -236,14 +214,18 @@ def bucket_bytes(config: Config) -> float:
     return BUCKET * gradient_bytes(config)
 
 
+def needed(config: Config, seq_len: int, world_size: int) -> float:
+    """Bytes on one GPU."""
+    on_gpu = sum(resident(config, config.zero.stage, world_size).values())
+    return on_gpu + bucket_bytes(config) + activations(config, seq_len)
+
+
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
     """The largest `batch.micro_size` that fits a GPU; 0 where none does. It divides a rank's share of the global batch, where
     the shares are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
-    room = (1 - SPARE) * memory_gib * GIB - bucket_bytes(config)
-    room -= sum(resident(config, config.zero.stage, world_size).values())
     for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
-        if activations(with_micro_size(config, micro), seq_len) <= room:
+        if needed(with_micro_size(config, micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:
             return micro
     return 0
 
@@ -254,42 +236,34 @@ def with_micro_size(config: Config, micro: int) -> Config:
     return config.model_copy(update={"batch": batch})
 
 
-def _largest(config: Config, seq_len: int, world_size: int, memory_gib: float) -> str:
-    micro = largest_micro_size(config, seq_len, world_size, memory_gib)
-    if not micro:
-        return f"no micro-batch fits {memory_gib:g} GiB; take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
-    best = with_micro_size(config, micro)
-    total = activations(best, seq_len) + bucket_bytes(best)
-    total += sum(resident(best, best.zero.stage, world_size).values())
-    return (
-        f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}, {total / GIB:.1f} GiB,"
-        f" {accumulation(best, world_size)} micro-steps an update"
-    )
-
-
 def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:
-    parameters = padded_parameters(config.model)
     kept = activations(config, seq_len)
     lines = [
-        f"memory a GPU, GiB: {parameters / 1e6:.1f} M parameters in {planned_precision(config)}, {config.optimizer.name};"
-        f" activations of {config.batch.micro_size} rows"
+        f"memory a GPU, GiB: {padded_parameters(config.model) / 1e6:.1f} M parameters in {planned_precision(config)},"
+        f" {config.optimizer.name}; activations of {config.batch.micro_size} rows"
         + (", recomputed by layer" if config.model.activation_checkpointing else ""),
         "ZeRO   weights  gradients  fp32 masters  moments  activations    total",
     ]
     for stage in range(4):
-        parts = resident(config, stage, world_size)
-        cells = [parts[name] / GIB for name in ("weights", "gradients", "masters", "moments")] + [kept / GIB]
+        cells = [size / GIB for size in (*resident(config, stage, world_size).values(), kept)]
+        numbers = "".join(f"{size:{width}.2f}" for size, width in zip(cells, (10, 11, 14, 9, 13), strict=True))
         mark = "  <- this run" if stage == config.zero.stage else ""
-        lines.append(
-            f"{stage:>4} {cells[0]:>9.2f} {cells[1]:>10.2f} {cells[2]:>13.2f} {cells[3]:>8.2f} {cells[4]:>12.2f}"
-            f" {sum(cells):>8.2f}{mark}"
-        )
+        lines.append(f"{stage:>4}{numbers}{sum(cells):>9.2f}{mark}")
     lines.append(
         f"stages 1 to 3 need {BUCKET * gradient_bytes(config) / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
     )
     if memory_gib is not None:
         lines.append(_largest(config, seq_len, world_size, memory_gib))
-    if config.zero.offload == "cpu":
-        lines.append("masters and moments are on the host (zero.offload=cpu)")
     return lines
+
+
+def _largest(config: Config, seq_len: int, world_size: int, memory_gib: float) -> str:
+    micro = largest_micro_size(config, seq_len, world_size, memory_gib)
+    if not micro:
+        return f"no micro-batch fits {memory_gib:g} GiB; take zero.stage 2 or 3, model.activation_checkpointing or zero.offload"
+    best = with_micro_size(config, micro)
+    return (
+        f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro},"
+        f" {needed(best, seq_len, world_size) / GIB:.1f} GiB, {accumulation(best, world_size)} micro-steps an update"
+    )
