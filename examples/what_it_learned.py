@@ -86,7 +86,7 @@ def sentences(held_out: Dataset, tokenizer: Tokenizer, counts: np.ndarray) -> li
 
 
 def predictions(filler: Filler, text: str) -> str:
-    (words,) = filler.fill(text, top=3).words
+    (words,) = filler.fill(text, top=3)
     return ", ".join(f"{word} {p:.0%}" for word, p in words)
 
 

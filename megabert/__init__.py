@@ -50,7 +50,7 @@ class LoadedModel:
     def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
         """The `top` likeliest (word, probability) of each [MASK] in `text`. Raises ValueError for a text without one or too
         long for the model, and for a model without an MLM head."""
-        return self._filler.fill(text, top=top).words
+        return self._filler.fill(text, top)
 
     @cached_property
     def _filler(self) -> Filler:

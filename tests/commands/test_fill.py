@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -55,8 +54,8 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
         answers = pipeline(text, top_k=4)
         answers = answers if isinstance(answers[0], list) else [answers]
         filled = fill.Filler(pretrained).fill(text, top=4)
-        assert filled.follows is None and len(filled.words) == text.count("[MASK]") == len(answers)
-        for words, want in zip(filled.words, answers, strict=True):
+        assert len(filled) == text.count("[MASK]") == len(answers)
+        for words, want in zip(filled, answers, strict=True):
             assert [p for _, p in words] == pytest.approx([a["score"] for a in want], abs=1e-6)
             tokens = [pretrained.tokenizer.tokens[a["token"]].strip() for a in want]
             assert [word.removeprefix("##") for word, _ in words] == tokens
@@ -66,36 +65,18 @@ def test_whitespace_around_masks_is_kept(tmp_path: Path) -> None:
     found = hf.load(runs.make(tmp_path / "run", "whitespace"))
     filler, kept = fill.Filler(found), found.tokenizer
     given, whole = "  the\n\t  [MASK] fox\n [MASK]s ", "  the\n\t  the fox\n thes "
-    ids = filler._encode(given, "")[0]
+    ids = filler._encode(given)
     word = kept.encode_batch(["the"])[0]
     assert word[0] != kept.unk_id and kept.keeps_whitespace
     unmasked = [id_ for i in ids[1:-1] for id_ in (word if i == kept.mask_id else [i])]
-    assert kept.decode(unmasked) == whole and len(filler.fill(given, "a\n", top=2).words) == 2
-
-
-def test_a_pair_has_a_next_sentence_answer(tmp_path: Path) -> None:
-    run = runs.make(tmp_path / "run", "uncased")
-    export.export(run, tmp_path / "hf")
-    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(
-        "the [MASK] fox", "[MASK] sea", return_tensors="pt"
-    )
-    with torch.no_grad():
-        want = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf").eval()(**made)
-    filled = fill.Filler(hf.load(run)).fill("the [MASK] fox", "[MASK] sea", top=1)
-    assert filled.follows == pytest.approx(float(want.seq_relationship_logits.softmax(-1)[0, 0]), abs=1e-6)
-    at = (made["input_ids"][0] == 9).nonzero().flatten()
-    best = want.prediction_logits[0, at].softmax(-1).max(-1).values.tolist()
-    assert [words[0][1] for words in filled.words] == pytest.approx(best, abs=1e-6)
+    assert kept.decode(unmasked) == whole and len(filler.fill(given, top=2)) == 2
 
 
 def test_the_table_is_aligned() -> None:
     words = [[("fox", 0.5), ("strasse", 0.25)], [("##es", 0.999), ("a", 0.0004)]]
-    assert fill.table(fill.Filled(words[:1], None)) == " 1  fox       50.0%\n 2  strasse   25.0%"
-    assert fill.table(fill.Filled(words, 0.125)) == (
-        "    [MASK] 1         [MASK] 2\n"
-        " 1  fox       50.0%  ##es   99.9%\n"
-        " 2  strasse   25.0%  a       0.0%\n"
-        "the second text follows the first: 12.5%"
+    assert fill.table(words[:1]) == " 1  fox       50.0%\n 2  strasse   25.0%"
+    assert fill.table(words) == (
+        "    [MASK] 1         [MASK] 2\n 1  fox       50.0%  ##es   99.9%\n 2  strasse   25.0%  a       0.0%"
     )
 
 
@@ -108,7 +89,7 @@ def test_a_causal_run_fills_from_the_left(tmp_path: Path, capsys) -> None:
         want = peer(made["input_ids"][:, :-1]).logits[0, -1].softmax(-1).topk(3).values.tolist()
     filler = fill.Filler(hf.load(run))
     for text in ("the quick [MASK]", "the quick [MASK] fox jumps"):
-        (words,) = filler.fill(text, top=3).words
+        (words,) = filler.fill(text, top=3)
         assert [p for _, p in words] == pytest.approx(want, abs=1e-6)
     assert fill.main(["--model", str(run), "[MASK] and [MASK]"]) == 2
     assert "the run is causal and fills in one [MASK], not 2" in capsys.readouterr().err
@@ -121,13 +102,6 @@ def test_one_text_prints_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
     assert len(first.splitlines()) == 3
     assert fill.main(["--model", f"{run}/checkpoints/step-00000000", "--top", "3", "the [MASK]"]) == 0
     assert capsys.readouterr().out == first
-    assert fill.main(["--model", run, "--pair", "sea", "the [MASK]"]) == 0
-    by_option = capsys.readouterr().out
-    assert fill.main(["--model", run, "the [MASK]|||sea"]) == 0
-    assert capsys.readouterr().out == by_option and "follows the first: " in by_option
-    monkeypatch.setattr("sys.stdin", io.StringIO("the [MASK]\n"))
-    assert fill.main(["--model", run, "--top", "3"]) == 0
-    assert capsys.readouterr().out == f"-- {run}, step 0\n{first}"
 
 
 def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
@@ -141,32 +115,6 @@ def test_it_reads_beside_a_locked_run(tmp_path: Path, capsys) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 5 and not done.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in run.rglob("*")) == before
-
-
-def test_the_newest_checkpoint_is_followed(tmp_path: Path, capsys, monkeypatch) -> None:
-    """A step is committed between two questions: the second answer is the new model's, and says so."""
-    run = runs.make(tmp_path / "run", "uncased")
-    asked = iter(["the [MASK]", "the [MASK]", "no mask", "the [MASK] ||| sea", ""])
-
-    def ask(prompt: str) -> str:
-        question = next(asked)
-        if question == "the [MASK]" and answered():
-            train_on(run, 30)
-        return question
-
-    def answered() -> bool:
-        texts.append(capsys.readouterr().out)
-        return "%" in texts[-1]
-
-    texts: list[str] = []
-    monkeypatch.setattr("builtins.input", ask)
-    assert fill.main(["--model", str(run), "--top", "2"]) == 0
-    captured = capsys.readouterr()
-    assert texts[0].splitlines() == [f"-- {run}, step 0"] and len(texts[1].splitlines()) == 2
-    lines = captured.out.splitlines()
-    assert lines[0] == "-- step 30" and lines[1:3] != texts[1].splitlines() and "follows the first" in lines[-1]
-    assert captured.err == "error: the text has no [MASK]; put one where a word is wanted\n"
-    assert not (run / "checkpoints" / "step-00000000").exists()
 
 
 def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch) -> None:
@@ -192,8 +140,6 @@ def test_a_checkpoint_removed_while_read_is_replaced(tmp_path: Path, monkeypatch
         (["[MASK] " * 50], "the text has 52 tokens, the model takes at most 40"),
         (["caf\udce9 [MASK]"], "the text is not valid UTF-8"),
         (["[MASK]", "--top", "0"], "--top 0"),
-        (["[MASK]|||a", "--pair", "b"], "give one of them"),
-        (["--pair", "[MASK]"], "--pair without a text"),
         (["[MASK]", "--tokenizer", "nowhere"], "nowhere: tokenizer file not found"),
     ],
 )
@@ -208,6 +154,6 @@ def test_mistakes_are_one_line(args: list[str], message: str, tmp_path: Path, ca
 
 def test_top_may_exceed_the_vocabulary(tmp_path: Path) -> None:
     found = hf.load(runs.make(tmp_path / "run", "uncased"))
-    (words,) = fill.Filler(found).fill("[MASK]", top=10**6).words
+    (words,) = fill.Filler(found).fill("[MASK]", top=10**6)
     assert len(words) == found.tokenizer.vocab_size and sum(p for _, p in words) == pytest.approx(1, abs=1e-4)
     assert {"[PAD]", "##es", "the"} <= {word for word, _ in words} and json.dumps(words)
