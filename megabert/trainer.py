@@ -21,7 +21,7 @@ from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
 from megabert.config import Config
 from megabert.data.batch import VACANT, RowDigest
-from megabert.distributed.ranks import Gathering, World, refuse_together
+from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, UpdateResult
@@ -132,7 +132,7 @@ class Agreement:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._sent: tuple[Sync, str, Gathering] | None = None
+        self._sent: tuple[Sync, str, Callable[[], list[list[int]]]] | None = None
 
     def start(self, own: Sync, problem: str) -> None:
         """Send this rank's report on an update, and the text of its problem."""
@@ -143,8 +143,8 @@ class Agreement:
         """What all ranks reported; None where nothing was sent since. Waits. Raises RankRefused where a rank has a problem."""
         if self._sent is None:
             return None
-        (own, problem, gathering), self._sent = self._sent, None
-        sync = own.reduce(gathering.result())
+        (own, problem, gathered), self._sent = self._sent, None
+        sync = own.reduce(gathered())
         if sync.problem:
             refuse_together(self._world, problem, own.problem)
         return sync
@@ -501,12 +501,12 @@ class Trainer:
 
     def record(self, done: Unjudged, trouble: Trouble) -> None:
         """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
-        row_ids = self.world.gather_ints([row for row in done.row_ids if row != VACANT])
+        rows_by_rank = self.world.gather([row for row in done.row_ids if row != VACANT])
         if self.writes and self.world.is_main:
             entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
             entry |= figures(done.result, self.engine.terms)
-            entry |= {"score": round(trouble.score, 3), "row_ids": row_ids}
+            entry |= {"score": round(trouble.score, 3), "row_ids": [row for rows in rows_by_rank for row in rows]}
             with open(self.run_dir / TROUBLE, "a") as file:
                 file.write(as_json(entry) + "\n")
 

@@ -230,10 +230,10 @@ def cluster(folder: Path, as_json: bool) -> int:
         with tempfile.TemporaryDirectory() as stacks:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
             watchdog.progress()
-            survey = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
+            found = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
         lines = [
             Finding("cluster", line.name, cast(State, line.state), line.value, line.fix)
-            for line in preflight.report(survey)
+            for line in preflight.report(ranks.world, *found)
         ]
         if ranks.world.is_main:
             show(lines, as_json)

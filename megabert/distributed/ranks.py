@@ -12,7 +12,6 @@ import json
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,38 +29,14 @@ HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
 TIMEOUT = timedelta(minutes=20)
 # Of ranks that meet under srun; from 32,768 on Linux gives ports to any process.
 PORTS = range(20_000, 32_000)
-# Ports that are tried.
-TURNS = 16
-# First word of rank 0's answer there.
-NOTICE = "megabert"
-# Time-out of one such connection.
-VISIT_SECONDS = 5.0
-# Between two passes over all ports.
-LOOK_SECONDS = 0.5
 # gloo's threads release a collective's tensors in microseconds, on a full machine in milliseconds.
 SETTLE_SECONDS = 0.2
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """A gathering of integers that was started: row r is what rank r sends."""
-
-    rows: list[list[int]] | torch.Tensor
-    work: dist.Work | None = None
-
-    def result(self) -> list[list[int]]:
-        """The rows; waits for the ranks that have not yet started it."""
-        if isinstance(self.rows, list):
-            return self.rows
-        if self.work is not None:
-            wait_for_ranks(self.work)
-        return self.rows.tolist()
-
-
 def wait_for_ranks(work: dist.Work) -> None:
-    """Wait for a collective that was started, in a function that the watchdog knows (`hangs.WAITING`)."""
+    """Wait for a collective that was started, in a function that the watchdog knows (`watchdog.main_thread`)."""
     work.wait()
 
 
@@ -76,7 +51,7 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    # The job, where ranks meet at one of several ports; "" where the launcher named the one.
+    # Where ranks meet at a port that follows from the job's number; "" where the launcher named the port.
     job: str = ""
 
     @property
@@ -95,17 +70,20 @@ class World:
         """Element-wise maxima over the ranks; every rank passes as many values."""
         return [int(v) for v in self._reduce(values, torch.int64, dist.ReduceOp.MAX)]
 
-    def start_gather(self, values: Sequence[int]) -> Gathering:
-        """The ranks' values, as many on each, on their way while this rank continues."""
+    def start_gather(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """The ranks' values, as many on each, on their way while this rank continues; a function that waits for them and
+        gives a row for each rank."""
         if self.size == 1:
-            return Gathering([list(values)])
+            return lambda: [list(values)]
         own = torch.tensor([list(values)], dtype=torch.int64)
         rows = own.new_empty(self.size, len(values))
-        return Gathering(rows, dist.all_gather_into_tensor(rows, own, group=_control, async_op=True))
+        work = dist.all_gather_into_tensor(rows, own, group=_control, async_op=True)
 
-    def gather_ints(self, values: Sequence[int]) -> list[int]:
-        """The values of all ranks, in rank order; ranks may pass different numbers of them."""
-        return [int(value) for part in self.gather(list(values)) for value in part]
+        def result() -> list[list[int]]:
+            wait_for_ranks(work)
+            return rows.tolist()
+
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, in rank order, on every rank. torch's own `all_gather_object` would unpickle them."""
@@ -288,10 +266,11 @@ def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher:
             master = (host, _number(env, "MASTER_PORT"))
         elif launcher == "srun":
             host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
-            number, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
-            # The same on every rank and, by the job's and step's numbers, seldom the same for two jobs.
-            master = (host, PORTS[(number * 31 + step) % len(PORTS)])
-            job = f"{number}.{step}.{_number(env, 'SLURM_RESTART_COUNT', 0)}"
+            names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+            number, step, restart = (_number(env, name, 0) for name in names)
+            # The same on every rank, seldom the same for two jobs, and another one where a job is started again.
+            master = (host, PORTS[(number * 31 + step + restart * 997) % len(PORTS)])
+            job = f"{number}.{step}.{restart}"
         elif launcher != "mpirun":
             raise ValueError(f"WORLD_SIZE={size} but MASTER_ADDR or MASTER_PORT is not set; start with torchrun")
     if torch.cuda.is_available():
@@ -307,29 +286,22 @@ def _share_cores(world: World) -> None:
     torch.set_num_threads(max(1, len(cores) // world.gather(place).count(place)))
 
 
-def ports_from(first: int) -> list[int]:
-    """The ports at which ranks meet where the launcher named none, in the order in which they are tried."""
-    return [PORTS[(first - PORTS[0] + 997 * turn) % len(PORTS)] for turn in range(TURNS)]
-
-
 def _start(world: World) -> tuple[str, int]:
     """Start the process group of several ranks; the address of its store. Raises ConnectionError."""
     place = "each other" if world.master is None else f"the others at {world.master[0]}:{world.master[1]}"
-    notice = None
+    address, store = world.master, None
     try:
-        if world.master is not None and not world.job:
-            address, store = world.master, None
-        elif world.is_main:
-            if world.master is not None:
-                _check_own(world.master[0])
-            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-            if world.master is None:
-                address = _address_through_mpi(store.port)
-            else:
-                address, notice = (world.master[0], store.port), Notice(world, store.port)
-        else:
-            address = _address_through_mpi() if world.master is None else find_notice(world)
-            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        if address is None or world.job:  # the launcher names no port, so that rank 0 opens the store itself
+            port = 0 if address is None else address[1]
+            options = {"wait_for_workers": False, "timeout": TIMEOUT}
+            if world.is_main:
+                if address is not None:
+                    _check_own(address[0])
+                store = dist.TCPStore("localhost", port, is_master=True, **options)
+                port = store.port
+            address = address or _address_through_mpi(port)
+            # its keys are this job's, should another job on the host have taken the port
+            store = dist.PrefixStore(world.job, store or dist.TCPStore(*address, is_master=False, **options))
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         dist.init_process_group(
             world.backend,
@@ -344,9 +316,6 @@ def _start(world: World) -> tuple[str, int]:
         raise ConnectionError(
             f"rank {world.rank} cannot meet {place}; if it stays so, set MASTER_ADDR and MASTER_PORT ({first})"
         ) from error
-    finally:
-        if notice is not None:
-            notice.close()
     return address
 
 
@@ -363,67 +332,7 @@ def _check_own(host: str) -> None:
     )
 
 
-class Notice:
-    """Rank 0's answer to every rank of its job that asks at the first of the job's ports that is free: the store's port,
-    which the system has chosen. Raises OSError where none of them is free."""
-
-    def __init__(self, world: World, store: int) -> None:
-        assert world.master is not None
-        for port in ports_from(world.master[1]):
-            try:
-                self._server = _listen(port, world.size)
-                break
-            except OSError as error:
-                taken = error
-        else:
-            raise taken
-        self._text = f"{NOTICE} {world.job} {store}\n".encode()
-        threading.Thread(target=self._answer, name="notice", daemon=True).start()
-
-    def _answer(self) -> None:
-        while True:
-            try:
-                with self._server.accept()[0] as visitor:
-                    visitor.sendall(self._text)
-            except ConnectionError:  # the visitor closed first
-                continue
-            except OSError:  # closed
-                return
-
-    def close(self) -> None:
-        """All ranks have met."""
-        self._server.shutdown(socket.SHUT_RDWR)  # which ends `accept`
-        self._server.close()
-
-
-def _listen(port: int, visitors: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=visitors, dualstack_ipv6=both)
-
-
-def find_notice(world: World) -> tuple[str, int]:
-    """Address of the job's store, from the notice at one of the job's ports, where anything else may listen. Raises OSError
-    where there is none for TIMEOUT."""
-    assert world.master is not None
-    host, first = world.master
-    ends, last = time.monotonic() + TIMEOUT.total_seconds(), OSError("no process answers for this job")
-    while time.monotonic() < ends:
-        for port in ports_from(first):
-            try:
-                with socket.create_connection((host, port), VISIT_SECONDS) as visit:
-                    visit.settimeout(VISIT_SECONDS)
-                    answer = visit.makefile("rb").readline(256).decode("ascii", "replace")
-            except OSError as error:
-                last = error
-                continue
-            if match := re.fullmatch(rf"{NOTICE} {re.escape(world.job)} (\d{{1,5}})\n", answer):
-                return host, int(match[1])
-        time.sleep(LOOK_SECONDS)
-    raise last
-
-
-def _address_through_mpi(port: int = 0) -> tuple[str, int]:
+def _address_through_mpi(port: int) -> tuple[str, int]:
     """The address of rank 0's store, whose `port` rank 0 broadcasts through MPI, which mpirun has connected."""
     try:
         from mpi4py import MPI

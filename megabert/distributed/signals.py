@@ -126,14 +126,12 @@ def parse_duration(text: str) -> float:
     seconds = 0.0
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         seconds = float(match[1]) * UNITS[match[2]]
-    elif match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
-        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    elif match := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+)", text):
-        hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds = (hours * 60 + minutes) * 60 + rest
-    elif text.isdecimal():
-        seconds = int(text) * 60.0
+    elif match := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
+        clock = [int(part) for part in match[2].split(":")]
+        if not match[1] and len(clock) < 3:  # it begins with the minutes
+            clock.insert(0, 0)
+        hours, minutes, rest = (*clock, 0, 0)[:3]
+        seconds = ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + rest
     if not seconds:
         raise ValueError(f"--max-time {text}: write 90 (minutes), 45s, 2h, 1:30:00 or 1-12:00:00")
     return seconds

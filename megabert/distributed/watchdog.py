@@ -1,19 +1,19 @@
-"""Watchdog over the ranks: one that died, stopped or hangs is named, and the whole job ends.
+"""Watchdog over the ranks: one that died, stopped or hangs is named, and the whole job ends with exit code 4.
 
 Every rank sends a heartbeat once a second, through a connection of its own to the process group's store, with what its main
-thread does. Two threads a rank: `_exchange` reads and writes the store and may block in it, when the process that holds it
-is stopped; `_judge` never blocks. They run while the main thread waits in a collective, and while it loops.
+thread does and how many collectives it has entered. Two threads a rank: `_exchange` reads and writes the store and may block
+in it, when the process that holds it is stopped; `_judge` never blocks. They run while the main thread waits in a
+collective, and while it loops.
 
     a rank's process is gone, or a rank on another host       the job ends at once
     sends no heartbeat for LOST_SECONDS
     this rank makes no progress for `timeout` seconds         the failed ranks are those without a heartbeat, or else those
-                                                              that block the others (`hangs.find_failed_ranks`)
+                                                              that block the others (`find_failed_ranks`)
     the store is gone, or does not answer at the time-out     rank 0, which holds it, has failed
 
 The first rank to find a failed one puts a verdict into the store, and every rank acts on it: writes its stacks to
-`hang-RANK.txt` and torch's flight record to `hang-trace-RANK`, kills failed ranks on its own host that send no heartbeat,
-exits with code 4. Time is counted in the judge's own ticks, so that a job that was suspended as a whole does not resume
-overdue.
+`hang-RANK.txt`, kills failed ranks on its own host that send no heartbeat, exits. Time is counted in the judge's own ticks,
+so that a job that was suspended as a whole does not resume overdue.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from megabert.common.errors import FAILED, leave_exit_code
-from megabert.distributed import hangs
-from megabert.distributed.hangs import Standing, find_failed_ranks
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, wait_for_ranks
 
 # Until something was finished the time-out is at least this: libraries load, checkpoints are read.
 START_SECONDS = 600.0
@@ -53,12 +53,15 @@ GONE_TICKS = 2
 STORE_SECONDS = 3.0
 # The rank that holds the store outlives a verdict by this, for the others to read it.
 READERS_SECONDS = 2.5
-# For torch's flight recorder, which asks a device that may not answer.
-RECORD_SECONDS = 2.0
 # Failed ranks that are named.
 SHOWN = 8
 # How long a failed collective waits for its reason.
 EXPLAIN_SECONDS = 8.0
+# This package, which may be installed among the libraries.
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+# Where ranks wait for each other.
+COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
 
 
 @dataclass
@@ -71,11 +74,13 @@ class Peer:
     namespace: str
     pid: int
     beat: int = -1
+    # Updates done.
     step: int = 0
     doing: str = "starting"
+    # Its stack is in a collective.
     waiting: bool = False
+    # Collectives entered, finished or not, by process group.
     entered: dict[str, int] = field(default_factory=dict)
-    unfinished: dict[str, str] = field(default_factory=dict)
     left: bool = False
     silent: float = 0.0
     gone: int = 0
@@ -83,15 +88,9 @@ class Peer:
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-    def take(self, sign: dict[str, Any]) -> None:
+    def update(self, heartbeat: Mapping[str, Any]) -> None:
         """Fields of its newest heartbeat."""
-        self.beat, self.step, self.doing = sign["beat"], sign["step"], sign["doing"]
-        self.waiting, self.left = sign["waiting"], sign["left"]
-        self.entered, self.unfinished = sign["entered"], sign["unfinished"]
-
-    @property
-    def standing(self) -> Standing:
-        return Standing(self.rank, self.step, self.waiting, self.entered, self.unfinished)
+        vars(self).update(heartbeat)
 
 
 @dataclass(frozen=True)
@@ -111,20 +110,20 @@ class Watchdog:
         """`timeout`: seconds without progress until the job ends; 0 for any time. Stacks go to `run_dir`."""
         self.world, self.run_dir, self.timeout = world, Path(run_dir), timeout
         self._step = self._finished = self._beat = self._answers = 0
-        self._idle = self._mute = self._pending = 0.0  # seconds: no progress, no store, a proposal not yet taken
-        self.started = False  # every rank is watched
+        # Seconds without progress, without an answer of the store, and of a proposal that no rank has taken yet.
+        self._idle = self._mute = self._pending = 0.0
+        # Every rank is watched.
+        self.started = False
         self._failed = self._unreachable = self._good = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}
-        self._unfinished: dict[str, str] = {}
-        self._recorder: threading.Thread | None = None
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
 
     def start(self) -> None:
         """Start sending heartbeats and watching those of the others. A collective."""
         world = self.world
-        places = world.gather([socket.gethostname(), hangs.pid_namespace(), os.getpid()])
+        places = world.gather([socket.gethostname(), pid_namespace(), os.getpid()])
         self._peers = [Peer(rank, *place) for rank, place in enumerate(places)]
         # A launcher that restarts ranks may keep its store: heartbeats of an earlier attempt are not ours.
         self._prefix = world.broadcast(f"watchdog-{os.getpid()}-{time.time_ns()}")
@@ -136,7 +135,7 @@ class Watchdog:
         self._send_heartbeat()
         world.barrier()  # from here on every rank's first heartbeat can be read
         for function in (self._exchange, self._judge):
-            _thread(function)
+            threading.Thread(target=function, name=f"watchdog {function.__name__}", daemon=True).start()
         self.started = True
 
     def progress(self, step: int | None = None) -> None:
@@ -176,20 +175,13 @@ class Watchdog:
 
     def _send_heartbeat(self) -> None:
         self._beat += 1
-        self._store.set(self._key(self.world.rank), json.dumps(self._sign()))
+        self._store.set(self._key(self.world.rank), json.dumps(self._heartbeat()))
 
-    def _sign(self) -> dict[str, Any]:
-        """This rank's heartbeat."""
-        doing, waiting = hangs.main_thread()
-        return {
-            "beat": self._beat,
-            "step": self._step,
-            "doing": doing,
-            "waiting": waiting,
-            "entered": hangs.entered(),
-            "unfinished": self._unfinished,
-            "left": self._leaving.is_set() and self._good,
-        }
+    def _heartbeat(self) -> dict[str, Any]:
+        doing, waiting = main_thread()
+        left = self._leaving.is_set() and self._good
+        place = {"beat": self._beat, "step": self._step, "doing": doing, "waiting": waiting}
+        return place | {"entered": entered(), "left": left}
 
     def _read_heartbeats(self) -> None:
         ranks = [peer.rank for peer in self._watched()]
@@ -214,15 +206,10 @@ class Watchdog:
             return float("inf")
         return self.timeout if self._finished else max(self.timeout, START_SECONDS)
 
-    @property
-    def _suspicious(self) -> bool:
-        """Whether a rank may have failed."""
-        return self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK
-
     def _watched(self) -> list[Peer]:
         """The next rank; all of them when one may have failed, so that their silence is known at the time-out."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
-        if self._suspicious:
+        if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
             return others
         return [peer for peer in others if peer.rank == (self.world.rank + 1) % self.world.size]
 
@@ -239,8 +226,6 @@ class Watchdog:
             finished, answers = self._finished, self._answers
             for peer in self._watched():
                 self._look_at(peer, passed)
-            if self._suspicious and (self._recorder is None or not self._recorder.is_alive()):
-                self._recorder = _thread(self._record)
             if self._proposal is None:
                 self._proposal = self._find()
             else:
@@ -249,23 +234,19 @@ class Watchdog:
             if verdict is not None and not self._leaving.is_set():
                 self._end(verdict)
 
-    def _record(self) -> None:
-        self._unfinished = hangs.unfinished()
-
     def _look_at(self, peer: Peer, passed: float) -> None:
         last = self._heartbeats.get(peer.rank)
         if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
-            peer.take(last)
+            peer.update(last)
         elif self._mute < 2 * TICK:  # a store that does not answer hides every heartbeat
             peer.silent += passed
         near = peer.namespace == self._peers[self.world.rank].namespace
-        peer.gone = peer.gone + 1 if near and not hangs.is_alive(peer.pid) else 0
+        peer.gone = peer.gone + 1 if near and not is_alive(peer.pid) else 0
 
     def _find(self) -> Verdict | None:
         """The verdict of this moment; None where no rank has failed."""
         watched = [peer for peer in self._watched() if not peer.left]
-        overdue = self._idle >= self._limit
         near = self._peers[self.world.rank].namespace
         patience = SILENT_SECONDS if self._failed else LOST_SECONDS
         dead = [p for p in watched if p.gone >= (1 if self._failed else GONE_TICKS)]
@@ -274,7 +255,7 @@ class Watchdog:
             return self._verdict_on(_all(dead + lost, "died" if dead else "is lost: it sends no heartbeat"))
         if self._unreachable and self._mute >= (TICK if self._failed else STORE_SECONDS):
             return self._verdict_on(_all(self._peers[:1], "is lost, and the process group's store with it"))
-        if not overdue:
+        if self._idle < self._limit:
             return None
         if self._mute >= SILENT_SECONDS:
             what = "is stopped or lost: its store does not answer"
@@ -282,9 +263,8 @@ class Watchdog:
         if silent := [p for p in watched if p.silent >= SILENT_SECONDS]:
             return self._verdict_on(_all(silent, "is stopped or lost: it sends no heartbeat"), hang=True)
         own = self._peers[self.world.rank]
-        own.take(self._sign())
-        all_peers = sorted([own, *watched], key=lambda peer: peer.rank)
-        found = find_failed_ranks([peer.standing for peer in all_peers])
+        own.update(self._heartbeat())
+        found = find_failed_ranks(sorted([own, *watched], key=lambda peer: peer.rank))
         text = f"hangs: nothing finished in {self._limit:.0f} s, "
         return self._verdict_on({rank: text + reason for rank, reason in found.items()}, hang=True, force=False)
 
@@ -294,11 +274,9 @@ class Watchdog:
         shown = "; ".join(f"{p} {failed[p.rank]}; at step {p.step}, {p.doing}" for p in peers[:SHOWN])
         if len(peers) > SHOWN:
             shown += f"; and {len(peers) - SHOWN} more"
-        ranks = set(failed)
-        alive = [peer.rank for peer in self._peers if peer.rank not in ranks]
-        own = self.world.rank
-        kill = sorted(ranks - {own}) if force and alive else []
-        return Verdict(shown, hang, kill, min(alive, default=own) if kill else own)
+        own, alive = self.world.rank, [peer.rank for peer in self._peers if peer.rank not in failed]
+        kill = sorted(failed.keys() - {own}) if force and alive else []
+        return Verdict(shown, hang, kill, min(alive) if kill else own)
 
     def _end(self, verdict: Verdict) -> None:
         rank, own = self.world.rank, self._peers[self.world.rank]
@@ -311,10 +289,8 @@ class Watchdog:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 with open(self.run_dir / f"hang-{rank}.txt", "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
-                trace = self.run_dir / f"hang-trace-{rank}"
-                _at_most(RECORD_SECONDS, hangs.write_trace, trace)
             for peer in self._peers:
-                if peer.rank in verdict.kill and peer.namespace == own.namespace and hangs.is_alive(peer.pid):
+                if peer.rank in verdict.kill and peer.namespace == own.namespace and is_alive(peer.pid):
                     os.kill(peer.pid, signal.SIGKILL)
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
@@ -326,12 +302,91 @@ def _all(peers: list[Peer], what: str) -> dict[int, str]:
     return {peer.rank: what for peer in peers}
 
 
-def _thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, name=f"watchdog {function.__name__}", daemon=True)
-    thread.start()
-    return thread
+# -- evidence of this process ----------------------------------------------------------------------------------------
 
 
-def _at_most(seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function that may never return, and waits for it so long."""
-    _thread(function, *arguments).join(seconds)
+def entered() -> dict[str, int]:
+    """How many collectives this process has entered in each of its process groups, finished or not."""
+    world: Any = dist.distributed_c10d._world
+    return {world.pg_names[group]: group._get_sequence_number_for_group() for group in list(world.pg_map)}
+
+
+def main_thread() -> tuple[str, bool]:
+    """(file:line in function, whether it waits for other ranks there) of the main thread's innermost frame that is no
+    library's."""
+    identity = threading.main_thread().ident
+    frame: FrameType | None = sys._current_frames().get(identity or 0)
+    if frame is None:
+        return "gone", False
+    code = frame.f_code
+    waiting = code is wait_for_ranks.__code__ or any(part in code.co_filename for part in COLLECTIVES)
+    shown = frame
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    shown = frame or shown
+    path = Path(shown.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{shown.f_lineno} in {shown.f_code.co_name}", waiting
+
+
+def _is_library(file: str) -> bool:
+    return not file.startswith(PACKAGE) and file.startswith(LIBRARIES)
+
+
+def pid_namespace() -> str:
+    """A text that is equal for two processes exactly when each can see the other by its process id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"  # containers have their own ids
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # not known: a text that no other process has
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process that can be seen from here still runs or is stopped; one that only waits to be reaped is not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+# -- verdict on a hang -----------------------------------------------------------------------------------------------
+
+
+def find_failed_ranks(peers: Sequence[Peer]) -> dict[int, str]:
+    """The ranks that block the others, each with the reason; all ranks where no evidence distinguishes them.
+
+    Ranks run one program, so in each process group they enter the same collectives in the same order: one that has entered
+    fewer than others blocks those. Where the counts are equal, the step decides, then the stack.
+    """
+    newest = max(peer.step for peer in peers)
+    return (
+        _absent(peers)
+        or {peer.rank: f"behind the others at step {newest}" for peer in peers if peer.step < newest}
+        or {peer.rank: "and it does not wait for other ranks" for peer in peers if not peer.waiting}
+        or _all(list(peers), "and every rank waits for the others")
+    )
+
+
+def _absent(peers: Sequence[Peer]) -> dict[int, str]:
+    """Those that have not entered what others wait in, and wait for none themselves; where all of them wait, those that the
+    most ranks wait for."""
+    # Of each rank that is waited for: how many do, and group and number of the collective that they have entered.
+    missing: dict[int, tuple[int, str, int]] = {}
+    ahead: set[int] = set()
+    for group in sorted({name for peer in peers for name in peer.entered}):
+        counts = {peer.rank: peer.entered[group] for peer in peers if group in peer.entered}
+        least = min(counts.values())
+        waiters = {rank for rank, count in counts.items() if count > least}
+        ahead |= waiters
+        for rank in counts.keys() - waiters if waiters else ():
+            missing[rank] = max(missing.get(rank, (0, "", 0)), (len(waiters), group, least + 1))
+    most = max((count for count, _, _ in missing.values()), default=0)
+    failed = sorted(missing.keys() - ahead) or [rank for rank in sorted(missing) if missing[rank][0] == most]
+    order = " but waits for them in another group: collectives in another order"
+    return {
+        rank: f"has not entered collective {number} of group {group} that {count} of {len(peers)} ranks are in"
+        + (order if rank in ahead else "")
+        for rank in failed
+        for count, group, number in [missing[rank]]
+    }

@@ -15,7 +15,7 @@ import torch
 
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
-from megabert.distributed.hangs import is_alive
+from megabert.distributed.watchdog import is_alive
 from tests.helpers.pythons import other_pythons
 from tests.helpers.rows import make_dataset, vocabulary
 

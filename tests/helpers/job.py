@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from megabert.distributed.hangs import is_alive
+from megabert.distributed.watchdog import is_alive
 from tests.integration.conftest import ROOT, free_port
 
 SMALL = (
