@@ -199,7 +199,8 @@ def report(world: World, ranks: list[RankSurvey], all_reduce: Sequence[tuple[int
 
 def _facts(ranks: list[RankSurvey]) -> list[PreflightLine]:
     """One line of what is the same on all ranks, and one for each difference, with the nodes that have it."""
-    same, lines = {}, []
+    same: dict[str, str] = {}
+    lines = []
     for name in sorted({name for one in ranks for name in one.facts}):
         hosts: dict[str, set[str]] = {}
         for one in ranks:

@@ -292,16 +292,17 @@ def _start(world: World) -> tuple[str, int]:
     address, store = world.master, None
     try:
         if address is None or world.job:  # the launcher names no port, so that rank 0 opens the store itself
-            port = 0 if address is None else address[1]
-            options = {"wait_for_workers": False, "timeout": TIMEOUT}
+            port, opened = 0 if address is None else address[1], None
             if world.is_main:
                 if address is not None:
                     _check_own(address[0])
-                store = dist.TCPStore("localhost", port, is_master=True, **options)
-                port = store.port
+                opened = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+                port = opened.port
             address = address or _address_through_mpi(port)
+            if opened is None:
+                opened = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
             # its keys are this job's, should another job on the host have taken the port
-            store = dist.PrefixStore(world.job, store or dist.TCPStore(*address, is_master=False, **options))
+            store = dist.PrefixStore(world.job, opened)
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         dist.init_process_group(
             world.backend,
