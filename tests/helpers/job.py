@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import queue
-import signal
 import subprocess
-import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
 from megabert.distributed.watchdog import is_alive
-from tests.integration.conftest import ROOT, free_port
+from tests.helpers.forked import ROOT, Forked
+from tests.integration.conftest import free_port
 
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=16", "batch.micro_size=8"),
@@ -21,75 +18,56 @@ SMALL = (
     *("eval.interval=0", "eval.rows=16", "checkpoint.interval=5", "data.workers=1", "peak_tflops=1.0"),
     *("log.tensorboard=false",),
 )
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# after the driver, where a launcher runs it
 MAIN = """
 import sys
-from megabert.distributed.signals import ignore_signals
-from megabert.train import main
-code = main()
-ignore_signals()
-sys.exit(code)
+from megabert.__main__ import main
+sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-def _die_with_the_test() -> None:
-    """In the child: a test that is killed leaves no training behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class Job:
-    """Ranks of `megabert/train.py`; `driver` runs before its `main` in every rank and may wrap functions."""
+    """Ranks of `megabert train`; `driver` runs before it in every rank and may wrap functions. `head`: a launcher instead."""
 
     def __init__(self, data: Path, run: Path, *extra: object, ranks: int = 2, driver: str = "", head=(), **env: str):
+        run.parent.mkdir(parents=True, exist_ok=True)
         arguments = ["--config", "tiny", "--data", str(data), "--run", str(run), *SMALL, *map(str, extra)]
-        program = ["megabert/train.py", *arguments]
-        if driver:
-            run.parent.mkdir(parents=True, exist_ok=True)
-            script = run.parent / f"driver-{run.name}.py"
-            script.write_text(
-                "from megabert.distributed.signals import leave_when_signalled\nleave_when_signalled()\n"
-                + driver
-                + MAIN
-            )
-            program = [str(script), *arguments]
+        script = run.parent / f"driver-{run.name}.py" if driver else None
+        if script:
+            script.write_text(driver + (MAIN if head else ""))
+        self.log = Path(tempfile.mkstemp(".log", f"{run.name}-", run.parent)[1])
+        self._read = 0
         base = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
+        if head:
+            command = [*map(str, head), str(script or "megabert/train.py"), *arguments]
+            with self.log.open("ab") as log:
+                self.processes = [subprocess.Popen(command, cwd=ROOT, env=base, stdout=log, stderr=log)]
+            return
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        self.lines: list[str] = []
-        self._coming: queue.Queue[str] = queue.Queue()
-        self.processes = []
-        for rank in range(1 if head else ranks):
-            own = {} if head or ranks == 1 else master | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [*map(str, head), *program] if head else [sys.executable, *program]
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=base | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                preexec_fn=_die_with_the_test,
+        self.processes = [
+            Forked(
+                ["train", *arguments],
+                base | ({} if ranks == 1 else master | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+                self.log,
+                driver=str(script or ""),
             )
-            self.processes.append(process)
-            threading.Thread(target=self._read, args=(process,), daemon=True).start()
-
-    def _read(self, process) -> None:
-        for line in process.stdout:
-            self._coming.put(line.rstrip())
+            for rank in range(ranks)
+        ]
 
     def wait_for(self, text: str, timeout: float = 120) -> str:
         """The first new line that holds `text`."""
         deadline = time.monotonic() + timeout
         while True:
-            try:
-                line = self._coming.get(timeout=0.5)
-            except queue.Empty:
-                if time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
-                    continue
+            ended = all(process.poll() is not None for process in self.processes)
+            whole, newline, _ = self.output[self._read :].rpartition("\n")
+            for line in whole.splitlines() if newline else ():
+                self._read += len(line) + 1
+                if text in line:
+                    return line
+            if ended or time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"no {text!r} in {timeout} s:\n{self.output}") from None
-            self.lines.append(line)
-            if text in line:
-                return line
+                raise AssertionError(f"no {text!r} in {timeout} s:\n{self.output}")
+            time.sleep(0.02)
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.processes)):
@@ -125,7 +103,6 @@ class Job:
         while orphans := [pid for pid in family if is_alive(pid)]:
             assert time.monotonic() < gone_by, f"orphans {orphans}:\n{self.output}"
             time.sleep(0.05)
-        time.sleep(0.2)  # the last lines
         return [process.returncode for process in self.processes]
 
     def kill(self) -> None:
@@ -135,6 +112,4 @@ class Job:
 
     @property
     def output(self) -> str:
-        while not self._coming.empty():
-            self.lines.append(self._coming.get())
-        return "\n".join(self.lines)
+        return self.log.read_text(errors="replace")

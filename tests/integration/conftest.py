@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*args: object, ranks: int = 0, timeout: int = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python args…` (with `ranks`: through the deepspeed launcher) from the repository's root."""
+    """Runs `python args…` from the repository's root; with `ranks` through the deepspeed launcher, else a command of ours is
+    forked where its imports are done."""
+    words = [str(word) for word in args]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    if not ranks and (forked_as := _forked_as(words)):
+        return forked.run(forked_as, environment, timeout)
     head = [sys.executable]
     if ranks:
-        head = [
-            str(Path(sys.executable).with_name("deepspeed")),
-            "--num_gpus",
-            str(ranks),
-            "--master_port",
-            str(free_port()),
-        ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1" if ranks > 1 else "2"} | env
-    return subprocess.run(
-        head + [str(a) for a in args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+        launcher = str(Path(sys.executable).with_name("deepspeed"))
+        head = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return subprocess.run(head + words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def _forked_as(words: list[str]) -> list[str]:
+    """The arguments of `megabert` that stand for `python words…`; [] for what is no command of it."""
+    match words:
+        case ["megabert/train.py", *rest]:
+            return ["train", *rest]
+        case ["-m", "megabert", *rest]:
+            return rest
+        case ["-m", "megabert.finetune", *rest]:
+            return ["finetune", *rest]
+        case ["-m", "data_prep", *rest]:
+            return ["prep", *rest]
+    return []
 
 
 def free_port() -> int:
@@ -41,24 +57,39 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of this name that `make` fills once for all processes of the test run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / name
+    with open(shared / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 600 KB of English: the topics of Python's language reference, one a document."""
-    import re
-    from pydoc_data.topics import topics
 
-    folder = tmp_path_factory.mktemp("corpus")
-    documents = [re.sub(r"[*`\\]+", "", text) for _, text in sorted(topics.items())]
-    (folder / "topics.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-    return folder
+    def make(folder: Path) -> None:
+        from pydoc_data.topics import topics
+
+        documents = [re.sub(r"[*`\\]+", "", text) for _, text in sorted(topics.items())]
+        folder.mkdir()
+        (folder / "topics.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+
+    return once(tmp_path_factory, "corpus", make)
 
 
 @pytest.fixture(scope="session")
-def dataset(corpus, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "topics"
-    done = command(
-        *("-m", "data_prep", "build", "--input", corpus, "--output", folder, "--seq-len", 64),
-        *("--vocab-size", 2000, "--workers", 2, "--held-out", 0.05),
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def make(folder: Path) -> None:
+        done = command(
+            *("-m", "data_prep", "build", "--input", corpus, "--output", folder, "--seq-len", 64),
+            *("--vocab-size", 2000, "--workers", 2, "--held-out", 0.05),
+        )
+        assert done.returncode == 0, done.stderr
+
+    return once(tmp_path_factory, "topics", make)

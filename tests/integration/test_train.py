@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from megabert.evaluation import evaluate_run
-from tests.integration.conftest import ROOT, command, metrics
+from tests.helpers.job import Job
+from tests.integration.conftest import command, metrics
 
 SMALL = (
     *("model.layers=2", "model.hidden=64", "model.heads=2", "batch.global_size=32", "batch.micro_size=8"),
@@ -29,11 +28,11 @@ def train(data, run, *extra, ranks=0, **kwargs):
 @pytest.mark.dist
 def test_two_ranks_stop_resume_and_evaluate(dataset, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    done = train(dataset, straight, "zero.stage=2", ranks=2)
+    for run, stop in ((straight, ()), (broken, ("--stop-after", 7))):
+        job = Job(dataset, run, *SMALL, "zero.stage=2", "log.tensorboard=true", *stop)
+        assert job.codes() == [0, 0], job.output
+    done = train(dataset, broken, "zero.stage=2", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    for stop in (("--stop-after", 7), ()):
-        done = train(dataset, broken, "zero.stage=2", *stop, ranks=2)
-        assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming from" in done.stdout and "at step 7" in done.stdout
 
     whole, parts = metrics(straight), metrics(broken)
@@ -120,17 +119,10 @@ def test_causal_run_is_replayed(dataset, tmp_path):
 
 def test_signal_saves_and_run_resumes(dataset, tmp_path):
     run = tmp_path / "run"
-    arguments = ["--config", "tiny", "--data", dataset, "--run", run, *SMALL, "schedule.total_steps=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "megabert/train.py", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and "lr" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 85
+    job = Job(dataset, run, *SMALL, "schedule.total_steps=100000", ranks=1)
+    job.wait_for("  lr ")
+    job.signal(signal.SIGTERM)
+    assert job.codes(60) == [85], job.output
     saved = json.loads((run / "checkpoints/pointer.json").read_text())["step"]
     assert saved >= 1
     done = train(dataset, run, "schedule.total_steps=100000", "--stop-after", saved + 2)
