@@ -100,15 +100,12 @@ def soft_loss(logits: Tensor, wanted: Tensor, real: Tensor, temperature: float) 
     return (divergence * real).sum() * temperature**2, same.sum()
 
 
-def build(config: Config, tokenizer: str, device: torch.device) -> BertForPreTraining:
-    """The module that a run trains, with fp32 weights: BERT, or a student where `distill.teacher` names a teacher.
+def build(config: Config, tokenizer: str, device: torch.device) -> Student:
+    """The student of `distill.teacher`, with fp32 weights.
 
     `tokenizer` is the SHA-256 of the data's. Raises ValueError when the teacher was trained with another one, is no
     model, or cannot teach this one.
     """
-    if not config.distill.teacher:
-        dtype, causal = DTYPES[config.precision], config.causal_updates
-        return BertForPreTraining(config.model, config.ops, device.type, dtype, causal)
     teacher = pretrained.load(config.distill.teacher)
     if tokenizer and teacher.tokenizer.sha256 != tokenizer:
         raise ValueError(

@@ -182,7 +182,10 @@ def build_engine(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        model = on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+        if config.distill.teacher:
+            return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
+        dtype = precision.DTYPES[config.precision]
+        model = BertForPreTraining(config.model, config.ops, world.device.type, dtype, config.causal_updates)
         if counts is not None:
             model.start_from_frequencies(torch.tensor(counts))
         return model

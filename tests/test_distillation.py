@@ -37,9 +37,7 @@ def config(teacher: Path, **overrides: Any) -> Config:
 
 
 def student(cfg: Config) -> distillation.Student:
-    built = distillation.build(cfg, pretrained.load(cfg.distill.teacher).tokenizer.sha256, CPU)
-    assert isinstance(built, distillation.Student)
-    return built
+    return distillation.build(cfg, pretrained.load(cfg.distill.teacher).tokenizer.sha256, CPU)
 
 
 def oracle(cfg: Config, ours: BertForPreTraining, theirs: BertForPreTraining, batch: tiny.Batch) -> list[Tensor]:
