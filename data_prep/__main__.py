@@ -13,10 +13,9 @@ from __future__ import annotations
 import sys
 
 from data_prep.arguments import parser
-from data_prep.common.errors import BadInput
 from megabert.common.errors import INTERRUPTED, code_of, command
+from megabert.common.files import refuse_url
 from megabert.common.logs import log
-from megabert.common.remote import is_url
 
 
 @command
@@ -28,8 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from data_prep import commands
 
     try:
-        if folder and is_url(folder):
-            raise BadInput(f"{folder}: is a URL; give a folder")
+        refuse_url(folder or "")
         return commands.run(args, argv)
     except OSError as error:
         # a failed write has no name

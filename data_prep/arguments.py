@@ -44,7 +44,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
         help="TOML file of options by these names, and a table [corpus.NAME] a corpus: input, weight, and of its own format, "
         "text_documents, text_field, keep_titles, encoding, split, language, filters")  # fmt: skip
     add("--input", nargs="+", metavar="[NAME=]PATH",
-        help="files, folders, globs (each also at a URL: s3://, gs://, hf://, https://), or the word pydoc: MediaWiki XML dumps, "
+        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, "
         "WikiExtractor output, text, JSONL (each also .gz .bz2 .xz .zst), Parquet, saved Hugging Face datasets; "
         "NAME= starts a corpus of that name")  # fmt: skip
     add("--output", metavar="DIR",
@@ -124,8 +124,6 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("running")
     add = g.add_argument
     add("--workers", type=int, metavar="N", help="processes (default: the cores)")
-    add("--add", action="store_true",
-        help="build the input that is not yet in DIR into its next version, with its tokenizer and options (its recipe is read first)")  # fmt: skip
     add("--print-recipe", action="store_true", help="print the recipe of this build and build nothing")
     add(
         "--overwrite",

@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import TABLES, Corpus, FileRange
-from data_prep.executor import input_list, output_folder, work_files
+from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Journal, Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult
@@ -48,12 +48,11 @@ def build(
     allow: bool = False,
     parts_read: bool = False,
     recipe: str = "",
-    known: input_list.KnownFiles | None = None,
     recipe_file: str | None = None,
 ) -> dict[str, Any] | None:
     """Build a dataset a row length in `folder` and return a summary; None when it is complete already. Rank 0 alone.
 
-    Files that are `known` are left out; None also where that leaves none. `recipe` is stored with it, whether or not it was
+    `recipe` is stored with it, whether or not it was
     read from `recipe_file`. Without `allow` it stops before rows are written where most pairs would be random or many tokens
     be cut off.
 
@@ -63,9 +62,7 @@ def build(
     """
     began = time.perf_counter()
     problems = Problems(on_error)
-    ranges = _listed(corpora, options, problems, known)
-    if not ranges:
-        return None
+    ranges = _listed(corpora, options, problems)
     account = account_of(corpora, ranges, options, given)
     sources = _sources(ranges, options, given, recipe_file)
     with output_folder.opened(Path(folder), account, options.seq_lens, overwrite, sources) as work:
@@ -89,7 +86,6 @@ def build(
                 problems,
                 {str(dataset.seq_len): dataset.figures for dataset in output.datasets},
             )
-            input_list.write(Path(folder), ranges)
             _commit(Path(folder), output, facts, account, recipe)
     training = (train_tokenizer.SAMPLE, train_tokenizer.TRAIN)
     tokenizer_seconds = sum(stages.figures[name]["seconds"] for name in training if name in stages.figures)
@@ -160,19 +156,14 @@ def _check_parts(journal: Journal, plan: ReadPlan) -> None:
     raise Unfinished(f"--merge: {len(missing)} of {len(plan.tasks)} tasks are not read yet; first start --part {which}")
 
 
-def _listed(
-    corpora: Sequence[Corpus], options: BuildOptions, problems: Problems, known: input_list.KnownFiles | None = None
-) -> list[tuple[int, FileRange]]:
-    """The ranges of the input, with their corpus, but for files that are `known`.
-
-    Raises BadInput for bad options, and where there is no file, unless all may be known.
-    """
+def _listed(corpora: Sequence[Corpus], options: BuildOptions, problems: Problems) -> list[tuple[int, FileRange]]:
+    """The ranges of the input, with their corpus. Raises BadInput for bad options, and where there is no file."""
     options.check()
     for classifier in {options.quality, *(options.of(corpus).language for corpus in corpora)}:
         if classifier:
             classifier.check()
-    ranges = list_ranges(corpora, options.read, problems, known or (lambda path: False))
-    if not ranges and known is None:
+    ranges = list_ranges(corpora, options.read, problems)
+    if not ranges:
         paths = " ".join(path for corpus in corpora for path in corpus.paths)
         raise BadInput(f"--input {paths}: no text there (no files, or all of them empty)")
     largest = max((part for _, part in ranges if part.format in TABLES), key=lambda part: part.size, default=None)

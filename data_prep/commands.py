@@ -13,14 +13,12 @@ from data_prep.build import build, build_part
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
 from data_prep.executor import output_folder, pool
-from data_prep.executor.input_list import KnownFiles
-from data_prep.options import TRAINING, BuildOptions
+from data_prep.options import BuildOptions
 from data_prep.report import inspect_dataset
 from data_prep.report.summary import summary_text
 from megabert.common.errors import OK
 from megabert.common.logs import log
 from megabert.data import shards
-from megabert.data.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -35,8 +33,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _build(args: argparse.Namespace, argv: list[str]) -> int:
-    if args.add:
-        return _add(args, argv)
     recipe_file = args.recipe
     if recipe_file is None:
         if not args.input:
@@ -100,60 +96,6 @@ def _from_recipe(args: argparse.Namespace, argv: list[str]) -> tuple[argparse.Na
     args = parser().parse_args([argv[0], *arguments, *rest])
     options = options_of(args)
     return args, options, recipe.corpora(path, tables, options.read)
-
-
-def _add(args: argparse.Namespace, argv: list[str]) -> int:
-    """Build the next version of a dataset, from the input that is not in it yet, in a folder of its own."""
-    if not args.output or args.recipe or args.overwrite:
-        raise BadInput("build --add: give --output, the dataset, and new --input; no recipe and no --overwrite")
-    if args.part or args.merge or args.tokenizer:
-        raise BadInput("build --add: uses the tokenizer of the dataset, and excludes --part and --merge")
-    _check_json(args)
-    base = Path(args.output)
-    account = output_folder.account(base)
-    stored = base / output_folder.RECIPE
-    tables: dict[str, dict[str, Any]] = {}
-    if stored.is_file():
-        arguments, tables = recipe.load(str(stored), actions())
-        args = parser().parse_args([argv[0], *arguments, *argv[1:]])
-    options = options_of(args)
-    before = {name: value for name, value in account["options"].items() if name not in TRAINING}
-    if changed := list(output_folder.differences(before, options.listed(trained=False))):
-        raise BadInput(f"--add: {base} was built with other options ({'; '.join(changed)}); give those")
-    if args.input:
-        inputs = corpora(args.input, args.weight)
-    elif tables:
-        inputs = recipe.corpora(str(stored), tables, options.read)
-    else:
-        raise BadInput(f"build --add: {base} has no {output_folder.RECIPE}; give --input")
-    versions, target = output_folder.versions(base, options.seq_lens)
-    text = recipe.render(vars(args), inputs, options.read)
-    if args.print_recipe:
-        print(text, end="")
-        return OK
-    tokenizer = Tokenizer.load(output_folder.tokenizer(base, options.seq_lens))
-    with pool.opened(workers_of(args)) as executor:
-        if executor is None:
-            return OK
-        summary = build(
-            inputs,
-            target,
-            options,
-            executor,
-            tokenizer,
-            on_error=args.on_error,
-            progress=not args.quiet,
-            allow=args.allow,
-            recipe=text,
-            known=KnownFiles(versions),
-        )
-    if summary is None:
-        log.info(f"{args.output}: holds all of this input already; nothing to do")
-        _write_json(args, None, versions[-1])
-        return OK
-    print(summary_text(summary, str(target)))
-    _write_json(args, summary, target)
-    return OK
 
 
 def _check_json(args: argparse.Namespace) -> None:

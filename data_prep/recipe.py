@@ -33,7 +33,7 @@ NOT_IN = ("input", "weight", "recipe", "help")
 # options that a corpus may have of its own, beside filters
 OWN = tuple(field.name for field in fields(ReadOptions))
 # options without influence on the dataset
-RUNNING = ("output", "workers", "overwrite", "json", "quiet", "print_recipe", "add", "part", "merge")
+RUNNING = ("output", "workers", "overwrite", "json", "quiet", "print_recipe", "part", "merge")
 
 
 def load(path: str, options: Mapping[str, Any]) -> tuple[list[str], dict[str, dict[str, Any]]]:

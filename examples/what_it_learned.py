@@ -92,7 +92,7 @@ def predictions(filler: Filler, text: str) -> str:
 
 def main(run: str, data: str) -> None:
     trained, dataset = hf.load(run), Dataset(data)
-    held_out = evaluation.held_out(data, trained.config)
+    held_out = evaluation.held_out(data)
     counts = token_counts(dataset)
     counts[list(trained.tokenizer.special_ids.values())] = 0
 

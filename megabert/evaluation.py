@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from megabert import checkpoint
 from megabert import config as configuration
-from megabert.common.remote import below
 from megabert.config import Config
 from megabert.data.batch import Batch
 from megabert.data.loader import eval_batches
@@ -29,13 +29,12 @@ EVAL_SEED = 20181011
 SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
 
 
-def held_out(data: str, config: Config) -> Dataset:
-    """The held-out split of a dataset folder, damaged rows left out where `data.on_damage` says so. Raises ValueError
-    when it has none."""
+def held_out(data: str) -> Dataset:
+    """The held-out split of a dataset folder. Raises ValueError when it has none."""
     part = Manifest.load(data).held_out
     if part is None:
         raise ValueError(f"{data}: no held-out split; build it with data_prep build --held-out SHARE")
-    return Dataset(below(data, part["path"]), config.data.on_damage == "skip")
+    return Dataset(Path(data, part["path"]))
 
 
 def fixed_batches(
@@ -161,7 +160,7 @@ def evaluate_run(run: str, data: str, rows: int = 0) -> dict[str, float | int]:
     if rows:
         tree = tree | {"eval": tree["eval"] | {"rows": rows}}
     cfg = configuration.from_dict(tree)
-    dataset = held_out(data, cfg)
+    dataset = held_out(data)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{data}: its tokenizer is not the one {run} was trained with")

@@ -100,20 +100,18 @@ def open_run(
 def open_data(config: Config, world: World) -> tuple[AnyDataset, Tokenizer]:
     """The run's dataset, or its mixture, and the tokenizer that it was built with. A collective."""
     dataset = open_dataset(config, world)
-    for problem in dataset.problems if world.is_main else ():
-        log.warning(f"{problem}; its rows are left out")
     return dataset, on_every_rank(world, lambda: Tokenizer.load(dataset.tokenizer_path))
 
 
 def open_dataset(config: Config, world: World) -> AnyDataset:
     """The first rank of each node reads the manifests and checks that its node has all shards; rank 0 broadcasts them to the
     others. A collective. Raises RankRefused where a rank cannot open the dataset, or opens another one."""
-    data, tolerant = config.data, config.data.on_damage == "skip"
+    data = config.data
     dataset: AnyDataset | None = None
     problem, code = "", errors.OK
     if world.local_rank == 0:
         try:
-            dataset = mixture.open_mixture(data.path, data.mix, tolerant)
+            dataset = mixture.open_mixture(data.path, data.mix)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
     refuse_together(world, problem, code)
@@ -121,9 +119,9 @@ def open_dataset(config: Config, world: World) -> AnyDataset:
         assert dataset is not None
         return dataset
     sent = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
-    of_rank_0 = mixture.from_json(sent, data.mix, tolerant)
+    of_rank_0 = mixture.from_json(sent, data.mix)
     if dataset is not None and dataset.manifest.fingerprint != of_rank_0.manifest.fingerprint:
-        problem, code = f"{dataset.place}: is not the dataset that rank 0 sees there", errors.USER_ERROR
+        problem, code = f"{dataset.folder}: is not the dataset that rank 0 sees there", errors.USER_ERROR
     refuse_together(world, problem, code)
     return dataset or of_rank_0
 
@@ -217,12 +215,9 @@ def resume(
     """The head of the run's checkpoints, and the state that engine and data have been set to (None: a run's start). A
     collective. Raises ValueError naming the field in which the checkpoint is of another run."""
     state = origin.state
-    position = state.get("cursor", 0) * config.batch.global_size
-    same_data = bool(state) and mixture.resume(dataset, state, position)
     provenance = describe(config, dataset, tokenizer, engine)
     if origin.path is not None:
-        # data that has grown since the checkpoint is still its data
-        check_compatible(state, provenance | ({"dataset": state["dataset"]} if same_data else {}))
+        check_compatible(state, provenance)
         saved = origin.checkpoints.load(engine, origin.path)
         log.info(f"resuming from {origin.path} at step {saved['step']}, {duration(saved['seconds'])} trained")
         return provenance, saved
@@ -317,7 +312,7 @@ class Pretraining:
     def held_out(self) -> Dataset | None:
         """The held-out split, which stays open from the first evaluation on; None where there is none."""
         path = self.dataset.held_out_path
-        return None if path is None else Dataset(path, self.dataset.tolerant)
+        return None if path is None else Dataset(path)
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out figures. A dataset without a held-out split is noted once, at the start."""

@@ -20,7 +20,7 @@ from megabert.common.errors import BadTraining, Failed
 from megabert.common.logs import log
 from megabert.common.run_files import TROUBLE
 from megabert.config import Config
-from megabert.data.batch import VACANT, RowDigest
+from megabert.data.batch import RowDigest
 from megabert.distributed.ranks import World, refuse_together
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
@@ -38,7 +38,7 @@ class Workload(Protocol):
 
     An update has `step` (its number in the data, from 0), `epoch`, `batches` for the engine, `row_ids` and `epochs` (int64
     [n]) of the rows they hold, `tokens` (real ones of this rank), `objective` (losses of different ones are not compared),
-    `damage` (row id -> text) and `problem` with its `problem_code`, as `megabert.data.batch.Update` says.
+    and `problem` with its `problem_code`, as `megabert.data.batch.Update` says.
     """
 
     shown: Shown
@@ -383,8 +383,7 @@ class Trainer:
         place = {"step": self.state.step, "cursor": update.step, "epoch": update.epoch}
         self.unjudged.append(Unjudged(**place, row_ids=update.row_ids.tolist(), result=result))
         self.workload.meter.add(result, update)
-        for text in self.rows.add(update):
-            log.warning(f"left out: {text}")
+        self.rows.add(update)
         self.watchdog.progress(self.state.step)
         self.report(update, seconds)
         if reading or self.world.size == 1 or self.config.schedule.unit == "tokens":
@@ -432,11 +431,11 @@ class Trainer:
     def log(self, lr: float) -> None:
         """An object for the sinks and a line for the terminal, from the ranks' reports of this update."""
         assert self.known is not None
-        state, rows = self.state, self.row_totals
+        state = self.state
         values: dict[str, Any] = {"step": state.step, "time/train_seconds": round(state.seconds, 3)}
         values |= {"train/lr": lr} | self.workload.meter.drain()
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
-        values |= {"data/row_digest": f"{rows['row_digest']:016x}", "data/damaged_rows": rows["damaged_rows"]}
+        values |= {"data/row_digest": f"{self.row_digest:016x}"}
         if self.config.schedule.unit == "tokens":
             values["data/tokens"] = state.tokens
         if self.config.objective.causal_share:
@@ -447,9 +446,9 @@ class Trainer:
             log.info(self.workload.progress_line(values, self.eta_seconds))
 
     @property
-    def row_totals(self) -> dict[str, int]:
-        """Digest and number of damaged rows of all ranks, after the newest update that was agreed on."""
-        return self.rows.totals({} if self.known is None else self.known.rows)
+    def row_digest(self) -> int:
+        """Of the rows of all ranks, after the newest update that was agreed on."""
+        return self.rows.total({} if self.known is None else self.known.rows)
 
     @property
     def eta_seconds(self) -> float:
@@ -501,7 +500,7 @@ class Trainer:
 
     def record(self, done: Unjudged, trouble: Trouble) -> None:
         """Append to `trouble.jsonl` what is needed to look into an update: `cursor` is its number in the data. A collective."""
-        rows_by_rank = self.world.gather([row for row in done.row_ids if row != VACANT])
+        rows_by_rank = self.world.gather([row for row in done.row_ids if row >= 0])
         if self.writes and self.world.is_main:
             entry: dict[str, Any] = {"step": done.step, "cursor": done.cursor, "epoch": done.epoch}
             entry |= {"kind": trouble.kind, "action": trouble.action}
@@ -530,7 +529,7 @@ class Trainer:
     def checkpoint_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides the engine's own tensors."""
         assert not self.unjudged, "its losses belong to the state"
-        own = asdict(self.state) | self.row_totals | {"losses": self.spike_policy.spikes.state()}
+        own = asdict(self.state) | {"row_digest": self.row_digest, "losses": self.spike_policy.spikes.state()}
         own |= {"meter": self.workload.meter.state()}
         return dict(self.provenance) | own | self.workload.state()
 
@@ -538,7 +537,7 @@ class Trainer:
         """Take over the state of a checkpoint."""
         self.state = TrainState.of(saved)
         self.saves.step = self.state.step
-        self.rows, self.known = RowDigest(saved["row_digest"], saved["damaged_rows"]), None
+        self.rows, self.known = RowDigest(saved["row_digest"]), None
         self.spike_policy.resume(saved["losses"], self.state.bad)
         self.workload.meter.resume(saved["meter"])
         self.workload.resume(saved)

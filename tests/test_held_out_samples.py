@@ -31,7 +31,7 @@ TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.max_positio
 
 def made(*overrides: str, causal: bool = False) -> tuple[Config, Tokenizer, BertForPreTraining, list[Batch]]:
     """A random model, and the batches of its samples."""
-    held_out = evaluation.held_out(str(DATA), Config())
+    held_out = evaluation.held_out(str(DATA))
     tokenizer = Tokenizer.load(DATA / "tokenizer.model")
     more = ["data.masking.strategy=causal", "model.nsp=false"] if causal else []
     cfg = configuration.load("tiny", [*TINY, f"model.vocab_size={tokenizer.vocab_size}", *overrides, *more])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,15 +19,13 @@ from data_prep.executor.journal import write_json
 from megabert.common.errors import describe
 from megabert.common.files import lock
 from megabert.common.logs import log
-from megabert.common.remote import is_url
-from megabert.data.shards import ADDED, MANIFEST, Manifest
+from megabert.data.shards import MANIFEST
 from megabert.data.tokenizer import CONFIG
 
 WORK = ".work"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 RECIPE = "recipe.toml"
-INPUTS = "inputs.bin"
 REPORT = "report.json"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # the entry of an account in which an unfinished build may differ: what it read is checked item by item
@@ -43,14 +40,10 @@ def folders(output: Path, seq_lens: tuple[int, ...]) -> dict[int, Path]:
 def _is_ours(path: Path) -> bool:
     name = path.name
     if path.is_dir():
-        return (
-            name in (WORK, HELD_OUT)
-            or re.fullmatch(r"added-\d{3}", name) is not None
-            or (name.startswith("seq") and name[3:].isdigit())
-        )
-    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe", ".inputs")):
+        return name in (WORK, HELD_OUT) or (name.startswith("seq") and name[3:].isdigit())
+    if name.startswith(("shard-", ".shard-", ".manifest", ".build", ".report", ".recipe")):
         return name.endswith((".tar", ".tmp"))
-    return name in (MANIFEST, ACCOUNT, RECIPE, INPUTS, REPORT, *TOKENIZERS.values(), CONFIG)
+    return name in (MANIFEST, ACCOUNT, RECIPE, REPORT, *TOKENIZERS.values(), CONFIG)
 
 
 def clear(output: Path) -> None:
@@ -87,30 +80,6 @@ def _load(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except ValueError:
         raise BadInput(f"{path}: not valid JSON; --overwrite starts again") from None
-
-
-def account(output: Path) -> dict[str, Any]:
-    """The account of a complete dataset. Raises BadInput where there is none."""
-    if not (output / ACCOUNT).is_file() or (output / WORK / ACCOUNT).exists():
-        raise BadInput(f"--output {output}: holds no complete dataset to add to")
-    return _load(output / ACCOUNT)
-
-
-def tokenizer(output: Path, seq_lens: tuple[int, ...]) -> Path:
-    """The tokenizer file of a complete dataset."""
-    folder = folders(output, seq_lens)[seq_lens[0]]
-    return folder / Manifest.load(folder).tokenizer["file"]
-
-
-def versions(output: Path, seq_lens: tuple[int, ...]) -> tuple[list[Path], Path]:
-    """(folders of a complete dataset and of all versions added to it, the folder of the next version)."""
-    versions_there = [output]
-    while (
-        _is_complete(added := output / ADDED.format(len(versions_there)), seq_lens)
-        and not (added / WORK / ACCOUNT).exists()
-    ):
-        versions_there.append(added)
-    return versions_there, added
 
 
 def _is_complete(output: Path, seq_lens: tuple[int, ...]) -> bool:
@@ -160,7 +129,7 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
         folder, name = os.path.split(path)
         if folder not in real:
             real[folder] = os.path.realpath(folder)
-        if not is_url(path) and os.path.join(real[folder], name).startswith(top):
+        if os.path.join(real[folder], name).startswith(top):
             raise BadInput(
                 f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
             )

@@ -101,7 +101,7 @@ def identify(file: FileRange, options: ReadOptions, problems: Problems) -> FileR
     """
     with files.open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
-    suffix = os.path.splitext(files.bare_path(file.path))[1]
+    suffix = os.path.splitext(file.path)[1]
     compression = decompress.compression_of(head)
     named = decompress.SUFFIXES.get(suffix)
     if named and compression != named:
@@ -146,7 +146,7 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
     if encoding != encodings.UTF8:
         head = b"".join(encodings.recode(iter([head]), encoding, path, Problems("skip")))
     if format_ == AUTO:
-        stem, suffix = os.path.splitext(files.bare_path(path))
+        stem, suffix = os.path.splitext(path)
         if suffix in decompress.SUFFIXES:
             suffix = os.path.splitext(stem)[1]
         format_ = formats.detect(path, suffix, head[: formats.HEAD])

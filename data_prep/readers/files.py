@@ -1,6 +1,6 @@
 """Input files: which files an input names, in an order that follows from the names alone, and how a file is opened.
 
-An input is a file, a folder or a glob, on this machine or at a URL. Folders are walked through links, each folder once, hidden
+An input is a file, a folder or a glob. Folders are walked through links, each folder once, hidden
 names left out. A dataset that Hugging Face `datasets` saved is the shards that its state names. Of a dictionary of them, and of
 tables that are named after their splits, one split is read.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
-from megabert.common import arrow_tables, remote
+from megabert.common import arrow_tables
 from megabert.common.arrow_tables import SPLITS, STATE
-from megabert.common.remote import is_url
+from megabert.common.files import refuse_url
 
 MAGIC = re.compile(r"[*?\[]")
 # files of the `datasets` library beside its tables, which hold no text
@@ -35,7 +35,7 @@ LEFT_OUT = "split not read"
 
 @dataclass(frozen=True)
 class FileStatus:
-    """Whether a path is a regular file, its bytes, and a number that changes with its content: a time in ns, or of an ETag."""
+    """Whether a path is a regular file, its bytes, and the time of its last change in ns."""
 
     regular: bool
     size: int
@@ -43,18 +43,13 @@ class FileStatus:
 
 
 def status(path: str) -> FileStatus:
-    """Raises OSError, for a URL as `megabert.common.remote` does."""
-    if is_url(path):
-        at_url = remote.status(path)
-        return FileStatus(not at_url.folder, at_url.size, at_url.stamp)
-    local = os.stat(path)
-    return FileStatus(stat.S_ISREG(local.st_mode), local.st_size, local.st_mtime_ns)
+    """Raises OSError."""
+    found = os.stat(path)
+    return FileStatus(stat.S_ISREG(found.st_mode), found.st_size, found.st_mtime_ns)
 
 
 def open_regular(path: str) -> BinaryIO:
     """The file, open for reading. Raises BadInput for a pipe, device or socket, without waiting on it."""
-    if is_url(path):
-        return remote.opened(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -63,19 +58,13 @@ def open_regular(path: str) -> BinaryIO:
     return file
 
 
-def bare_path(path: str) -> str:
-    """A path whose suffix is that of its file: a URL without its query."""
-    return path.partition("?")[0] if is_url(path) else path
-
-
 def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[str]:
     """Files of one input in order, of a saved dataset those of `split`.
 
     Raises BadInput when there is no such file or split; what can't be read follows the policy of `problems`.
     """
-    if is_url(item):
-        yield from _expand_url(item, problems, split)
-    elif os.path.isdir(item):
+    refuse_url(item)
+    if os.path.isdir(item):
         yield from _walk(item, problems, split)
     elif os.path.lexists(item):
         yield item
@@ -88,25 +77,6 @@ def expand(item: str, problems: Problems, split: str = EVERY_SPLIT) -> Iterator[
                 yield from _walk(path, problems, split)
             else:
                 yield path
-
-
-def _expand_url(item: str, problems: Problems, split: str) -> Iterator[str]:
-    if remote.MAGIC.search(item):
-        matches = remote.matching(item)
-        if "**" in item:
-            matches = {url: folder for url, folder in matches.items() if not folder}
-        if not matches:
-            raise BadInput(f"--input {item}: no file matches it")
-    else:
-        try:
-            matches = {item: remote.status(item).folder}
-        except FileNotFoundError:
-            raise BadInput(f"--input {item}: no such file or folder") from None
-    for url, folder in matches.items():
-        if folder:
-            yield from _walk(url, problems, split)
-        else:
-            yield url
 
 
 def _match(pattern: str) -> list[str]:
@@ -128,12 +98,14 @@ def _match(pattern: str) -> list[str]:
 def _walk(top: str, problems: Problems, split: str) -> list[str]:
     """Files below a folder, sorted by path."""
     paths: list[str] = []
-    seen: set[tuple[int, int] | str] = set()
+    seen: set[tuple[int, int]] = set()
     waiting = [top]
     while waiting:
         folder = waiting.pop()
         try:
-            identity = _identity(folder)
+            status = os.stat(folder)
+            # the same by whatever links it is reached
+            identity = (status.st_dev, status.st_ino)
             if identity in seen:
                 continue
             seen.add(identity)
@@ -161,18 +133,8 @@ def _walk(top: str, problems: Problems, split: str) -> list[str]:
     return sorted(paths)
 
 
-def _identity(folder: str) -> tuple[int, int] | str:
-    """A key of a folder that does not depend on the links by which it is reached."""
-    if is_url(folder):
-        return folder
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
-
-
 def _kinds(folder: str) -> dict[str, bool]:
     """Names in a folder, and whether each is a folder itself."""
-    if is_url(folder):
-        return remote.names(folder)
     with os.scandir(folder) as entries:  # which separates folders from files without a second system call
         return {entry.name: _is_folder(entry) for entry in entries}
 

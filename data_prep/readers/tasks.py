@@ -9,7 +9,7 @@ is cut as the unpacked file would be.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,16 +38,10 @@ RATIO_FILES = 8
 PlannedFile = tuple[str, list[FileRange], Problems]
 
 
-def list_ranges(
-    corpora: Sequence[Corpus],
-    options: ReadOptions,
-    problems: Problems,
-    skip: Callable[[str], bool] = lambda path: False,
-) -> list[tuple[int, FileRange]]:
+def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[tuple[int, FileRange]]:
     """(corpus, range) of all files in order. A file named twice is read once. Empty files are counted and left out.
 
-    `options` are those of a corpus that has none of its own; a file for whose real path `skip` is true is left out. Raises
-    BadInput naming the file that can't be read.
+    `options` are those of a corpus that has none of its own. Raises BadInput naming the file that can't be read.
     """
     ranges: list[tuple[int, FileRange]] = []
     seen: set[str] = set()
@@ -66,7 +60,7 @@ def list_ranges(
                 else:
                     planned = _plan_all(files.expand(item, problems, read.split), read, problems.policy, threads)
                 for real, parts, its_problems in planned:
-                    if real not in seen and not skip(real):
+                    if real not in seen:
                         seen.add(real)
                         problems.counts += its_problems.counts
                         ranges += [(number, part) for part in parts]
@@ -95,8 +89,6 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile | Ba
 
 
 def _real(path: str) -> str:
-    if files.is_url(path):
-        return path
     if os.path.islink(path):
         return os.path.realpath(path)
     folder, name = os.path.split(path)
@@ -125,7 +117,7 @@ def _ranges_of(path: str, options: ReadOptions, problems: Problems) -> list[File
             encoding=encodings.check(options.encoding),
             stamp=(status.size, status.stamp),
         )
-        suffix = os.path.splitext(files.bare_path(path))[1]
+        suffix = os.path.splitext(path)[1]
         small = min(SMALL, documents.RANGE_BYTES // EXPANSION)
         if suffix in NAMED and status.size < (small // EXPANSION if NAMED[suffix] else small):
             format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
@@ -143,7 +135,7 @@ def _cut_file(file: FileRange, problems: Problems) -> list[FileRange]:
     if file.format not in TABLES:
         return cut(file, file.size)
     parts = max(file.size // documents.RANGE_BYTES, 1)
-    if file.format == "arrow" and (parts == 1 or files.is_url(file.path)):  # to skip batches is to fetch them
+    if file.format == "arrow" and parts == 1:
         return [file]
     try:
         count = tables.row_groups(file.path) if file.format == "parquet" else tables.batches(file.path)

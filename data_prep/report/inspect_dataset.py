@@ -60,18 +60,10 @@ class _Screen:
 
 
 def datasets(folder: str | os.PathLike[str]) -> list[Path]:
-    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`.
-
-    Versions added to a dataset come after it.
-    """
+    """`folder` itself where it holds a manifest or a shard, else its sub-folders that do, by name; else `folder`."""
     folder = Path(folder)
-    places = [place for place in sorted(folder.glob("added-*")) if any(place.rglob(shards.MANIFEST))]
-    added = [dataset for place in places for dataset in datasets(place)]
     if _is_dataset(folder):
-        return [folder, *added]
-    inner = sorted(place for place in folder.glob("*") if _is_dataset(place) and place not in added)
-    if inner or added:
-        return inner + added
+        return [folder]
     return sorted(filter(_is_dataset, folder.glob("*"))) or [folder]
 
 

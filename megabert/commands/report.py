@@ -164,9 +164,6 @@ def read_metrics(run: ReportedRun) -> None:
             unreadable += 1
             continue
         step = line["step"]
-        damaged = line.get("data/damaged_rows", 0) - run.last.get("data/damaged_rows", 0)
-        if damaged > 0:
-            run.events.append(ReportEvent(step, "damaged rows", f"{damaged:,} left out since the log line before"))
         before, now = run.last.get("train/objective"), line.get("train/objective")
         if before and now and before != now:
             run.events.append(ReportEvent(step, "objective", f"{before} before, {now} by this log line"))

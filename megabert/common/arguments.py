@@ -47,7 +47,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Options that `config.from_arguments` reads: preset or file, data, overrides, and what DeepSpeed's launcher passes."""
     add = parser.add_argument
     add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file")
-    add("--data", default="", metavar="DIR", help="dataset folder written by data_prep, or its URL")
+    add("--data", default="", metavar="DIR", help="dataset folder written by data_prep")
     add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
     add("--deepspeed_config", default="", metavar="FILE", help="JSON with further DeepSpeed keys")
     add("--local_rank", type=int, metavar="N", help="set by launchers")

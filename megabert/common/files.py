@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,12 @@ SAFETENSORS_TYPES = {
 }  # fmt: skip
 # bytes that are hashed and written in turn
 CHUNK = 16 << 20
+
+
+def refuse_url(path: str) -> None:
+    """Raises ValueError for a URL, where a path is meant."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise ValueError(f"{path}: is a URL; mount it or copy it to a folder, and name that")
 
 
 @contextmanager

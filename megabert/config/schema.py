@@ -109,15 +109,12 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """Where rows come from."""
 
-    path: str = Field("", description="dataset folder written by data_prep, or its URL (also --data)")
+    path: str = Field("", description="dataset folder written by data_prep (also --data)")
     mix: dict[str, float] = Field(
         {}, description='other dataset folders and their shares of all rows: {"data/books" = 0.3}'
     )
     workers: int = Field(2, ge=0, description="loader processes a rank; 0 loads in the training process")
     prefetch: int = Field(4, gt=0, description="micro-batches each worker keeps ready")
-    on_damage: Literal["stop", "skip"] = Field(
-        "stop", description="at a damaged row: stop every rank, or skip the row and count it"
-    )
     masking: MaskingConfig = MaskingConfig()
 
 

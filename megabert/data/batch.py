@@ -9,7 +9,7 @@ Legend: B rows of a micro-batch, n rows of an update, T row length, S sequences 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ from megabert.common.random_numbers import stream_keys
 from megabert.data.masking import IGNORE, Masked
 from megabert.data.shards import Rows
 
-# row id of a seat after an update's last row, where the ranks' micro-batches have more seats than it has rows
-VACANT = -2
 COUNTS = ("predictions", "nsp_pairs", "tokens", "sequences")
 # keeps the hashes of the row digest apart from order and masks
 DIGEST_STREAM = 0x646967657374
@@ -99,22 +97,20 @@ def compact_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
 class Update:
     """One rank's share of one optimizer step: A micro-batches. `epoch` is that of the global batch's first row.
 
-    `damage` names the rows that became fillers because they are damaged, by row id. `problem` is why the data could not be
-    read; every row is a filler then, and `problem_code` is the exit code of that kind of problem. `objective` is "masked", or
-    "causal" where each token predicts the next.
+    `problem` is why the data could not be read; every row is a filler then, and `problem_code` is the exit code of that kind
+    of problem. `objective` is "masked", or "causal" where each token predicts the next.
     """
 
     step: int
     epoch: int
     batches: list[Batch]
-    damage: dict[int, str] = field(default_factory=dict)
     problem: str = ""
     problem_code: int = errors.OK
     objective: str = "masked"
 
     @property
     def row_ids(self) -> np.ndarray:
-        """int64 [n], fillers -1, seats without a row VACANT."""
+        """int64 [n]; fillers -1, in seats without a row too."""
         return np.concatenate([batch.row_ids for batch in self.batches])
 
     @property
@@ -242,37 +238,29 @@ def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
 
 
 class RowDigest:
-    """Digest of the rows a run saw since its first update, on all ranks together, and the number of damaged rows left out.
+    """Digest of the rows a run saw since its first update, on all ranks together.
 
-    The digest is a sum of hashes: the same whatever the order of rows, the ranks and the restarts. A row that is repeated or
-    left out, or of another epoch, changes it, so two runs have the same digest only if they saw the same rows as often (but
-    for 2^-64 by chance).
+    A sum of hashes: the same whatever the order of rows, the ranks and the restarts. A row that is repeated or left out, or of
+    another epoch, changes it, so two runs have the same digest only if they saw the same rows as often (but for 2^-64 by chance).
     """
 
-    def __init__(self, digest: int = 0, damaged: int = 0) -> None:
-        """`digest` and `damaged` are those of the updates before this process."""
-        self._digest, self._damaged = digest, damaged
+    def __init__(self, digest: int = 0) -> None:
+        """`digest` is that of the updates before this process."""
+        self._digest = digest
         # of this rank's rows since
-        self._own_digest = self._own_damaged = 0
-        self._reported: set[int] = set()
+        self._own = 0
 
-    def add(self, update: Update) -> list[str]:
-        """Add one more update of this rank; returns messages about damaged rows that were not reported before."""
-        row_ids = update.row_ids
-        self._own_digest += row_digest(row_ids, update.epochs)
-        self._own_damaged += int(((row_ids < 0) & (row_ids != VACANT)).sum())
-        new = {row: text for row, text in update.damage.items() if row not in self._reported}
-        self._reported |= new.keys()
-        return list(new.values())
+    def add(self, update: Update) -> None:
+        """Add one more update of this rank."""
+        self._own += row_digest(update.row_ids, update.epochs)
 
     @property
     def counts(self) -> dict[str, int]:
-        """This rank's rows; the digest in halves, whose sums over any number of ranks fit 64 bits."""
-        digest = self._own_digest % DIGEST_MODULUS
-        return {"digest high": digest >> 32, "digest low": digest & 0xFFFFFFFF, "damaged": self._own_damaged}
+        """This rank's rows: the digest in halves, whose sums over any number of ranks fit 64 bits."""
+        digest = self._own % DIGEST_MODULUS
+        return {"digest high": digest >> 32, "digest low": digest & 0xFFFFFFFF}
 
-    def totals(self, sums: Mapping[str, int]) -> dict[str, int]:
-        """{"row_digest", "damaged_rows"} of all ranks, from the `sums` of their counts ({}: none since)."""
+    def total(self, sums: Mapping[str, int]) -> int:
+        """The digest of all ranks, from the `sums` of their counts ({}: none since)."""
         since = (sums.get("digest high", 0) << 32) + sums.get("digest low", 0)
-        digest = (self._digest + since) % DIGEST_MODULUS
-        return {"row_digest": digest, "damaged_rows": self._damaged + sums.get("damaged", 0)}
+        return (self._digest + since) % DIGEST_MODULUS

@@ -30,7 +30,7 @@ import torch
 from megabert.common import errors
 from megabert.common.environment import keep_freed_memory
 from megabert.config import Config, MaskingConfig, accumulation
-from megabert.data.batch import VACANT, Batch, BatchLayout, Update, collate
+from megabert.data.batch import Batch, BatchLayout, Update, collate
 from megabert.data.masking import Masking, MaskingVocabulary, mask, masking_at
 from megabert.data.mixture import AnyDataset
 from megabert.data.shards import Dataset, Rows
@@ -66,10 +66,10 @@ class _Source:
             vocabulary = MaskingVocabulary(tokenizer.vocab_size, tokenizer.mask_id, special, tokenizer.unit_start)
         else:
             raise ValueError(
-                f"{tokenizer.path}: not the tokenizer that {dataset.place} was built with (SHA-256 differs)"
+                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
             )
         if (size := len(vocabulary.special)) != manifest.vocab_size:
-            raise ValueError(f"{dataset.place}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
+            raise ValueError(f"{dataset.folder}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
         if micro_batch < 1:
             raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
         return _Source(dataset, vocabulary, seed, micro_batch)
@@ -78,26 +78,18 @@ class _Source:
         m = self.dataset.manifest
         return BatchLayout(rows, m.seq_len, m.max_sequences, masking.capacity(m.seq_len))
 
-    def make(
-        self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking
-    ) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]).
-
-        Damaged rows of a tolerant dataset become fillers and are named by row id; otherwise the first one raises
-        DamagedRow.
-        """
+    def make(self, row_ids: np.ndarray, epochs: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of rows `row_ids` (int64 [n], -1 = filler) masked by `masking` for `epochs` (int64 [n]). Raises as
+        `Dataset.read` does."""
         layout = self.layout(len(row_ids), masking)
         buffers = layout.empty()
         out = layout.views(*buffers)
         chunk = max(1, CHUNK_TOKENS // layout.seq_len)
         row_start = np.arange(len(row_ids)) % self.micro_batch * layout.seq_len
-        damaged: dict[int, str] = {}
         for first in range(0, len(row_ids), chunk):
             part = slice(first, first + chunk)
-            ids = row_ids[part].copy()
-            rows, damage = self._rows(ids)
-            damaged |= {int(ids[i]): text for i, text in damage.items()}
-            ids[list(damage)] = -1
+            ids = row_ids[part]
+            rows = self._rows(ids)
             masked = mask(
                 rows.ids,
                 rows.bounds,
@@ -110,35 +102,30 @@ class _Source:
             out["epochs"][part, 0] = epochs[part]
             views = {name: view[part] for name, view in out.items()}
             collate(rows, masked, ids, row_start[part], views, masking.causal)
-        return *buffers, damaged
+        return buffers
 
-    def _rows(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
-        """Rows `row_ids` and what is wrong with some of them, by index. A filler (-1, or a damaged row) is one sequence
-        that fills the row: what is computed from it is finite, and it counts for nothing."""
-        filler, damage = row_ids < 0, dict[int, str]()
+    def _rows(self, row_ids: np.ndarray) -> Rows:
+        """Rows `row_ids`. A filler (-1) is one sequence that fills the row: what is computed from it is finite, and it counts
+        for nothing."""
+        filler = row_ids < 0
         if filler.all():  # stands for rows that could not be read, so nothing is read
-            rows = self.dataset.empty(len(row_ids))
-        elif self.dataset.tolerant:
-            rows, damage = self.dataset.examine(np.where(filler, row_ids.max(), row_ids))
-            damage = {i: text for i, text in damage.items() if not filler[i]}
+            rows = Rows.without_sequences(len(row_ids), self.dataset.manifest)
         else:
             rows = self.dataset.read(np.where(filler, row_ids.max(), row_ids))
-        filler[list(damage)] = True
         if filler.any():
             rows.ids[filler] = self.vocabulary.ordinary[0]
             rows.bounds[filler] = 0
             rows.bounds[filler, 0] = self.dataset.manifest.seq_len
             rows.isnext[filler] = -1
-        return rows, damage
+        return rows
 
 
 class _Made(NamedTuple):
-    """An update as it travels from a worker: its masking, its buffers, its damaged rows, and why it has no rows ("": it has)."""
+    """An update as it travels from a worker: its masking, its buffers, and why it has no rows ("": it has)."""
 
     masking: Masking
     narrow: torch.Tensor
     wide: torch.Tensor
-    damage: dict[int, str]
     problem: str
     code: int
 
@@ -164,10 +151,10 @@ class _Updates(torch.utils.data.Dataset):
         return step * self.global_batch + np.where(vacant, 0, seats), vacant
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Row ids (VACANT where a seat has no row) and epochs of this rank's rows, both int64 [n]."""
+        """Row ids (-1 where a seat has no row) and epochs of this rank's rows, both int64 [n]."""
         positions, vacant = self.positions(step)
         row_ids, epochs = self.source.dataset.order(self.source.seed, positions)
-        row_ids[vacant] = VACANT
+        row_ids[vacant] = -1
         return row_ids, epochs
 
     def __getitem__(self, request: tuple[int, Masking]) -> _Made:
@@ -185,12 +172,12 @@ class _Updates(torch.utils.data.Dataset):
         """The update of these rows; reading of those of `ahead` is started."""
         problem, code = "", errors.OK
         try:
-            self.source.dataset.read_ahead(ahead[ahead != VACANT])
-            narrow, wide, damage = self.source.make(row_ids, epochs, masking)
+            self.source.dataset.read_ahead(ahead[ahead >= 0])
+            narrow, wide = self.source.make(row_ids, epochs, masking)
         except (ValueError, OSError) as error:
             problem, code = errors.describe(error), errors.exit_code(error)
-            narrow, wide, damage = self.source.make(np.full_like(row_ids, -1), epochs, masking)
-        return _Made(masking, torch.from_numpy(narrow), torch.from_numpy(wide), damage, problem, code)
+            narrow, wide = self.source.make(np.full_like(row_ids, -1), epochs, masking)
+        return _Made(masking, torch.from_numpy(narrow), torch.from_numpy(wide), problem, code)
 
 
 class _Requests(torch.utils.data.Sampler):
@@ -348,7 +335,7 @@ class Loader:
             narrow, wide = narrow.pin_memory(), wide.pin_memory()
         batches = self.source.layout(self.rows, masking).micro_batches(narrow, wide, self.source.micro_batch)
         epoch = self.source.dataset.epoch(self.step * self.global_batch)
-        update = Update(self.step, epoch, batches, made.damage, made.problem, made.code, masking.objective)
+        update = Update(self.step, epoch, batches, made.problem, made.code, masking.objective)
         self.step += 1
         return update
 
@@ -372,13 +359,13 @@ def eval_batches(
     """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
 
     Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining seats hold fillers
-    (row id -1), which count for nothing. Raises DamagedRow unless the dataset is tolerant.
+    (row id -1), which count for nothing. Raises DamagedRow.
     """
     source, masked = _Source.of(dataset, tokenizer, seed, micro_batch), Masking.of(masking or Masking())
     rows = min(dataset.rows, max_rows or dataset.rows)
     for first in range(0, rows, micro_batch * world):
         row_ids = first + rank * micro_batch + np.arange(micro_batch)
         row_ids[row_ids >= rows] = -1
-        narrow, wide, _ = source.make(row_ids, np.zeros_like(row_ids), masked)
+        narrow, wide = source.make(row_ids, np.zeros_like(row_ids), masked)
         layout = source.layout(micro_batch, masked)
         yield from layout.micro_batches(torch.from_numpy(narrow), torch.from_numpy(wide), micro_batch)

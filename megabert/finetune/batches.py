@@ -71,8 +71,6 @@ class TaskUpdate:
     epoch: int = 0
     # int64 [n], numbers of the items
     row_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    # Items are in memory: none is ever damaged.
-    damage: dict[int, str] = field(default_factory=dict)
     problem: str = ""
     problem_code: int = 0
     objective: str = "task"

@@ -28,7 +28,7 @@ def logged(step: int, **more: Any) -> dict[str, Any]:
     """A log line; `more` has `__` for the slash."""
     values = {"train__loss": 9.0 - step / 100, "train__mlm_accuracy": step / 1000, "train__lr": 1e-4}
     values |= {"train__grad_norm": 1.5, "perf__tokens_per_sec": 2000.0, "perf__mfu": 0.4}
-    values |= {"perf__peak_memory_gib": 0.5, "time__train_seconds": step * 2.0, "data__damaged_rows": 0} | more
+    values |= {"perf__peak_memory_gib": 0.5, "time__train_seconds": step * 2.0} | more
     return {"step": step} | {name.replace("__", "/"): value for name, value in values.items()}
 
 
@@ -111,8 +111,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]
     run = make(folder / "mini")
     spike = {"step": 20, "cursor": 19, "kind": "spike", "action": "skip", "train/loss": 99.0}
     write_lines(run / "trouble.jsonl", [spike, spike, spike | {"step": 30, "kind": "non-finite"}])
-    more = [logged(110, data__damaged_rows=3, train__objective="causal")]
-    more.append(logged(120, data__damaged_rows=3, train__objective="masked", train__grad_norm="nan"))
+    more = [logged(110, train__objective="causal")]
+    more.append(logged(120, train__objective="masked", train__grad_norm="nan"))
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in more)
     return page_of(run, output=folder / "report.html")
@@ -155,7 +155,6 @@ def test_it_shows_what_the_runs_files_hold(made: tuple[str, list[list[str]]]) ->
         ["20", "spike", "loss 99.0, gradient norm None; skip"],
         ["30", "non-finite", "loss 99.0, gradient norm None; skip"],
         ["50", "restart", "2026-01-02T04:04:05Z, ranks: 2, on AMD EPYC"],
-        ["110", "damaged rows", "3 left out since the log line before"],
         ["120", "objective", "causal before, masked by this log line"],
     ):
         assert rows.count(row) == 1, row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,6 @@ class Update(tiny.Update):
     problem: str = ""
     problem_code: int = 0
     objective: str = "masked"
-    damage: dict[int, str] = field(default_factory=dict)
     tokens = sequences = predictions = 1
     row_ids = epochs = np.arange(2)
 

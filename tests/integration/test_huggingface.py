@@ -44,7 +44,7 @@ def test_trained_exported_loaded_converted_and_trained_on(dataset: Path, corpus:
     peer = transformers.BertForPreTraining.from_pretrained(folder).eval()
     assert pretrained.manifest_of(found) is not None
     ours: BertForPreTraining = found.model(torch.device("cpu"))
-    batches = fixed_batches(held_out(str(dataset), found.config), found.tokenizer, found.config)
+    batches = fixed_batches(held_out(str(dataset)), found.tokenizer, found.config)
     inputs = max(batches, key=lambda batch: batch.sequences).inputs()
     names = ("input_ids", "segment_ids", "position_ids", "key_start", "key_end", "lengths")
     sequences = 0

@@ -295,20 +295,6 @@ def test_a_damaged_row_ends_every_rank(dataset, tmp_path):
     assert "shard-000000.tar: block 0, row 3 (ids at byte" in error_of(job)
 
 
-@soak
-def test_skipped_damaged_rows_are_named_and_counted(dataset, tmp_path):
-    data, rows = flip(dataset, tmp_path / "data", 5)
-    steps = -(-2 * Dataset(data).rows // 16)  # two epochs
-    job = Job(data, tmp_path / "run", "data.on_damage=skip", "--stop-after", steps)
-    assert job.codes(200) == [0, 0], job.output
-    named = [text for text in job.output.splitlines() if "left out:" in text]
-    for row in rows:
-        assert 1 <= sum(f"block 0, row {row} (ids" in text for text in named) <= 2  # each rank that met it, once
-    counts = [m["data/damaged_rows"] for m in metrics(tmp_path / "run") if "data/damaged_rows" in m]
-    assert counts[-1] in (2 * len(rows), 2 * len(rows) + 1), counts  # the last log line may lie in the third epoch
-    assert counts == sorted(counts)
-
-
 # ---- spikes
 
 SPIKES = (

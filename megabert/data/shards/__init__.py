@@ -13,13 +13,12 @@ Legend: n requested rows, R rows a block, T row length, S sequences a row.
     KEY.crc.npy     uint32 [R]               zlib.crc32 of the row's ids, bounds and isnext bytes, in that order
 """
 
-from megabert.data.shards.dataset import DamagedRow, Dataset, Rows, order_of
+from megabert.data.shards.dataset import DamagedRow, Dataset, Rows
 from megabert.data.shards.layout import write_shard
-from megabert.data.shards.manifest import ADDED, MANIFEST, Manifest, Shard, write_manifest
+from megabert.data.shards.manifest import MANIFEST, Manifest, Shard, write_manifest
 from megabert.data.shards.verification import ShardCheck, plan, verify
 
 __all__ = [
-    "ADDED",
     "MANIFEST",
     "DamagedRow",
     "Dataset",
@@ -27,7 +26,6 @@ __all__ = [
     "Rows",
     "Shard",
     "ShardCheck",
-    "order_of",
     "plan",
     "verify",
     "write_manifest",

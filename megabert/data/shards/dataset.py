@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megabert.common.errors import describe, tried_again
-from megabert.common.logs import log
-from megabert.common.remote import below, is_url, join, parent
+from megabert.common.errors import tried_again
 from megabert.data.order import RowOrder
-from megabert.data.shards import remote_cache
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
-from megabert.data.tokenizer import CONFIG
 
 MISMATCH, CONTRADICTION = " does not match its checksum", " holds bounds, labels or ids out of range"
-ABSENT = " is not in the file, which is cut or missing"
-# shards of a dataset at a URL that are fetched at once
-FETCHED_AT_ONCE = 8
 # maps kept open at once: each holds a file descriptor
 OPEN_SHARDS = 256
 
@@ -44,24 +34,11 @@ class Rows:
     bounds: np.ndarray
     isnext: np.ndarray
 
-
-def size_of(path: Path) -> int | None:
-    """Bytes of a regular file; None where there is none. Retried where the file system fails; then raises OSError."""
-    try:
-        status = tried_again(path.stat)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def order_of(manifests: Sequence[Manifest]) -> RowOrder:
-    """Order of the rows of datasets that follow each other."""
-    return RowOrder(np.array([shard.rows for m in manifests for shard in m.shards]), manifests[0].block_rows)
-
-
-def _map(path: Path, size: int) -> mmap.mmap:
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    @staticmethod
+    def without_sequences(n: int, m: Manifest) -> Rows:
+        """n rows of padding alone."""
+        shape = (n, m.max_sequences)
+        return Rows(np.zeros((n, m.seq_len), m.dtype), np.zeros((*shape, 2), np.uint16), np.full(shape, -1, np.int8))
 
 
 def unpack(packed: np.ndarray, m: Manifest) -> Rows:
@@ -88,84 +65,40 @@ def inconsistent(rows: Rows, vocab_size: int) -> np.ndarray:
 class Dataset:
     """Verified random access to the rows of a dataset folder. Safe to fork and to pickle; maps open on first use.
 
-    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. A
-    `tolerant` dataset opens all the same, `problems` names such shards, and `examine` returns which rows are affected. With a
-    `manifest` that another process has checked, against the shards too, nothing is read or compared. `folder` may be a URL:
-    files then lie in `self.folder`, a cache, and a shard is fetched and checked when rows of it are first read.
+    Opening checks the manifest and every shard's size: ValueError names the shard that is missing, cut or too long. With a
+    `manifest` that another process has checked, against the shards too, nothing is read or compared.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], tolerant: bool = False, manifest: Manifest | None = None
-    ) -> None:
-        self.place, self.tolerant = os.fspath(folder), tolerant
-        self.problems: list[str] = []
+    def __init__(self, folder: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        self.folder = Path(folder)
         self.manifest = m = manifest or Manifest.load(folder)
         self.rows = m.rows
-        self._remote = is_url(self.place)
-        self.folder = remote_cache.folder_of(m.fingerprint) if self._remote else Path(folder)
-        for shard in m.shards if manifest is None and not self._remote else ():
-            path = self.folder / shard.name
-            size = size_of(path)
-            if size != shard.bytes:
-                state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
-                self.problems.append(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
-        if self.problems and not tolerant:
-            raise ValueError(self.problems[0])
-        self._order = order_of([m])
+        for shard in () if manifest else m.shards:
+            self._check_size(shard)
+        self._order = RowOrder(np.array([shard.rows for shard in m.shards]), m.block_rows)
         self._full = BlockLayout(m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._last = BlockLayout(m.rows % m.block_rows or m.block_rows, m.seq_len, m.max_sequences, m.dtype)
         self._open = OPEN_SHARDS
-        # shards at a URL that arrived damaged -> where the damaged file lies
-        self._damaged: dict[str, Path] = {}
         # blocks of the last call of `read_ahead`
         self._ahead: set[int] = set()
-        # section -> its map (None where the file has nothing of it) and the views over it
-        self._maps: OrderedDict[int, tuple[mmap.mmap | None, dict[str, np.ndarray]]] = OrderedDict()
+        # section -> its map and the views over it
+        self._maps: OrderedDict[int, tuple[mmap.mmap, dict[str, np.ndarray]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict()}
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer file; that of a dataset at a URL is fetched first."""
-        entry = self.manifest.tokenizer
-        if not self._remote:
-            return self.folder / entry["file"]
-        name = entry["file"].removeprefix("../")
-        place = self.place if name == entry["file"] else parent(self.place)
-        path = self.folder / name
-        if entry["kind"] == "wordpiece" and not path.is_file():
-            remote_cache.fetch_unsealed(join(place, CONFIG), self.folder / CONFIG)
-        remote_cache.fetch(join(place, name), path, entry["sha256"])
-        return path
+        return self.folder / self.manifest.tokenizer["file"]
 
     @property
-    def held_out_path(self) -> str | Path | None:
-        """Folder or URL of the held-out dataset, None where none was cut."""
-        return below(self.place, self.manifest.held_out["path"]) if self.manifest.held_out else None
+    def held_out_path(self) -> Path | None:
+        """Folder of the held-out dataset, None where none was cut."""
+        return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
 
     def keep_open(self, shards: int) -> None:
         """At most so many shards at once."""
         self._open = shards
-
-    def _file(self, shard: Shard) -> Path:
-        """Where a shard lies; that of a dataset at a URL is fetched first. Raises OSError, and ValueError for one that arrives
-        damaged, unless the dataset is tolerant: each row has a checksum."""
-        path = self.folder / shard.name
-        if not self._remote or shard.name in self._damaged:
-            return self._damaged.get(shard.name, path)
-        url = join(self.place, shard.name)
-        try:
-            remote_cache.fetch(url, path, shard.sha256, shard.bytes)
-        except (FileNotFoundError, ValueError) as error:
-            if not self.tolerant:
-                raise
-            log.warning(f"{describe(error)}; its damaged rows are left out")
-            if isinstance(error, ValueError):
-                path = path.with_suffix(".damaged")
-                remote_cache.fetch_unsealed(url, path)
-            self._damaged[shard.name] = path
-        return path
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row ids, epochs), both int64 [n], of global positions int64 [n]."""
@@ -175,109 +108,86 @@ class Dataset:
         """The epoch at a global position."""
         return position // self.rows
 
-    def _views(self, section: int) -> dict[str, np.ndarray]:
-        """Views [blocks, R] of each member over one mapped section: the full blocks of a shard, or the short last block.
+    def _check_size(self, shard: Shard) -> None:
+        """Raises ValueError for a shard that is missing or of another size than the manifest's, OSError where the file system
+        fails again and again."""
+        path, size = self.folder / shard.name, None
+        try:
+            status = tried_again(path.stat)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        if size != shard.bytes:
+            state = "is missing" if size is None else f"has {size} bytes, the manifest says {shard.bytes}"
+            raise ValueError(f"{path}: {state}; `python -m data_prep verify` shows what is damaged")
 
-        Blocks that are not whole in the file, because it is cut or missing, are not in the views. A file that was cut
-        since it was mapped is mapped again: a read beyond its end would kill the process (SIGBUS).
+    def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
+        """The map of a section, the full blocks of a shard or the short last block, and views [blocks, R] of each member.
+
+        Raises ValueError for a file that was cut or removed: a read beyond its end would kill the process (SIGBUS).
         """
-        if section in self._maps:
-            data, views = self._maps[section]
-            if data is None or data.size() >= len(data):
-                self._maps.move_to_end(section)
-                return views
+        if section in self._maps and self._maps[section][0].size() >= len(self._maps[section][0]):
+            self._maps.move_to_end(section)
+            return self._maps[section]
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        layout, blocks, start = self._full, shard.rows // self._full.rows, 0
+        self._check_size(shard)
+
+        def opened() -> mmap.mmap:
+            with open(self.folder / shard.name, "rb") as file:
+                return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
+
+        data = tried_again(opened)
+        blocks = shard.rows // self._full.rows
         if tail:
-            layout, blocks, start = self._last, 1, blocks * self._full.bytes
-        path = self._file(shard)
-        size = min(size_of(path) or 0, shard.bytes)
-        blocks = min(blocks, max(size - start, 0) // layout.bytes)
-        if blocks:
-            data = tried_again(lambda: _map(path, size))
-            views = layout.views(data, start, blocks)
+            views = self._last.views(data, blocks * self._full.bytes, 1)
         else:
-            data, views = None, layout.views(bytes(layout.bytes), 0, 0)
+            views = self._full.views(data, 0, blocks)
         self._maps[section] = data, views
         while len(self._maps) > self._open:
             self._maps.popitem(last=False)
-        return views
-
-    def empty(self, n: int) -> Rows:
-        """n rows of zeros: they hold no sequence."""
-        return unpack(np.zeros(n, self._full.row), self.manifest)
+        return data, views
 
     def read(self, row_ids: np.ndarray) -> Rows:
         """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
 
-        DamagedRow names shard, block, row and byte offset of the first row that is not as written.
+        DamagedRow names shard, block, row and byte offset of a row that is not as written. ValueError and OSError name a file
+        that is not whole or cannot be read.
         """
-        rows, damage = self.examine(row_ids)
-        for text in damage.values():
-            raise DamagedRow(text)
-        return rows
-
-    def examine(self, row_ids: np.ndarray) -> tuple[Rows, dict[int, str]]:
-        """Rows `row_ids` as of `read`, and what is wrong with each damaged one, by its index in `row_ids`: shard, block, row and
-        byte offset. Damaged rows are all zeros."""
-        m, wanted = self.manifest, np.ascontiguousarray(row_ids, np.int64)
-        n = len(wanted)
-        section, block, row = self._places(wanted)
-        order = np.argsort(section, kind="stable")
-        section, block, row = section[order], block[order], row[order]
-        cuts = [0, *(np.flatnonzero(np.diff(section)) + 1).tolist(), n] if n else []
+        n = len(row_ids)
+        section, block, row = self._places(row_ids)
         packed, expected = np.zeros(n, self._full.row), np.zeros(n, np.uint32)
-        cut = np.zeros(n, bool)
-        for first, last in itertools.pairwise(cuts):
-            views = self._views(int(section[first]))
-            present = block[first:last] < len(views["crc"])
-            cut[first:last] = ~present
-            present_rows: Any = slice(first, last) if present.all() else np.flatnonzero(present) + first
-            at = (block[present_rows], row[present_rows])
+        for number in np.unique(section).tolist():
+            chosen = np.flatnonzero(section == number)
+            _, views = self._views(number)
+            at = (block[chosen], row[chosen])
             for name in ("ids", "bounds", "isnext"):
-                packed[name][present_rows] = views[name][at]
-            expected[present_rows] = views["crc"][at]
-        wrong = (checksums(packed) != expected) | cut
-        damage = {
-            int(order[i]): self._place(int(wanted[order[i]])) + (ABSENT if cut[i] else MISMATCH)
-            for i in np.flatnonzero(wrong).tolist()
-        }
-        packed[wrong] = np.zeros((), packed.dtype)
-        if len(cuts) > 2:  # back to the caller's order
-            sorted_rows, packed = packed.view(f"V{packed.itemsize}"), np.empty_like(packed)
-            packed.view(sorted_rows.dtype)[order] = sorted_rows
-        rows = unpack(packed, m)
-        if (bad := inconsistent(rows, m.vocab_size)).any():
-            for i in np.flatnonzero(bad).tolist():
-                damage[i] = self._place(int(wanted[i])) + CONTRADICTION
-            for part in (rows.ids, rows.bounds, rows.isnext):
-                part[bad] = 0
-        return rows, damage
+                packed[name][chosen] = views[name][at]
+            expected[chosen] = views["crc"][at]
+        rows = unpack(packed, self.manifest)
+        for bad, text in (
+            (checksums(packed) != expected, MISMATCH),
+            (inconsistent(rows, self.manifest.vocab_size), CONTRADICTION),
+        ):
+            if bad.any():
+                raise DamagedRow(self._place(int(row_ids[np.argmax(bad)])) + text)
+        return rows
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
         """Open the shards of rows `row_ids` (int64 [n]) and let the system read the blocks that hold them in the background.
-        Raises ValueError and OSError as `examine` does."""
+        Raises ValueError and OSError as `read` does."""
         section, block, _ = self._places(row_ids)
         blocks = self.manifest.rows_per_shard // self._full.rows + 1  # of a section, at most
         wanted = set((section * blocks + block).tolist())
         fresh = np.array(sorted(wanted - self._ahead), np.int64)
         self._ahead = wanted
         sections = fresh // blocks
-        if self._remote:  # several at a time
-            last = len(self.manifest.shards) - 1
-            needed = {min(number, last) for number in np.unique(sections).tolist()}
-            with ThreadPoolExecutor(FETCHED_AT_ONCE) as threads:
-                list(threads.map(self._file, (self.manifest.shards[i] for i in sorted(needed))))
-        for number in sorted(set(sections.tolist())):
+        for number in np.unique(sections).tolist():
             self._advise(number, fresh[sections == number] % blocks)
 
     def _advise(self, section: int, blocks: np.ndarray) -> None:
-        """Let the system read these blocks (int64 [b], sorted) of a section, as far as they are in the file."""
-        blocks = blocks[blocks < len(self._views(section)["crc"])]
-        data = self._maps[section][0]
-        if data is None or not len(blocks):
-            return
+        """Let the system read these blocks (int64 [b], sorted) of a section."""
+        data, _ = self._views(section)
         tail = section == len(self.manifest.shards)
         start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
         size = (self._last if tail else self._full).bytes

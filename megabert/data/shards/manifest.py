@@ -10,14 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
-from megabert.common.files import compact, digest, sealed, write_whole
-from megabert.common.remote import below, read_whole
+from megabert.common.files import compact, digest, refuse_url, sealed, write_whole
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST = "manifest.json"
 SHARD = "shard-{:06d}.tar"
-# folder of a later addition to a dataset, from 1
-ADDED = "added-{:03d}"
 FINGERPRINT = "fingerprint"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 # message by pydantic's kind of error
@@ -145,10 +142,11 @@ class Manifest(BaseModel):
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Manifest:
-        """Read and check `folder/manifest.json`; `folder` may be a URL. ValueError names the file and the field."""
-        path = below(folder, MANIFEST)
+        """Read and check `folder/manifest.json`. ValueError names the file and the field."""
+        refuse_url(os.fspath(folder))
+        path = Path(folder) / MANIFEST
         try:
-            text = path.read_bytes() if isinstance(path, Path) else read_whole(path)
+            text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: not found; a dataset is made by `python -m data_prep build`") from None
         try:

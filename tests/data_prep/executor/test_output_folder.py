@@ -55,7 +55,7 @@ def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
         patched.setattr(output_folder.shutil, "rmtree", removed)
         with pytest.raises(Killed), opened(tmp_path, ACCOUNT, (128,), False) as work:
             build(work)
-    assert (tmp_path / output_folder.WORK).exists() and output_folder.account(tmp_path) == ACCOUNT
+    assert (tmp_path / output_folder.WORK).exists() and output_folder._load(tmp_path / output_folder.ACCOUNT) == ACCOUNT
     with opened(tmp_path, ACCOUNT, (128,), False) as work:
         assert work is None
     assert not (tmp_path / output_folder.WORK).exists()

@@ -132,6 +132,3 @@ def test_build_with_models_is_reproducible(model, tmp_path):
     ]  # fmt: skip
     for _ in range(2):
         assert main([*command, "--output", f"{tmp_path}/out"]) == 0
-    (tmp_path / "in" / "b.txt").write_text("\n".join(text("en", rng) for _ in range(20)))
-    assert main(["build", "--add", "--output", f"{tmp_path}/out", *common]) == 0
-    assert (tmp_path / "out" / "added-001" / "manifest.json").is_file()
