@@ -1,12 +1,11 @@
 """Scores of tasks fine-tuned from several pre-trained models and from random weights, on the same files.
 
     python benchmarks/bench_finetune.py --models winner=RUN control=RUN --tasks ../shared/data/tasks --seeds 5 --json FILE
-    python benchmarks/bench_finetune.py --models winner=RUN --tasks ../shared/data/tasks --seeds 5 --random only --json FILE
 
 Every start is fine-tuned by `megabert finetune` with the same files, seeds and settings; random weights have the first model's
 shape. The best weights are chosen on every 10th row, sentence or article of the training file, the figures are of other items.
 `gains`: how far the first model is above each other start, with the middle 95% of a paired bootstrap over items and seeds. The
-file is written after each row and a repeated command resumes; `--random only` adds the random row to a file that has the others.
+file is written after each row and a repeated command resumes.
 """
 
 from __future__ import annotations
@@ -184,18 +183,14 @@ def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]])
     return {"gain": our_mean - their_mean, "low": float(low), "high": float(high)}
 
 
-def folder_of(case: TaskCase, name: str, args: argparse.Namespace) -> Path:
-    return args.work / f"{case.name}-{name}".replace(" ", "-").lower()
-
-
 def finetune(
     case: TaskCase, name: str, start: Path, files: TaskFiles, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[list[Tally]]]:
     """A row: command, mean and deviation, every seed's scores; and each seed's tallies.
 
-    Raises CalledProcessError when a run fails.
+    Raises CalledProcessError when a run fails, ValueError where predictions do not give the runs' scores.
     """
-    output = folder_of(case, name, args)
+    output = args.work / f"{case.name}-{name}".replace(" ", "-").lower()
     command = [sys.executable, "-m", "megabert", "finetune", "--model", str(start), "--lr", args.lr]
     command += ["--batch", str(args.batch), "--seeds", str(args.seeds), *shlex.split(case.options)]
     command += ["--from-scratch"] if name == RANDOM else []
@@ -205,23 +200,13 @@ def finetune(
     summary = json.loads((output / "summary.json").read_text())
     (point,) = summary["points"]
     runs = [run["scores"]["test"] for run in summary["runs"]]
-    row = {"command": hardware.shown(command), "metric": case.metric, "scores": point["scores"]["test"], "runs": runs}
-    return row | {"seconds_a_run": point["seconds"]}, tallies_of(case, name, files, args)
-
-
-def tallies_of(case: TaskCase, name: str, files: TaskFiles, args: argparse.Namespace) -> list[list[Tally]]:
-    """Each seed's tallies of finished runs; [] where --work has none. Raises ValueError where they do not give the runs' scores."""
-    output = folder_of(case, name, args)
-    if not (output / "summary.json").is_file():
-        return []
     paths = [path for seed in range(1, args.seeds + 1) for path in output.glob(f"seed{seed}/predictions-test.*")]
     tallies = [case.tally(files.reported, path) for path in paths]
-    runs = json.loads((output / "summary.json").read_text())["runs"]
-    scored = sorted(run["scores"]["test"][case.metric] for run in runs)
-    counted = sorted(ratio(run) for run in tallies)
+    scored, counted = sorted(run[case.metric] for run in runs), sorted(map(ratio, tallies))
     if len(counted) != len(scored) or any(abs(a - b) > NEAR for a, b in zip(counted, scored, strict=True)):
         raise ValueError(f"{output}: its runs score {scored}, their predictions {counted}")
-    return tallies
+    row = {"command": hardware.shown(command), "metric": case.metric, "scores": point["scores"]["test"], "runs": runs}
+    return row | {"seconds_a_run": point["seconds"]}, tallies
 
 
 def described(model: Path) -> dict[str, Any]:
@@ -240,10 +225,9 @@ def table(results: dict[str, Any]) -> str:
     for task, result in results.items():
         cells = []
         for start in starts:
-            row, gain = result["rows"].get(start), result["gains"].get(start)
-            figure = row and row["scores"][row["metric"]]
-            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}" if figure else "not measured"
-            if gain:
+            figure = result["rows"][start]["scores"][result["metric"]]
+            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}"
+            if gain := result["gains"].get(start):
                 cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
             cells.append(cell)
         lines.append(f"| {task} | {result['metric']} | {' | '.join(cells)} |")
@@ -266,52 +250,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tasks", type=Path, required=True, help="folder with sst2, wnut17, squad1.1")
     add("--work", type=Path, default=hardware.ROOT / "runs/finetune", help="folder of the runs")
     add("--only", nargs="+", choices=[case.name for case in CASES], help="these tasks alone")
-    add("--random", choices=("beside", "only", "none"), default="beside",
-        help="the row of random weights: beside the models', alone (added to --json's rows), or not at all")  # fmt: skip
     add("--seeds", type=int, default=3)
     add("--lr", default="3e-4")
     add("--batch", type=int, default=32)
-    hardware.add_json(parser, "write the result here; other tasks and rows in it stay")
+    hardware.add_json(parser)
     args = parser.parse_args(argv)
     hardware.refuse_dirty(parser, args)
     if len(dict(args.models)) < len(args.models):
         parser.error("--models: two of one name")
-    args.about, args.results = {name: described(path) for name, path in args.models}, {}
-    if args.json and args.json.exists():
-        written = json.loads(args.json.read_text())
-        same = {"models": all(written["models"].get(name, about) == about for name, about in args.about.items())}
-        same |= {"seeds": written["seeds"] == args.seeds}
-        for what in (what for what, is_same in same.items() if not is_same):
-            parser.error(f"--json {args.json}: holds rows of other {what}; name another file")
-        args.about, args.results = written["models"] | args.about, written["tasks"]
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.work.mkdir(parents=True, exist_ok=True)
-    starts = dict(args.models)
     first, path = args.models[0]
-    if args.random == "only":
-        starts = {}
-    if args.random != "none":
-        starts[RANDOM] = path
+    about, results = {name: described(model) for name, model in args.models}, {}
     for case in CASES:
         if args.only and case.name not in args.only:
             continue
         files = case.files(args.tasks, args.work)
-        result = args.results.setdefault(case.name, {"metric": case.metric, "rows": {}, "gains": {}})
-        ours = [] if first in starts else tallies_of(case, first, files, args)
-        for name, start in starts.items():
+        result: dict[str, Any] = {"metric": case.metric, "rows": {}, "gains": {}}
+        results[case.name], ours = result, list[list[Tally]]()
+        for name, start in (*args.models, (RANDOM, path)):
             result["rows"][name], tallies = finetune(case, name, start, files, args)
             if name == first:
                 ours = tallies
-            elif ours:
+            else:
                 result["gains"][name] = interval(ours, tallies)
             if args.json:
-                found = {"models": args.about, "seeds": args.seeds, "tasks": args.results}
-                hardware.write_json(args.json, found)
-    print(table(args.results))
+                hardware.write_json(args.json, {"models": about, "seeds": args.seeds, "tasks": results})
+    print(table(results))
     return 0
 
 

@@ -186,9 +186,7 @@ def table(result: Result) -> str:
     lines = ["| run | how | published | predicted | error |", "|---|---|---|---|---|"]
     for row in result["rows"]:
         hours = row["unit"] == "hours"
-        published, predicted = (
-            f"{row[side]:,.2f} h" if hours else f"{row[side]:,.0f}" for side in ("published", "predicted")
-        )
+        published, predicted = (f"{row[s]:,.2f} h" if hours else f"{row[s]:,.0f}" for s in ("published", "predicted"))
         error = "fitted" if row["error"] is None else f"{100 * row['error']:+.1f}%"
         lines.append(f"| {row['name']} | {row['how']} | {published} | {predicted} | {error} |")
     return "\n".join(lines)
@@ -208,13 +206,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name, group in result["groups"].items():
         print(f"{name}: {group['rows']} rows, median {group['median']:.1%}, worst {group['worst']:.1%}")
-    for name, moved in result["sensitivity"].items():
-        print(f"{name}: median {moved['median']:.1%}, worst {moved['worst']:.1%}")
-    for generation, left in result["cross_validation"]["left_out"].items():
-        print(
-            f"without {generation}: network share {left['network']}, its {left['rows']} rows then: "
-            f"median {left['median']:.1%}, worst {left['worst']:.1%}"
-        )
     if args.json:
         hardware.write_json(args.json, result)
     return 0

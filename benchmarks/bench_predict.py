@@ -1,9 +1,9 @@
 """Texts a second of vectors and of labels on the CPU, against sentence-transformers' `encode` and transformers' pipeline.
 
-    python benchmarks/bench_predict.py --corpus ../shared/data/novels --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
+    python benchmarks/bench_predict.py --vocab ../shared/data/bert-base-uncased-vocab.txt --json FILE
 
 The same weights, tokenizer, texts and precision on both sides: fp32 against fp32, bf16 against bf16. Texts have 16 tokens each,
-512 each, or mixed lengths (log-normal, 8 to 512, in any order). Every side is first tried with several batch sizes on a part of
+512 each, or mixed lengths (log-normal, 8 to 512, in any order), of the vocabulary's words drawn at random. Every side is first tried with several batch sizes on a part of
 the texts, then both are timed in turn, each at its best. In fp32 vectors and probabilities must equal the peers' to 1e-4, and
 all labels, else the command fails; `error` is how far a side is from the peer in fp32. Models are loaded before the clock starts;
 ours reads a file of texts and writes the labels to one. Both sides keep freed memory (glibc's mallopt), which the peers do not
@@ -62,20 +62,11 @@ class Side:
     batches: tuple[int, ...]
 
 
-def texts_of_tokens(words: Sequence[str], pieces: Sequence[int], lengths: Sequence[int]) -> list[str]:
-    """A text of each length in tokens, [CLS] and [SEP] among them: words in a corpus's order, those that still fit, of which
-    each has so many `pieces`."""
-    found, at = [], 0
-    for length in lengths:
-        chosen, room = [], length - 2
-        while room:
-            word, count = words[at % len(words)], pieces[at % len(words)]
-            if count <= room:
-                chosen.append(word)
-                room -= count
-            at += 1
-        found.append(" ".join(chosen))
-    return found
+def texts_of_tokens(vocab: Path, lengths: Sequence[int]) -> list[str]:
+    """A text of each length in tokens, [CLS] and [SEP] among them: random words of the vocabulary, each a token."""
+    words = [line for line in vocab.read_text(encoding="utf-8").splitlines() if line.isascii() and line.isalpha()]
+    draw = np.random.default_rng(1)
+    return [" ".join(words[i] for i in draw.integers(len(words), size=length - 2)) for length in lengths]
 
 
 def lengths_of(kind: str, tokens: int) -> list[int]:
@@ -156,36 +147,22 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
     return found
 
 
-def in_turn(sides: Mapping[str, Side], texts: Sequence[str], batches: Mapping[str, int], rounds: int) -> dict[str, Any]:
-    """Of each side its seconds for all texts, and those of the processor, every round, and its last result."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    processor: dict[str, list[float]] = {name: [] for name in sides}
-    results = {}
-    for number in range(rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # none is always first
-            start, own = time.perf_counter(), time.process_time()
-            results[name] = sides[name].run(texts, batches[name])
-            seconds[name].append(time.perf_counter() - start)
-            processor[name].append(time.process_time() - own)
-    return {"seconds": seconds, "processor": processor, "results": results}
-
-
 def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[dict[str, Any], Any, Any]:
     """Figures of both sides, with our ratio; what the peer gave, and what ours did."""
     sides = {"peer": peer, "ours": ours}
     batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
-    timed = in_turn(sides, texts, batches, rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    results: dict[str, Any] = {}
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # none is always first
+            start = time.perf_counter()
+            results[name] = sides[name].run(texts, batches[name])
+            seconds[name].append(time.perf_counter() - start)
     figures: dict[str, Any] = {
-        name: {
-            "texts_per_second": len(texts) / statistics.median(timed["seconds"][name]),
-            "batch": batches[name],
-            "seconds": timed["seconds"][name],
-            "processor_seconds": timed["processor"][name],
-        }
-        for name in sides
+        name: {"texts_per_second": len(texts) / statistics.median(times), "batch": batches[name], "seconds": times}
+        for name, times in seconds.items()
     }
-    figures |= {"ratio": ratio(timed["seconds"]), "processor_ratio": ratio(timed["processor"])}
-    return figures, timed["results"]["peer"], timed["results"]["ours"]
+    return figures | {"ratio": ratio(seconds)}, results["peer"], results["ours"]
 
 
 def ratio(seconds: Mapping[str, list[float]]) -> float:
@@ -237,21 +214,14 @@ def table(shapes: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, help="text file, or a folder of .txt files")
     add("--vocab", type=Path, required=True, help="BERT's vocab.txt, of an uncased model")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)
-    add("--threads", type=int, help="of torch; with 1 `processor_ratio` tells something on a busy machine too")
-    add("--share", type=float, default=1.0, help="of the texts, for trying out")
     hardware.add_json(parser)
     args = parser.parse_args()
     hardware.refuse_dirty(parser, args)
     keep_freed_memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    words = hf_predict.plain_words(args.corpus)
-    pieces = hf_predict.piece_counts(args.vocab, words)
     shapes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for shape in args.shapes:
@@ -260,17 +230,15 @@ def main() -> None:
             folders = make_models(shape, args.vocab, folder)
             shapes[shape] = {}
             for kind in args.kinds:
-                lengths = lengths_of(kind, max(1024, int(args.share * TOKENS[shape])))
-                texts = texts_of_tokens(words, pieces, lengths)
+                texts = texts_of_tokens(args.vocab, lengths_of(kind, TOKENS[shape]))
                 try:
                     shapes[shape][kind] = measure(folders, texts, folder, args.rounds)
                 except ValueError as error:
                     sys.exit(f"error: {shape}, {kind}: {error}")
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
                 if args.json:
-                    hardware.write_json(
-                        args.json, {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
-                    )
+                    found = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
+                    hardware.write_json(args.json, found)
     print(table(shapes))
 
 

@@ -49,10 +49,9 @@ def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> d
     """`number` kills over the cases with `only` in their names; gives the results by case."""
     server, found = Server(), {}
     chosen = [(index, case, share) for index, (case, share) in enumerate(CASES) if only in case.name]
-    whole = sum(share for _, _, share in chosen)
     try:
         for index, case, share in chosen:
-            count = -(-number * share // whole)
+            count = -(-number * share // sum(share for _, _, share in chosen))
             case = replace(case, steps=max(80, 12 * count))
             found[case.name] = survive(case, data, folder / str(index), server, count, seed + index)
             print(f"{case.name}: {found[case.name]['kills']} kills, {found[case.name]['failure']}", flush=True)
@@ -76,14 +75,6 @@ def sums(cases: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(sum(case["seconds"] for case in cases.values()), 1),
         "cases": cases,
     }
-
-
-def failures(result: dict[str, Any]) -> dict[str, str]:
-    """Reason by case of everything in a result that did not survive."""
-    found = dict(result.get("kills", {}).get("failures", {}))
-    if failure := result.get("soak", {}).get("failure"):
-        found["soak"] = failure
-    return found
 
 
 def build_data(folder: Path) -> Path:
@@ -120,11 +111,14 @@ def main() -> int:
                 result["soak"] = {"updates": args.soak, "failure": str(error)}
     if args.json:
         hardware.write_json(args.json, result)
+    failures = dict(result.get("kills", {}).get("failures", {}))
+    if "failure" in result.get("soak", {}):
+        failures["soak"] = result["soak"]["failure"]
     for name, part in result.items():
         print(name, {k: v for k, v in part.items() if k != "cases"} if isinstance(part, dict) else part)
-    for name, reason in failures(result).items():
+    for name, reason in failures.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
-    return 1 if failures(result) else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

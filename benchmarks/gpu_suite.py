@@ -174,8 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.make_pack:
             record = pack.make(args.pack, args.make_pack, args.vocab_size, args.library, not args.no_wheels)
-            size = sum(path.stat().st_size for path in args.pack.rglob("*") if path.is_file())
-            print(f"{args.pack}: {size / 2**20:.1f} MiB, {len(record['wheels'])} wheels")
+            print(f"{args.pack}: {len(record['wheels'])} wheels")
             return 0
         with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
             setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}

@@ -1,8 +1,6 @@
 """Race to held-out quality: recipes on one text, under one budget, scored on the same masks of the same held-out documents.
 
     python benchmarks/speedrun.py --track 30min-2cores --recipe plain hf-loop --seeds 3 --plot FILE.svg --against hf-loop
-    python benchmarks/speedrun.py --track 2m-tokens --recipe muon-modern --each model.zero_init=true \\
-        "optimizer.name=adamw optimizer.lr=1.5e-3"
     python benchmarks/speedrun.py --track 1.8min-2cores 30min-2cores 120min-2cores --show --against hf-tuned --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py, as its users do) or of Hugging Face's plain
@@ -39,10 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tracks = f"{', '.join(recipes.TRACKS)}; or another budget, as 6min-1cores or 300k-tokens; several with --show"
     add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
     add("--recipe", nargs="+", default=["plain"], metavar="NAME", help=f"{', '.join(recipes.names())}, or a .toml file")
-    add("--seeds", type=int, default=1, help=f"runs of each recipe; {records.SEEDS_OF_A_RECORD} make a record")
-    add("--each", nargs="+", default=[], metavar="KEY=VALUE",
-        help="enter each recipe once more with each of these keys changed (several at once: in quotes, spaces between "
-        "them), and print what that gained")  # fmt: skip
+    add("--seeds", type=int, default=1, help="runs of each recipe")
     add("--against", metavar="RECIPE", help="print and write what the others took to this entry's last loss")
     add("--text", type=Path, default=dataset.default_text(),
         help="folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python")  # fmt: skip
@@ -71,8 +66,7 @@ def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Reco
         if track.minutes and about["load"] > BUSY:
             print(f"warning: the machine is busy (load {about['load']}): minutes on it say little", file=sys.stderr)
         print(f"{track.name}: {recipe.name}, seed {seed} …", file=sys.stderr, flush=True)
-        name = recipe.name.partition(",")[0]
-        run = args.run / "runs" / track.name / f"{name}-{recipe.digest}-{seed}"
+        run = args.run / "runs" / track.name / f"{recipe.name}-{recipe.digest}-{seed}"
         entry["seeds"][str(seed)] = about | run_seed(track, recipe, data, run, seed)
         kept.write()
         if not args.keep:
@@ -83,7 +77,8 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
     """Trains one seed and scores it on the held-out documents: the figures of the end, and the curve."""
     from benchmarks.race import training
 
-    trained = training.train(recipe, track, data, run, seed)
+    train = training.train_peer if recipe.system == recipes.PEER else training.train_ours
+    trained = train(recipe, track, data, run, seed)
     *_, last = trained.points
     scorer = dataset.Scorer(data.held_out, dataset.HELD_OUT_ROWS, track.cores)
     found = scorer.score(training.weights_of(last), trained.config)
@@ -118,9 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run that trains is ended too
     try:
         track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
-        bases = [recipes.load(name) for name in args.recipe]
-        changes = [recipes.keys_and_values(change) for change in args.each]
-        chosen = [] if args.show else bases + [base.changed(change) for base in bases for change in changes]
+        chosen = [] if args.show else [recipes.load(name) for name in args.recipe]
         if track.cores > (os.cpu_count() or 1):
             raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
         kept = Records(args.json)
@@ -130,8 +123,6 @@ def main(argv: list[str] | None = None) -> int:
             records.plot([entry for name in args.track for entry in kept.of(name)], args.plot)
         for name in args.track:
             print(f"{name}\n{records.table(kept, name)}" if len(args.track) > 1 else records.table(kept, name))
-            for base in bases if args.each else ():
-                print(f"\n{records.gains(kept, name, base)}")
         if args.against:
             compare(args, kept)
     except (ValueError, OSError) as error:

@@ -27,7 +27,7 @@ RESULTS = "benchmarks/results"
 sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
 from megabert.common import environment  # noqa: E402
-from megabert.common.environment import cores, cpu_flags, cpu_model, memory_gib, versions  # noqa: E402
+from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions  # noqa: E402
 from megabert.common.files import write_whole  # noqa: E402
 
 _carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a copy without git
@@ -37,12 +37,6 @@ def carry(revision: str, changes: Sequence[str]) -> None:
     """What a copy of the tree without git is a copy of; where git answers, git is believed."""
     global _carried
     _carried = (revision.removesuffix("+changes"), tuple(changes))
-
-
-@functools.cache
-def gpus() -> list[str]:
-    """Name and memory of each device; asked once, since nvidia-smi takes its time and a result may be written often."""
-    return environment.gpus()
 
 
 @functools.cache
@@ -118,6 +112,11 @@ def call(command: list[str], threads: int, log: Path) -> None:
         raise ValueError(f"{shown(command)} failed (exit {code}: {last:.200}); its output is in {log}")
 
 
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def free_port() -> int:
     """A free port below those that the system gives to outgoing connections, which could take it first."""
     while True:
@@ -130,10 +129,8 @@ def free_port() -> int:
 def add_json(parser: argparse.ArgumentParser, what: str = "write all figures there", **more: Any) -> None:
     """The options that every benchmark writes its result by."""
     parser.add_argument("--json", type=Path, metavar="FILE", help=what, **more)
-    parser.add_argument(
-        "--allow-dirty", action="store_true",
-        help=f"write into {RESULTS} from a tree with uncommitted changes too; the file lists them",
-    )  # fmt: skip
+    text = f"write into {RESULTS} from a tree with uncommitted changes too; the file lists them"
+    parser.add_argument("--allow-dirty", action="store_true", help=text)
 
 
 def refuse_dirty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

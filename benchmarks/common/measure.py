@@ -104,11 +104,6 @@ def copy_bandwidth(device: torch.device, elements: int) -> float:
     return 2 * source.numel() * source.element_size() / min(times)
 
 
-def kernel_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.1) -> float:
-    """Median of `kernel_times` of one call."""
-    return statistics.median(kernel_times({"call": call}, device, rounds=5, seconds=seconds)["call"])
-
-
 def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float]:
     """Seconds of one of `calls` calls in each of `replays` replays of their graph."""
     side = torch.cuda.Stream()

@@ -5,11 +5,15 @@ longest of the batch by `DataCollatorForLanguageModeling`, sdpa attention, autoc
 fastest in, torch's fused AdamW (decay not on biases and LayerNorm, as the Trainer has it), gradients clipped, and a learning
 rate with linear warm-up and linear decay to zero over the budget, of time or of tokens. Time is the loop's own, data
 included. With `causal` it starts causal, as `BertLMHeadModel` would (the same weights under a causal mask), and
-masked LM after that.
+masked LM after that. As a process it leaves the points of its curve in a folder, weights under our names.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as WordTable
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader
 from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from benchmarks.peers.hf_config import bert_config
+from benchmarks.peers.hf_step import bert_config
+from benchmarks.race.recipes import overrides_of
+from benchmarks.race.training import WEIGHTS
+from megabert import config as configuration
 from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
+from megabert.hf.mapping import from_huggingface
 
 # ids 0 to 4 in every tokenizer of ours
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -52,8 +61,8 @@ class PeerRecipe:
     weight_decay: float = 0.01
     clip: float = 1.0
     beta1: float = 0.9
-    beta2: float = 0.999  # the Trainer's default
-    # the same
+    # the Trainer's defaults
+    beta2: float = 0.999
     eps: float = 1e-8
     seed: int = 42
 
@@ -85,19 +94,13 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": ids.tolist(), "special_tokens_mask": special.astype(int).tolist()}
 
 
-def collator(tokenizer: Tokenizer, masking: float = 0.15) -> DataCollatorForLanguageModeling:
+def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageModeling:
     """Their collator over our ids: it asks a tokenizer for its size and its special ids only."""
     table = {name: i for i, name in enumerate(SPECIALS)}
-    table |= {f"<{i}>": i for i in range(len(SPECIALS), tokenizer.vocab_size)}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=WordTable(WordLevel(table, unk_token="[UNK]")),
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )
-    assert len(fast) == tokenizer.vocab_size
+    table |= {f"<{i}>": i for i in range(len(SPECIALS), vocab_size)}
+    roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIALS, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=WordTable(WordLevel(table, unk_token="[UNK]")), **roles)
+    assert len(fast) == vocab_size
     return DataCollatorForLanguageModeling(fast, mlm=True, mlm_probability=masking)
 
 
@@ -172,7 +175,7 @@ def train(
     model = model_of(size, recipe.dropout)
     torch.nn.Module.to(model, where)
     optimizer = optimizer_of(model, recipe)
-    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer, recipe.masking), recipe)
+    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer.vocab_size, recipe.masking), recipe)
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
     while True:
         used = budget_used(recipe, seconds, tokens)
@@ -202,3 +205,57 @@ def train(
         seconds += time.perf_counter() - started
         step += 1
         tokens += real
+
+
+def recipe_of(fields: dict[str, Any]) -> tuple[PeerRecipe, list[str]]:
+    """The loop's recipe, and `model.` keys as overrides of the preset. Raises ValueError for a field that neither has."""
+    sizes = {name: value for name, value in fields.items() if name.startswith("model.")}
+    rest = {name: value for name, value in fields.items() if name not in sizes}
+    try:
+        recipe = PeerRecipe(**rest)
+    except TypeError as error:
+        raise ValueError(f"recipe of the peer: {error}") from None
+    return recipe, overrides_of(sizes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", required=True, type=Path)
+    add("--run", required=True, type=Path, help="replaced")
+    add("--preset", required=True, help="of ours: the model's size, which model. keys of the recipe change")
+    add("--recipe", required=True, type=json.loads, help="JSON of the loop's PeerRecipe, and model. keys")
+    add("--points", required=True, type=int, help="of the curve")
+    args = parser.parse_args(argv)
+    try:
+        recipe, sizes = recipe_of(args.recipe)
+        tokenizer = Tokenizer.load(Dataset(args.data).tokenizer_path)
+        fixed = [f"model.vocab_size={tokenizer.vocab_size}", "model.nsp=false", "model.norm=post"]
+        cfg = configuration.load(args.preset, [*sizes, *fixed])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    shutil.rmtree(args.run, ignore_errors=True)
+    args.run.mkdir(parents=True)
+    before = {"seconds": 0.0, "tokens": 0}
+    for point, model in train(args.data, tokenizer, cfg.model, recipe, 1 / args.points):
+        theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+        weights = from_huggingface(theirs, cfg.model)
+        if not all(torch.isfinite(value).all() for value in weights.values()):
+            print(f"error: weights that are not finite at step {point['step']}", file=sys.stderr)
+            return 3
+        folder = args.run / f"step-{point['step']:08d}"
+        folder.mkdir()
+        save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS)
+        line = {"step": point["step"], "time/train_seconds": point["seconds"], "tokens": point["tokens"]}
+        if seconds := point["seconds"] - before["seconds"]:
+            line["perf/tokens_per_sec"] = (point["tokens"] - before["tokens"]) / seconds
+        before = point
+        with (args.run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    (args.run / "finished.json").write_text(json.dumps({"config": cfg.model_dump() | {"precision": usual(device())}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers.hf_config import bert_config
+from benchmarks.peers.hf_step import bert_config
 from megabert.config import ModelConfig
 
 LENGTH = 512
-# of the corpus, at most
-WORDS = 200_000
 
 
 def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) -> tuple[Path, Path]:
@@ -67,26 +64,3 @@ def classifier(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int
 
     made: Any = pipeline("text-classification", model=str(folder), device="cpu", dtype=dtype)
     return lambda texts, batch: made(list(texts), batch_size=batch, truncation=True)
-
-
-def plain_words(corpus: Path) -> list[str]:
-    """ASCII words of a file or of a folder's, in their order."""
-    files = sorted(corpus.glob("*.txt")) if corpus.is_dir() else [corpus]
-    found: list[str] = []
-    for file in files:
-        found += re.findall(r"[A-Za-z]+[.,;?!]?", file.read_text(encoding="utf-8", errors="replace"))
-        if len(found) >= WORDS:
-            break
-    if not found:
-        raise ValueError(f"{corpus}: holds no text")
-    return found[:WORDS]
-
-
-def piece_counts(vocab: Path, words: Sequence[str]) -> list[int]:
-    """WordPiece tokens of each word."""
-    from megabert.data.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(vocab)
-    distinct = list(dict.fromkeys(words))
-    counts = dict(zip(distinct, map(len, tokenizer.encode_texts(distinct)), strict=True))
-    return [counts[word] for word in words]

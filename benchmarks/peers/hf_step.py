@@ -5,14 +5,33 @@ The same sequences as ours, one a row and padded, sdpa attention, autocast, torc
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from benchmarks.peers.hf_config import bert_config
-from megabert.config import Config
+from megabert.config import Config, ModelConfig
 from megabert.data.loader import Update
 from megabert.engine.precision import DTYPES
 from megabert.metrics import training_flops
+
+
+def bert_config(size: ModelConfig) -> Any:
+    """`BertConfig` of this size and dropout, with sdpa attention."""
+    from transformers import BertConfig
+
+    fields: dict[str, Any] = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "intermediate_size": size.ffn,
+        "max_position_embeddings": size.max_positions,
+        "hidden_dropout_prob": size.dropout,
+        "attention_probs_dropout_prob": size.attention_dropout,
+        "attn_implementation": "sdpa",
+    }
+    return BertConfig(**fields)
 
 
 class HuggingFaceStep:
@@ -70,13 +89,6 @@ def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
         for i, (a, k, t, _) in enumerate(rows[j] for j in part):
             ids[i, : len(a)], kinds[i, : len(a)], labels[i, : len(a)], mask[i, : len(a)] = a, k, t, 1
         nsp = torch.stack([rows[j][3] for j in part])
-        batches.append(
-            {
-                "input_ids": ids,
-                "token_type_ids": kinds,
-                "attention_mask": mask,
-                "labels": labels,
-                "next_sentence_label": nsp,
-            }
-        )
+        batch = {"input_ids": ids, "token_type_ids": kinds, "attention_mask": mask, "labels": labels}
+        batches.append(batch | {"next_sentence_label": nsp})
     return batches

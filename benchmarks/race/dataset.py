@@ -159,19 +159,14 @@ def bytes_a_token(folder: Path) -> float:
     """Mean UTF-8 bytes of the tokens that can be masked in a dataset's rows, the space before a word counted to it."""
     dataset = Dataset(folder)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    counts = token_counts(dataset)
-    counts[list(tokenizer.special_ids.values())] = 0
-    sizes = np.array([len(piece.encode()) for piece in tokenizer.tokens])
-    return float(counts @ sizes / counts.sum())
-
-
-def token_counts(dataset: Dataset) -> np.ndarray:
-    """int64 [vocab]: how often each id is in the rows; the padding counts as id 0."""
     counts = np.zeros(dataset.manifest.vocab_size, np.int64)
     for first in range(0, dataset.rows, 8192):
         rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
         counts += np.bincount(rows.ids.ravel(), minlength=len(counts))
-    return counts
+    # the padding among them
+    counts[list(tokenizer.special_ids.values())] = 0
+    sizes = np.array([len(token.encode()) for token in tokenizer.tokens])
+    return float(counts @ sizes / counts.sum())
 
 
 class Scorer:

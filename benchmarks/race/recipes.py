@@ -17,13 +17,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.common import hardware
 from megabert import config
 from megabert.config import Config, sources
-from megabert.config.sources import parse_value
 
 TRACKS = (*("3min-2cores", "10min-2cores", "30min-2cores", "120min-2cores"), *("5m-tokens", "20m-tokens", "80m-tokens"))
 _MINUTES = re.compile(r"(\d+(?:\.\d+)?)min-(\d+)cores")
@@ -31,14 +30,11 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km])-tokens")
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
 WARM_UP = "warmup"
-BUDGET = (
-    "schedule.by",
-    "schedule.total_steps",
-    "schedule.warmup_steps",
-    "schedule.budget_minutes",
-    "schedule.budget_tokens",
-    "schedule.budget_warmup",
-)
+# keys that the track decides
+BUDGET = {
+    f"schedule.{key}"
+    for key in ("by", "total_steps", "warmup_steps", "budget_minutes", "budget_tokens", "budget_warmup")
+}
 
 
 @dataclass(frozen=True)
@@ -87,35 +83,14 @@ class RaceRecipe:
     def warmup(self) -> float:
         return float(self.keys.get(WARM_UP, 0.06))
 
-    def changed(self, keys: Mapping[str, Any]) -> RaceRecipe:
-        """The recipe with these keys of other values, which its name says."""
-        said = " ".join(overrides_of(keys))
-        return replace(self, keys={**self.keys, **keys}, name=f"{self.name}, {said}", change=f"{self.name} with {said}")
-
     def overrides(self) -> list[str]:
         """Ours as `section.key=value`, without what the track decides."""
         return overrides_of({key: value for key, value in self.keys.items() if key != WARM_UP})
 
 
-def written(value: Any) -> str:
-    """A value as an override says it, which is TOML's way but for strings."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def overrides_of(keys: Mapping[str, Any]) -> list[str]:
-    """`section.key=value` of each."""
-    return [f"{key}={written(value)}" for key, value in keys.items()]
-
-
-def keys_and_values(said: str) -> dict[str, Any]:
-    """One KEY=VALUE or several with spaces between them, the values as an override's. Raises ValueError."""
-    found = {}
-    for part in said.split() or [said]:
-        key, equals, value = part.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"{part}: write KEY=VALUE, as model.zero_init=true")
-        found[key] = parse_value(value)
-    return found
+    """`section.key=value` of each, the value as TOML has it but for strings."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
 
 
 def names() -> list[str]:
@@ -125,12 +100,10 @@ def names() -> list[str]:
 def load(name: str) -> RaceRecipe:
     """A recipe of benchmarks/recipes, or the file of that path. Raises ValueError naming file and field."""
     path, tree = sources.read_toml(name, FOLDER, "--recipe", "recipe")
-    known = {"about", "change", "system", "preset", "vocabulary", "keys"}
-    if unknown := sorted(set(tree) - known):
-        raise ValueError(f"{path}: unknown field {unknown[0]}; there are {', '.join(sorted(known))}")
-    if not tree.get("about"):
-        raise ValueError(f"{path}: about is missing: say in a line what it is")
-    recipe = RaceRecipe(name=path.stem, **tree)
+    try:
+        recipe = RaceRecipe(name=path.stem, **tree)
+    except TypeError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('RaceRecipe.__init__() ')}") from None
     if recipe.system not in (OURS, PEER):
         raise ValueError(f"{path}: system must be {OURS} or {PEER}, is {recipe.system!r}")
     for key in recipe.keys:

@@ -22,11 +22,6 @@ from benchmarks.common import hardware
 from benchmarks.race.recipes import RaceRecipe, Track, track_of
 
 RECORDS = hardware.ROOT / hardware.RESULTS / "speedrun.json"
-SEEDS_OF_A_RECORD = 3
-COLOURS, PEER_COLOURS = (
-    ["#1b6ca8", "#2a9d8f", "#6a4c93", "#0b3c5d", "#4fa3d1"],
-    ["#d1495b", "#e08e45", "#8d5a3b", "#b56576"],
-)
 Entry = dict[str, Any]
 
 
@@ -72,10 +67,17 @@ class Records:
                 )
             if _known_by(entry) == known:
                 return entry
+        size = recipe.vocabulary
+        vocabulary = f"{size:,} tokens" if isinstance(size, int) else Path(size).name
         entry = {"track": track.name, "recipe": recipe.name, "digest": recipe.digest}
         entry |= {"about": recipe.about, "change": recipe.change, "system": recipe.system}
-        entry |= {"preset": recipe.preset, "vocabulary": vocabulary_name(recipe), "keys": dict(recipe.keys)}
-        entry |= {"data": data, "seeds": {}}
+        entry |= {
+            "preset": recipe.preset,
+            "vocabulary": vocabulary,
+            "keys": dict(recipe.keys),
+            "data": data,
+            "seeds": {},
+        }
         self.entries.append(entry)
         return entry
 
@@ -87,10 +89,6 @@ class Records:
 
 def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
     return entry["track"], entry["digest"], entry["data"]
-
-
-def vocabulary_name(recipe: RaceRecipe) -> str:
-    return f"{recipe.vocabulary:,} tokens" if isinstance(recipe.vocabulary, int) else Path(recipe.vocabulary).name
 
 
 def circumstances() -> dict[str, Any]:
@@ -107,64 +105,25 @@ def mean(entry: Entry, figure: str) -> float:
     return statistics.fmean(found[figure] for found in entry["seeds"].values())
 
 
-def spread(entry: Entry, figure: str) -> float | None:
-    """Standard deviation over the seeds; None for one seed."""
-    values = [found[figure] for found in entry["seeds"].values()]
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-def record_dates(entries: list[Entry]) -> dict[str, str]:
-    """Date of each entry of a track that was a record when its third seed was in, by digest.
-
-    Only entries with SEEDS_OF_A_RECORD seeds are compared; the first such entry is a record.
-    """
-    complete = [entry for entry in entries if len(entry["seeds"]) >= SEEDS_OF_A_RECORD]
-    finished = {entry["digest"]: max(run["date"] for run in entry["seeds"].values()) for entry in complete}
-    best, found = float("inf"), {}
-    for entry in sorted(complete, key=lambda entry: finished[entry["digest"]]):
-        if mean(entry, "bits") < best:
-            best, found[entry["digest"]] = mean(entry, "bits"), finished[entry["digest"]]
-    return found
-
-
 def table(records: Records, track: str) -> str:
     """The entries of a track as a Markdown table, the best first."""
-    entries = records.of(track)
-    dates = record_dates(entries)
     lines = [
-        "| recipe | bits a byte | loss | right | tokens | seeds | record | what made it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | bits a byte | loss | accuracy | tokens | seeds | what made it |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for entry in entries:
+    for entry in records.of(track):
         cells = [entry["recipe"], with_spread(entry, "bits", ".4f"), with_spread(entry, "loss", ".3f")]
         cells += [with_spread(entry, "accuracy", ".1%"), f"{mean(entry, 'tokens') / 1e6:.2f} M"]
-        cells += [str(len(entry["seeds"])), dates.get(entry["digest"], "")[:10], entry["change"] or entry["about"]]
+        cells += [str(len(entry["seeds"])), entry["change"] or entry["about"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def with_spread(entry: Entry, figure: str, form: str) -> str:
-    deviation = spread(entry, figure)
-    return format(mean(entry, figure), form) + (f" ± {format(deviation, form)}" if deviation is not None else "")
-
-
-def gains(records: Records, track: str, base: RaceRecipe) -> str:
-    """What each changed key of a recipe gained over it, as a Markdown table, the most first: by how much less the held-out loss
-    is, on the seeds that both have."""
-    entries = records.of(track)
-    before = next((entry for entry in entries if entry["digest"] == base.digest), None)
-    rows = []
-    for entry in entries:
-        change = entry["recipe"].removeprefix(f"{base.name}, ")
-        if before is None or change == entry["recipe"]:
-            continue
-        both = sorted(before["seeds"].keys() & entry["seeds"].keys())
-        if found := [before["seeds"][s]["loss"] - entry["seeds"][s]["loss"] for s in both]:
-            deviation = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
-            rows.append((statistics.fmean(found), deviation, change, len(found)))
-    lines = [f"| change of {base.name} | gain in held-out loss | seeds |", "|---|---|---|"]
-    ordered = sorted(rows, reverse=True)
-    return "\n".join([*lines, *(f"| `{row[2]}` | {row[0]:+.3f}{row[1]} | {row[3]} |" for row in ordered)])
+    """Mean and standard deviation over the seeds."""
+    values = [found[figure] for found in entry["seeds"].values()]
+    deviation = f" ± {format(statistics.stdev(values), form)}" if len(values) > 1 else ""
+    return format(statistics.fmean(values), form) + deviation
 
 
 def reached(curve: list[dict[str, Any]], loss: float, what: str) -> float | None:
@@ -215,24 +174,15 @@ def plot(entries: list[Entry], path: Path) -> None:
     tokens, several = True in in_tokens, len(tracks) > 1
     across = (lambda point: point["tokens"] / 1e6) if tokens else (lambda point: point["seconds"] / 60)
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    colours = {"megabert": COLOURS.copy(), "huggingface": PEER_COLOURS.copy()}
-    for entry in entries:
-        left = colours[entry["system"]]
-        colour = left.pop(0) if left else None
-        look: dict[str, Any] = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": colour}
+    for colour, entry in enumerate(entries):
+        look = {"linestyle": "-" if entry["system"] == "megabert" else "--", "color": f"C{colour}", "marker": "."}
         label = entry["recipe"] + (f", {entry['track']}" if several else "")
         for number, run in enumerate(entry["seeds"].values()):
             points = [point for point in run["curve"] if across(point) > 0 or not several]
             for panel, name in zip(panels, ("loss", "accuracy"), strict=True):
-                (line,) = panel.plot(
-                    [across(point) for point in points],
-                    [point[name] for point in points],
-                    marker=".",
-                    label=label if number == 0 else None,
-                    **look,
-                )
-                look["color"] = line.get_color()
-    for panel, title in zip(panels, ("held-out MLM loss", "held-out masks right"), strict=True):
+                values = [across(point) for point in points], [point[name] for point in points]
+                panel.plot(*values, label=None if number else label, **look)
+    for panel, title in zip(panels, ("held-out MLM loss", "held-out accuracy"), strict=True):
         panel.set(xlabel="million real tokens" if tokens else "minutes of training", title=title)
         if several:
             panel.set_xscale("log")

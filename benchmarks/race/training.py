@@ -44,17 +44,8 @@ class Trained:
     config: dict[str, Any]
 
 
-def train(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
-    """Trains an entry for the track's budget in the folder `run`, or resumes there (the peer starts again).
-
-    Raises ValueError where training ends with an error or the recipe does not fit.
-    """
-    if recipe.system == recipes.PEER:
-        return train_peer(recipe, track, data, run, seed)
-    return train_ours(recipe, track, data, run, seed)
-
-
 def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
+    """Trains an entry for the track's budget in the folder `run`, or resumes there. Raises ValueError where it fails."""
     overrides, config = recipes.our_config(recipe, track, data.tokens_a_row, seed)
     rows = config.batch.global_size
     seen = 60 * track.minutes * ROWS_A_SECOND if track.minutes else track.tokens / data.tokens_a_row
@@ -73,7 +64,8 @@ def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
 
 
 def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
-    command = [sys.executable, "-m", "benchmarks.race.peer", "--data", str(data.train), "--run", str(run)]
+    """The same of the peer, which starts again. Raises ValueError where it fails."""
+    command = [sys.executable, "-m", "benchmarks.peers.hf_plain_loop", "--data", str(data.train), "--run", str(run)]
     command += ["--preset", recipe.preset, "--points", str(POINTS)]
     fields = {"minutes": track.minutes, "tokens": track.tokens, "seed": seed, **recipe.keys}
     command += ["--recipe", json.dumps(fields, sort_keys=True)]
@@ -81,19 +73,15 @@ def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
     finished = json.loads((run / "finished.json").read_text())
     points = [
         CurvePoint(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")
-        for line in lines_of(run)
+        for line in hardware.logged(run)
         if "tokens" in line
     ]
     return Trained(hardware.shown(command), tuple(points), rate(run), finished["config"])
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def rate(run: Path) -> float | None:
     """Median of the real tokens a second that were logged."""
-    rates = [line["perf/tokens_per_sec"] for line in lines_of(run) if "perf/tokens_per_sec" in line]
+    rates = [line["perf/tokens_per_sec"] for line in hardware.logged(run) if "perf/tokens_per_sec" in line]
     return round(statistics.median(rates), 1) if rates else None
 
 

@@ -18,18 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.survival.life import (
-    LIFE_ENDS_WITHIN,
-    POLL,
-    Case,
-    Failure,
-    Life,
-    Server,
-    in_sessions,
-    logged,
-    steps_of,
-    wait,
-)
+from benchmarks.common import hardware
+from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, steps_of, wait
 
 # what is aimed at, in turn
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
@@ -170,7 +160,7 @@ def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, se
 def differences(straight: Path, broken: Path, steps: int) -> list[str]:
     """How two finished runs differ, one line each: losses, rows, learning rate, weights, moments. Times may differ."""
     found = []
-    one, two = (logged(run) for run in (straight, broken))
+    one, two = (hardware.logged(run) for run in (straight, broken))
     for name, lines in (("uninterrupted", one), ("killed", two)):
         updates = [line["step"] for line in lines if "train/loss" in line]
         if updates != list(range(1, steps + 1)):

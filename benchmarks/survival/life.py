@@ -196,7 +196,3 @@ def last_step(run: Path) -> int:
 def steps_of(run: Path) -> list[int]:
     """Committed checkpoints, oldest first."""
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
-
-
-def logged(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

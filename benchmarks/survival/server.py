@@ -1,7 +1,6 @@
 """Server that forks ranks of `megabert/train.py` in a tenth of a second, having imported everything they need.
 
-A forked rank differs from a started one in nothing else: its own session, environment, log file and exit code. It ends
-with this process. Requests come as JSON lines on stdin, each gets one JSON line back:
+A forked rank has its own session, environment, log file and exit code, and ends with this process. Requests come as JSON lines on stdin, each gets one JSON line back:
 
     {"argv": [...], "env": {...}, "log": PATH, "slow": SECONDS}   -> {"pid": N}    slow: its first write of a checkpoint
     {"poll": PID}                                                 -> {"code": null | exit code | -signal}

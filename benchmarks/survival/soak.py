@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, logged, steps_of, wait
+from benchmarks.common import hardware
+from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, steps_of, wait
 
 # seconds between two looks
 EVERY = 0.2
@@ -52,7 +53,7 @@ def look_at(pids: list[int]) -> Sample:
 
 
 def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
-    """(step, what its processes hold) again and again until update `until` is logged, or the life has ended."""
+    """(step, what its processes hold) again and again until update `until` is or the life has ended."""
     sessions = {rank.pid for rank in life.ranks}
     samples: list[tuple[int, Sample]] = []
     while life.running() and (until is None or life.step() < until):
@@ -113,16 +114,14 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
         wait(lambda: not in_sessions(sessions), 15.0, "soak: processes are left behind")
     finally:
         server.close()
-    logged_updates = [line["step"] for line in logged(run) if "train/loss" in line]
+    logged_updates = [line["step"] for line in hardware.logged(run) if "train/loss" in line]
     if logged_updates != list(range(5, updates + 1, 5)):
         raise Failure(f"soak: logged updates are not 5, 10, .. {updates} once each: {logged_updates}")
     third = max(1, len(lives) // 3)
     early, late = typical(lives[:third]), typical(lives[-third:])
-    pids = {str(pid) for pid in sessions}
-    left = [name for name in os.listdir("/dev/shm") if pids & set(name.split("_"))]
+    left = [name for name in os.listdir("/dev/shm") if {str(pid) for pid in sessions} & set(name.split("_"))]
     return {
         "updates": updates,
-        "updates_of_the_first_life": alone,
         "restarts": dict(ends),
         "overrides": list(overrides),
         "first_life": {"early": parts[0], "late": parts[1], "growth": growth(*parts)},

@@ -148,40 +148,25 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_random_weights_join_the_rows_of_a_file(tmp_path: Path, trained: list[str], capsys) -> None:
+def test_every_start_is_compared_with_the_first(tmp_path: Path, trained: list[str], capsys) -> None:
     out = tmp_path / "out.json"
     given = ["--tasks", "t", "--work", str(tmp_path / "work"), "--seeds", "2", "--json", str(out)]
-    assert bench.main(["--models", "ours=x", "theirs=y", *given, "--random", "none"]) == 0
-    assert trained == ["ours", "theirs"]
-    assert bench.main(["--models", "ours=x", *given, "--random", "only"]) == 0
-    assert trained == ["ours", "theirs", bench.RANDOM]
+    assert bench.main(["--models", "ours=x", "theirs=y", *given]) == 0
     found = json.loads(out.read_text())
     (result,) = found["tasks"].values()
-    assert list(result["rows"]) == trained and list(found["models"]) == ["ours", "theirs"]
+    assert list(result["rows"]) == trained == ["ours", "theirs", bench.RANDOM]
+    assert list(found["models"]) == ["ours", "theirs"]
     assert {name: gain["gain"] for name, gain in result["gains"].items()} == {"theirs": 0.25, bench.RANDOM: 0.75}
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        "| task | metric | ours | theirs | random weights |" in lines
-        and "100.0 ± 0.0 | 75.0 ± 0.0 (+25.0," in lines[-1]
-    )
+    assert "| task | metric | ours | theirs | random weights |" in lines
+    assert "100.0 ± 0.0 | 75.0 ± 0.0 (+25.0," in lines[-1]
 
-    (tmp_path / "work/sst-2-ours/seed2/predictions-test.tsv").write_text("index\tprediction\n0\t0\n1\t1\n")
+
+def test_predictions_must_give_the_runs_scores(tmp_path: Path, trained: list[str], monkeypatch) -> None:
+    other = bench.TaskCase("SST-2", "", "accuracy", bench.CASES[0].files, lambda *_: [(0.0, 1.0)])
+    monkeypatch.setattr(bench, "CASES", (other,))
     with pytest.raises(ValueError, match="its runs score"):
-        bench.main(["--models", "ours=x", *given, "--random", "only"])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"), [({"models": {"m": {"from": "other"}}}, "models"), ({"seeds": 5}, "seeds")]
-)
-def test_rows_of_other_runs_are_not_added_to(
-    tmp_path: Path, trained: list[str], capsys, change: Any, said: str
-) -> None:
-    file = tmp_path / "finetune.json"
-    file.write_text(json.dumps({"models": {"m": {"from": "x"}}, "seeds": 3, "tasks": {}} | change))
-    with pytest.raises(SystemExit) as ended:
-        bench.main(["--models", "m=x", "--tasks", "t", "--work", str(tmp_path), "--json", str(file)])
-    assert ended.value.code == 2 and not trained
-    assert f"{file}: holds rows of other {said}; name another file" in capsys.readouterr().err
+        bench.main(["--models", "ours=x", "--tasks", "t", "--work", str(tmp_path), "--seeds", "2"])
 
 
 def test_a_model_is_written_as_name_and_run() -> None:

@@ -7,15 +7,15 @@ import time
 import pytest
 
 from benchmarks import bench_predict as bench
+from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 
 
-def test_texts_have_so_many_tokens() -> None:
-    words, pieces = ["a", "long", "c", "longest"], [1, 3, 1, 9]
-    texts = bench.texts_of_tokens(words, pieces, [5, 4, 16])
-    assert texts == ["a c a", "c a", "long c longest a"]
-    by_word = dict(zip(words, pieces, strict=True))
-    assert [2 + sum(by_word[w] for w in text.split()) for text in texts] == [5, 4, 16]
+def test_texts_have_so_many_tokens(tmp_path) -> None:
+    wordpiece.write(tmp_path / "vocab.txt")
+    texts = bench.texts_of_tokens(tmp_path / "vocab.txt", [5, 3, 16])
+    ids = Tokenizer.load(tmp_path / "vocab.txt").encode_texts(texts)
+    assert [2 + len(text) for text in ids] == [5, 3, 16]
 
 
 def test_lengths_of_the_kinds() -> None:

@@ -75,7 +75,7 @@ def decoded(ids: np.ndarray) -> list[bytes]:
 def test_every_recipe_makes_a_run_of_every_track(name: str) -> None:
     recipe = recipes.load(name)
     if recipe.system == recipes.PEER:
-        peer = pytest.importorskip("benchmarks.race.peer")
+        peer = pytest.importorskip("benchmarks.peers.hf_plain_loop")
         found, sizes = peer.recipe_of({"minutes": 1.0, "seed": 1, **recipe.keys, "model.hidden": 192})
         assert found.lr == recipe.keys["lr"] and sizes == ["model.hidden=192"]
         with pytest.raises(ValueError, match="lrr"):
@@ -102,7 +102,7 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
     keys = {"optimizer.lr": 1e-3, "model.norm": "pre", "model.nsp": False, "warmup": 0.1}
     recipe = RaceRecipe("one", about="what it is", change="a change", vocabulary=8000, keys=keys)
     assert replace(recipe, name="two", about="", change="").digest == recipe.digest
-    assert recipe.changed({"optimizer.lr": 2e-3}).digest != recipe.digest
+    assert replace(recipe, keys=keys | {"optimizer.lr": 2e-3}).digest != recipe.digest
     overrides, config = recipes.our_config(recipe, track_of("1m-tokens"), tokens_a_row=100.0, seed=1)
     assert "model.norm=pre" in overrides and "model.nsp=false" in overrides
     assert (config.schedule.total_steps, config.schedule.warmup_steps) == (625, 62)
@@ -111,8 +111,8 @@ def test_recipe_digest_covers_only_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("keys = 1\nabout = 1\nlr = 2", "unknown field lr"),
-        ("change = ''", "about is missing"),
+        ("keys = 1\nabout = 1\nlr = 2", "unexpected keyword argument 'lr'"),
+        ("change = ''", "argument: 'about'"),
         ("about = 'a'\nsystem = 'x'", "system must be"),
         ("about = 'a'\n[keys]\n'schedule.total_steps' = 5", "schedule.total_steps is the track's"),
         ("about =", "recipe.toml"),
@@ -131,7 +131,7 @@ def result(bits: float, date: str) -> dict:
     return {"date": date, "hardware": "2 cores, X; no GPU", "curve": curve} | figures
 
 
-def test_a_record_is_three_better_seeds(tmp_path: Path) -> None:
+def test_entries_are_kept_and_best_first(tmp_path: Path) -> None:
     kept, track = Records(tmp_path / "records.json"), track_of("5m-tokens")
     for name, day, scores in (
         ("first", 1, (2.0, 2.1, 2.2)),
@@ -147,13 +147,8 @@ def test_a_record_is_three_better_seeds(tmp_path: Path) -> None:
     again = Records(kept.path)
     entries = again.of("5m-tokens")
     assert [entry["recipe"] for entry in entries] == ["two seeds", "better", "first", "worse"]
-    dates = records.record_dates(entries)
-    assert {e["recipe"]: dates[e["digest"]][:10] for e in entries if e["digest"] in dates} == {
-        "first": "2026-11-01",
-        "better": "2026-11-04",
-    }
     lines = records.table(again, "5m-tokens").splitlines()
-    assert lines[3].startswith("| better | 1.9000 ± 0.1000 |") and "2026-11-04" in lines[3]
+    assert lines[3].startswith("| better | 1.9000 ± 0.1000 |")
     assert again.entry(track, RaceRecipe("renamed", about="x", keys={"optimizer.lr": 0.004}), DATA) is again.entries[3]
     with pytest.raises(ValueError, match="other held-out documents"):
         again.entry(track, RaceRecipe("other", about="x"), DATA | {"documents": "e"})
@@ -200,39 +195,3 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
         ("tokens to the peer's loss", 1000.0, 1.0),
     ]
     assert records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer) == []
-
-
-def test_gains_are_of_seeds_that_both_have(tmp_path: Path) -> None:
-    """On the seeds that both have, the most first; other recipes are no changes of it."""
-    kept, track = Records(tmp_path / "records.json"), track_of("2m-tokens")
-    base = RaceRecipe("base", about="base", keys={"optimizer.lr": 1e-3})
-    better, worse = base.changed({"model.zero_init": True}), base.changed({"optimizer.name": "adamw"})
-    assert better.keys == {"optimizer.lr": 1e-3, "model.zero_init": True}
-    for recipe, losses in (
-        (base, (5.0, 5.2, 5.1)),
-        (worse, (5.5, 5.5)),
-        (better, (4.9, 4.9, 4.9)),
-        (RaceRecipe("other", about="other", keys={"optimizer.lr": 2e-3}), (4.0,)),
-    ):
-        entry = kept.entry(track, recipe, DATA)
-        for seed, loss in enumerate(losses, 42):
-            entry["seeds"][str(seed)] = result(loss / 3, "2026-11-01T00:00:00+00:00") | {"loss": loss}
-    lines = records.gains(kept, "2m-tokens", base).splitlines()
-    assert lines[2:] == [
-        "| `model.zero_init=true` | +0.200 ± 0.100 | 3 |",
-        "| `optimizer.name=adamw` | -0.400 ± 0.141 | 2 |",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("said", "read"),
-    [
-        ("model.zero_init=true", {"model.zero_init": True}),
-        ("optimizer.lr=3e-3", {"optimizer.lr": 3e-3}),
-        ("optimizer.name=adamw optimizer.lr=3e-3", {"optimizer.name": "adamw", "optimizer.lr": 3e-3}),
-    ],
-)
-def test_changed_keys_are_read_as_toml_or_words(said: str, read: dict[str, object]) -> None:
-    assert recipes.keys_and_values(said) == read
-    with pytest.raises(ValueError, match="write KEY=VALUE"):
-        recipes.keys_and_values(f"{said} {said.partition('=')[0]}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import BertLMHeadModel
 
 from benchmarks.peers import hf_plain_loop as loop
-from benchmarks.peers.hf_config import bert_config
+from benchmarks.peers.hf_step import bert_config
 from megabert import config
 from megabert.config import ModelConfig
 from megabert.data.shards import Dataset
@@ -76,7 +76,7 @@ def test_peer_sees_every_sequence_once_and_whole() -> None:
 def test_peer_batches_are_padded_and_masked_by_its_collator() -> None:
     sequences, tokenizer = loop.Sequences(Dataset(GOLDEN)), Tokenizer.load(GOLDEN / "tokenizer.model")
     torch.manual_seed(0)
-    stream = loop.batches(sequences, loop.collator(tokenizer), loop.PeerRecipe(minutes=1, batch=64))
+    stream = loop.batches(sequences, loop.collator(tokenizer.vocab_size), loop.PeerRecipe(minutes=1, batch=64))
     tokens = chosen = shown = 0
     for _ in range(20):
         batch = next(stream)
