@@ -10,7 +10,9 @@ copies nothing to it from memory that is not pinned, so that the host runs ahead
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from megabert.optim.build import build_optimizer
 from megabert.optim.guarded import to_device
 
 # Of DeepSpeed's engine.
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples")
 
 
 class Engine:
@@ -65,7 +67,7 @@ class Engine:
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         products = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", products)
-        with steps.quiet():
+        with contextlib.redirect_stdout(io.StringIO()):  # what DeepSpeed prints past its own logger
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
@@ -82,10 +84,9 @@ class Engine:
             self.optimizer.set_units(units)
         self.optimizer.attach(segments, world.device if self.layout.partitioned else None, world)
         self.own_time = OwnTime(world.device)
-        self.step = steps.make_step(
-            self._deepspeed, module, config, world,
-            optimizer=self.optimizer, layout=self.layout, own_time=self.own_time,
-        )  # fmt: skip
+        # Updates that were not applied.
+        self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.step = steps.make_step(self._deepspeed, module, config, world, self.optimizer, self.layout)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class Engine:
         counts = [sum(parts) for parts in zip(*map(self._counts, update.batches), strict=True)]
         totals = self._sum_over_ranks(to_device(counts, self.world.device, torch.float64))
         # DeepSpeed averages over micro-steps and ranks, so a share of the global mean is scaled up by both.
-        averaged = self.accumulation * (self.world.size if self.step.averages_ranks else 1)
+        averaged = self.accumulation * (self.world.size if self.step.deepspeed_sums else 1)
         scale = averaged / totals.clamp(min=1).float() * self._weights.float()
         terms, vetoed = len(counts), False
         sums = torch.zeros(2 * terms, dtype=torch.float64, device=self.world.device)
@@ -112,17 +113,19 @@ class Engine:
         for number, batch in enumerate(update.batches):
             last = number == self.accumulation - 1
             seed = {} if seeds is None else {"seed": seeds[number]}
-            self.own_time.begin()
-            output = self._deepspeed(**batch.to(self.world.device).inputs(), **seed)
-            sums += doubles(output).detach()
+            with self.own_time:
+                output = self._deepspeed(**batch.to(self.world.device).inputs(), **seed)
+                sums += doubles(output).detach()
             if last:
-                self.own_time.end()
                 means = self._sum_over_ranks(sums)[:terms] / totals.clamp(min=1)
                 weighted = (means * self._weights).sum()
                 host_loss = HostCopy(weighted)
                 vetoed = veto is not None and veto(float(host_loss))
-            self.step.backward(scaled_loss(output[:terms], scale), last, vetoed)
+            loss = scaled_loss(output[:terms], scale)
+            with contextlib.nullcontext() if self.step.deepspeed_sums else self.own_time:
+                self.step.backward(loss, last, vetoed)
         outcome = self.step.finish(sums, vetoed)
+        self._skipped += 1 - outcome.applied
         return UpdateResult(
             loss=weighted,
             losses=means,
@@ -222,9 +225,9 @@ class Engine:
         check_shapes(shapes, self._shapes)
         self._read_weights(read)
         self._read_moments(read, int(counters["optimizer_steps"]), counters.get("primed", False))
-        self.step.take_uncounted()
         for name in COUNTERS:
             setattr(self._deepspeed, name, int(counters["deepspeed"][name]))
+        self._skipped.fill_(int(counters["deepspeed"]["skipped_steps"]))
         self._deepspeed.micro_steps = self._deepspeed.global_steps * self.accumulation
         scaler = steps.loss_scaler(self._deepspeed.optimizer)
         for name, value in counters["loss_scale"].items():
@@ -282,8 +285,7 @@ class Engine:
     @property
     def skipped_steps(self) -> int:
         """Updates skipped since the start of the run, kept across resumes. Waits for the device."""
-        self._deepspeed.skipped_steps += self.step.take_uncounted()
-        return int(self._deepspeed.skipped_steps)
+        return int(self._skipped)
 
     def describe(self) -> str:
         """One line for the log: precision, optimizer, ZeRO, ranks, batch."""

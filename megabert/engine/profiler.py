@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from megabert.common.logs import log
 
-ROWS = 25  # of the table
+# Of the table.
+ROWS = 25
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -25,33 +26,24 @@ class Profiler:
     """Profiles the updates from `first` to `last` on this rank, once; with `first` 0 none."""
 
     def __init__(self, folder: Path, rank: int = 0, first: int = 0, last: int = 0) -> None:
-        self._folder, self._rank, self._first, self._last = folder, rank, first, last
+        self._stem, self._first, self._last = folder / f"rank{rank}-steps{first}-{last}", first, last
         self._profile: profile | None = None
 
     def update(self, step: int) -> None:
         """Update `step` begins."""
-        if self._first <= step <= self._last and self._profile is None:
-            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
-            self._profile.start()
-        elif step > self._last:
+        if self._profile is not None and step > self._last:
             self.close()
+        elif self._profile is None and self._first <= step <= self._last:
+            self._profile = profile(record_shapes=True)
+            self._profile.start()
 
     def close(self) -> None:
-        """Write what was profiled, or say that no update was; nothing is profiled after it."""
-        if self._profile is None:
-            if self._first:
-                log.warning(
-                    f"--profile {self._first}:{self._last}: none of these updates was trained here, so nothing is profiled"
-                )
-            self._first = self._last = 0
-            return
-        self._profile.stop()
-        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=by, row_limit=ROWS)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stem = self._folder / f"rank{self._rank}-steps{self._first}-{self._last}"
-        self._profile.export_chrome_trace(f"{stem}.pt.trace.json")
-        Path(f"{stem}.txt").write_text(table)
+        """Write what was profiled; nothing is profiled after it."""
+        if self._profile is not None:
+            self._profile.stop()
+            by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            self._stem.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(f"{self._stem}.pt.trace.json")
+            Path(f"{self._stem}.txt").write_text(self._profile.key_averages().table(sort_by=by, row_limit=ROWS))
+            log.info(f"profile: {self._stem}.pt.trace.json (Perfetto, TensorBoard) and {self._stem}.txt")
         self._profile, self._first, self._last = None, 0, 0
-        print(f"{table}\nprofile: {stem}.pt.trace.json (Perfetto, TensorBoard) and {stem}.txt", flush=True)

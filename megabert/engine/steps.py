@@ -11,15 +11,13 @@ optimizer, and does what only it can: copies masters into the model and gathers 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import logging
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 from megabert.config import Config, merge_deepspeed, to_deepspeed
 from megabert.distributed.ranks import World
 from megabert.engine.gradients import FlatGradients
-from megabert.engine.update_result import OwnTime
 from megabert.engine.zero_layout import ZeroLayout
 from megabert.optim.guarded import GuardedOptimizer
 
@@ -45,46 +42,22 @@ def import_deepspeed(world: World) -> Any:
     wherever ZeRO starts, and decorated for torch.compile, whose compiler is then loaded.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    with hidden("mlflow"):
+    hidden = {} if "mlflow" in sys.modules else {"mlflow": None}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
         import deepspeed
-
-    communication = importlib.import_module("deepspeed.comm.torch")
-    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    setattr(communication, "build_shm_op", lambda: None)  # noqa: B010
-    with replaced(compiler, "compile", lambda *_, **__: lambda function: function):
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    communication.build_shm_op = lambda: None
+    compile_, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    compiler.compile = compile_
     return deepspeed
-
-
-def quiet() -> contextlib.redirect_stdout[io.StringIO]:
-    """Hides what DeepSpeed prints past its own logger; errors are exceptions and come through."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
-@contextlib.contextmanager
-def hidden(name: str) -> Iterator[None]:
-    """A package that is not loaded yet can't be imported inside."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
-@contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the module has another value by this name."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def is_guarded(config: Config) -> bool:
@@ -133,12 +106,11 @@ class StepOutcome:
 class HostStep:
     """DeepSpeed's own step: it sums, clips and skips, and reads the norm on the host."""
 
-    # DeepSpeed divides gradients by the number of ranks, and always by the number of micro-steps.
-    averages_ranks = True
+    # DeepSpeed sums gradients over the ranks in its backward passes, where it waits for them, and divides by their number.
+    deepspeed_sums = True
 
-    def __init__(self, engine: Any, config: Config, world: World, own_time: OwnTime) -> None:
-        self._engine, self._own_time, self._device = engine, own_time, world.device
-        self._fp16 = config.precision == "fp16"
+    def __init__(self, engine: Any, config: Config) -> None:
+        self._engine, self._fp16 = engine, config.precision == "fp16"
         # `engine.backward` scales the loss for ZeRO alone.
         self._scales_loss = self._fp16 and config.zero.stage == 0
         wrapper = engine.optimizer
@@ -156,7 +128,6 @@ class HostStep:
 
     def backward(self, loss: Tensor, last: bool, vetoed: bool) -> None:
         """Of one micro-step."""
-        self._own_time.end()
         if vetoed:
             loss = loss * math.nan  # DeepSpeed skips it as a bad one
         self._engine.backward(loss * self._scale if self._scales_loss else loss)
@@ -175,34 +146,23 @@ class HostStep:
         applied = sums.new_full((), not skipped, dtype=torch.float32)
         return StepOutcome(sums.new_full((), float(norm), dtype=torch.float32), applied, overflow)
 
-    def take_uncounted(self) -> int:
-        """Skipped updates that are not yet in DeepSpeed's counter."""
-        return 0
-
 
 class GuardedStep:
     """A step that reads nothing back from the device: the optimizer's guard clips and skips there."""
 
-    averages_ranks = True
+    deepspeed_sums = True
 
     def __init__(
-        self,
-        engine: Any,
-        config: Config,
-        world: World,
-        own_time: OwnTime,
-        optimizer: GuardedOptimizer,
-        gradients: Callable[[], list[Tensor]],
+        self, engine: Any, config: Config, optimizer: GuardedOptimizer, gradients: Callable[[], list[Tensor]]
     ) -> None:
-        self._engine, self._own_time = engine, own_time
-        self._optimizer, self.gradients, self._clip = optimizer, gradients, config.optimizer.clip
-        self._uncounted = torch.zeros((), device=world.device)
+        """`gradients` lists those of this rank before a step."""
+        self._engine, self._optimizer = engine, optimizer
+        self.gradients, self._clip = gradients, config.optimizer.clip
 
     def begin(self) -> None: ...
 
     def backward(self, loss: Tensor, last: bool, vetoed: bool) -> None:
         """Of one micro-step."""
-        self._own_time.end()  # DeepSpeed's backward passes wait for other ranks
         self._engine.backward(loss)
         if not last:
             self._engine.step()  # which only counts
@@ -212,20 +172,13 @@ class GuardedStep:
         norm = self._optimizer.guard(self.gradients(), self._clip, skip=vetoed)
         self._engine.step()
         assert self._optimizer.found_inf is not None
-        self._uncounted += self._optimizer.found_inf
         return StepOutcome(norm, 1 - self._optimizer.found_inf, overflow=False)
-
-    def take_uncounted(self) -> int:
-        """Skipped updates that are not yet in DeepSpeed's counter. Waits for the device."""
-        count = int(self._uncounted)
-        self._uncounted.zero_()
-        return count
 
 
 class FlatGradientStep(GuardedStep):
     """A guarded step whose gradients are summed by `FlatGradients`, over the ranks during the last backward pass."""
 
-    averages_ranks = False
+    deepspeed_sums = False
 
     def __init__(self, *args: Any, flat: FlatGradients) -> None:
         super().__init__(*args)
@@ -236,14 +189,9 @@ class FlatGradientStep(GuardedStep):
 
     def backward(self, loss: Tensor, last: bool, vetoed: bool) -> None:
         """Of one micro-step."""
-        self._own_time.begin()
         if last:
             self.flat.last()
-        self._engine.backward(loss)
-        if last:
-            self._own_time.end()
-        else:
-            self._engine.step()
+        super().backward(loss, last, vetoed)
 
     def finish(self, sums: Tensor, vetoed: bool) -> StepOutcome:
         """The step. A collective."""
@@ -255,15 +203,16 @@ Step = HostStep | GuardedStep
 
 
 def make_step(
-    engine: Any, module: nn.Module, config: Config, world: World, *, optimizer: GuardedOptimizer, layout: ZeroLayout,
-    own_time: OwnTime,
-) -> Step:  # fmt: skip
+    engine: Any, module: nn.Module, config: Config, world: World, optimizer: GuardedOptimizer, layout: ZeroLayout
+) -> Step:
     """The kind of step that this run takes; DeepSpeed's wrapper and `engine` are changed for it."""
     if not is_guarded(config):
-        return HostStep(engine, config, world, own_time)
-    guarded = (engine, config, world, own_time, optimizer, replace_step(engine.optimizer, module, layout))
+        return HostStep(engine, config)
+    gradients = replace_step(engine.optimizer, module, layout)
     flat = take_gradients(engine, module, world.size)
-    return GuardedStep(*guarded) if flat is None else FlatGradientStep(*guarded, flat=flat)
+    if flat is None:
+        return GuardedStep(engine, config, optimizer, gradients)
+    return FlatGradientStep(engine, config, optimizer, gradients, flat=flat)
 
 
 def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callable[[], list[Tensor]]:

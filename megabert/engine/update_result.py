@@ -1,4 +1,4 @@
-"""Result of one update: losses, counts, gradient norm, whether it was applied; and the time that the rank itself computed."""
+"""Result of one update, the tables of losses it is made of, and the time that the rank itself computed."""
 
 from __future__ import annotations
 
@@ -88,29 +88,22 @@ def loss_table(output: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
 
 
 class OwnTime:
-    """Seconds that this rank computes in its updates, without its waits for other ranks: between `begin` and `end`, of the
-    device's queue on CUDA, where nothing here waits for it, otherwise of the clock."""
+    """Seconds that this rank computes by itself, inside `with` blocks in which it waits for no other rank: of the device's
+    queue on CUDA, where nothing here waits for it, otherwise of the clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._start: Any = None
         self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
 
-    def begin(self) -> None:
-        """From here on this rank computes; no effect where it did already."""
-        if self._start is None:
-            self._start = self._mark()
+    def __enter__(self) -> None:
+        self._start = self._mark()
 
-    def end(self) -> None:
-        """What follows may wait for other ranks; no effect where it did already."""
-        start, self._start = self._start, None
-        if start is None:
-            return
+    def __exit__(self, *error: object) -> None:
         if self._cuda:
-            self._queued.append((start, self._mark()))
+            self._queued.append((self._start, self._mark()))
         else:
-            self._seconds += self._mark() - start
+            self._seconds += self._mark() - self._start
 
     def seconds(self) -> float:
         """The sum so far, of what the device has done."""

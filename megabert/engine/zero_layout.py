@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -178,54 +179,35 @@ def find_layout(optimizer: Any, model: nn.Module, world: World) -> ZeroLayout:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3: each parameter is split on its own
         masters = _stage_3(optimizer, index_of, shapes, world)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2: a flat group is split
-        masters = [
-            _slice_of_group(flat, group, offsets, world.rank * size, size, index_of)
-            for flat, group, offsets, size in zip(
-                optimizer.single_partition_of_fp32_groups,
-                optimizer.round_robin_bit16_groups,
-                optimizer.round_robin_bit16_offsets,
-                optimizer.partition_size,
-                strict=True,
-            )
-        ]
+        groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
+        parts = zip(optimizer.single_partition_of_fp32_groups, groups, offsets, strict=True)
+        masters = [slice_of_group(flat, group, world.rank, index_of, begins) for flat, group, begins in parts]
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
-        masters = [
-            _slice_of_group(flat, group, _offsets(group), world.rank * flat.numel(), flat.numel(), index_of)
-            for flat, group in zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
-        ]
+        flats = zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
+        masters = [slice_of_group(flat, group, world.rank, index_of) for flat, group in flats]
     else:
         partitioned = False
         if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits: one fp32 copy a parameter
-            pairs = [
-                (master, parameter)
-                for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-                for master, parameter in zip(masters, group, strict=True)
-            ]
+            originals, copies = chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups)
         else:  # stage 0 in fp32: the parameters themselves
-            pairs = [(p, p) for group in optimizer.param_groups for p in group["params"]]
+            originals, copies = (chain(*(group["params"] for group in optimizer.param_groups)) for _ in range(2))
         masters = [
-            Master(master, (FlatSegment(index_of[id(parameter)], 0, master.numel(), 0),)) for master, parameter in pairs
+            Master(copy, (FlatSegment(index_of[id(parameter)], 0, copy.numel(), 0),))
+            for copy, parameter in zip(copies, originals, strict=True)
         ]
     layout = ZeroLayout(tuple(name for name, _ in named), shapes, tuple(masters), partitioned)
     _check_cover(layout, world)
     return layout
 
 
-def _offsets(group: list[Tensor]) -> list[int]:
-    offsets, position = [], 0
-    for parameter in group:
-        offsets.append(position)
-        position += parameter.numel()
-    return offsets
-
-
-def _slice_of_group(
-    flat: Tensor, group: list[Tensor], offsets: list[int], begin: int, size: int, index_of: dict[int, int]
+def slice_of_group(
+    flat: Tensor, group: Sequence[Tensor], rank: int, index_of: Mapping[int, int], offsets: Sequence[int] | None = None
 ) -> Master:
-    """The shard holding elements [begin, begin + size) of the concatenated group."""
-    segments = []
+    """`flat` is the part of `rank` of a group's parameters, which begin at `offsets` of the whole (None: no gaps)."""
+    offsets = offsets or list(accumulate((parameter.numel() for parameter in group[:-1]), initial=0))
+    segments, begin, end = [], rank * flat.numel(), (rank + 1) * flat.numel()
     for parameter, offset in zip(group, offsets, strict=True):
-        first, last = max(offset, begin), min(offset + parameter.numel(), begin + size)
+        first, last = max(offset, begin), min(offset + parameter.numel(), end)
         if first < last:
             segments.append(FlatSegment(index_of[id(parameter)], first - begin, last - begin, first - offset))
     return Master(flat, tuple(segments))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 
 from megabert.engine import gradients
 from megabert.engine.gradients import FlatGradients, bucket_bounds
+from megabert.engine.update_result import OwnTime
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -107,3 +110,48 @@ def test_neither_mlflow_nor_the_compiler_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+# -- own time ----------------------------------------------------------------------------------------------------
+
+
+def test_own_time_leaves_out_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    own = OwnTime(torch.device("cpu"))
+    for _ in range(3):
+        with own:
+            pass
+        next(clock)  # another rank is waited for
+    assert own.seconds() == own.seconds() == 3.0
+    own.reset()
+    assert own.seconds() == 0.0
+
+
+def test_own_time_of_queued_work_is_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: set[Any] = set()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self in done
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0  # ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    own = OwnTime(torch.device("cuda"))
+    for _ in range(3):
+        with own:
+            pass
+    ends = [end for _, end in own._queued]
+    assert own.seconds() == 0.0
+    done |= set(ends[:2])
+    assert own.seconds() == 0.5
+    own.reset()
+    done.add(ends[2])
+    assert own.seconds() == 0.25

@@ -13,7 +13,7 @@ from megabert.checkpoint.tensors import StoredTensors
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World
 from megabert.engine import Snapshot
-from megabert.engine.zero_layout import WEIGHT, Master, ParameterSlice, ZeroLayout, _offsets, _slice_of_group
+from megabert.engine.zero_layout import WEIGHT, Master, ParameterSlice, ZeroLayout, slice_of_group
 from megabert.optim.guarded import MOMENTS, FlatSegment
 
 
@@ -29,7 +29,7 @@ def layout_of(
         if stage in (1, 2):
             size = -(-sum(tensor.numel() for tensor in tensors) // ranks)
             flat = torch.zeros(size)
-            masters.append(_slice_of_group(flat, tensors, _offsets(tensors), rank * size, size, numbers))
+            masters.append(slice_of_group(flat, tensors, rank, numbers))
             continue
         for tensor in tensors:
             size = -(-tensor.numel() // ranks) if stage == 3 else tensor.numel()
