@@ -34,7 +34,6 @@ from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
 from megabert.engine.choice import choose_backends
-from megabert.engine.profiler import Profiler
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import PretrainingMeter, Shown, matmul_tflops, progress_line
 from megabert.model import BertForPreTraining
@@ -90,7 +89,7 @@ def open_run(
         saved=saved,
         stop_after=stop_after,
         writes=origin.writes,
-        profiler=Profiler(run_dir / "profile", world.rank, *profile),
+        profile=profile,
     )
 
 
@@ -175,20 +174,26 @@ def build_engine(
 ) -> Engine:
     """The engine on a new model, its weights drawn from the seed or taken from a teacher. A collective."""
     config = choose_backends(config, dataset.manifest, world, origin.run_dir, origin.writes)
-    new = origin.path is None and not (config.init_from or config.distill.teacher)
-    counts = token_frequencies(config, dataset, tokenizer, world) if new and config.model.frequency_bias else None
+    counts = None
+    if config.model.frequency_bias and origin.path is None and not (config.init_from or config.distill.teacher):
+        counts = token_frequencies(config, dataset, tokenizer, world)
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
-        if config.distill.teacher:
-            return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
-        dtype = precision.DTYPES[config.precision]
-        model = BertForPreTraining(config.model, config.ops, world.device.type, dtype, config.causal_updates)
-        if counts is not None:
-            model.start_from_frequencies(torch.tensor(counts))
-        return model
+        if not config.distill.teacher:
+            return new_model(config, world, counts)
+        return on_every_rank(world, lambda: distillation.build(config, tokenizer.sha256, world.device))
 
     return Engine(config, build, world, deepspeed_extra)
+
+
+def new_model(config: Config, world: World, counts: list[int] | None) -> BertForPreTraining:
+    """BERT with fp32 weights; where `counts` of the vocabulary's ids are given, the output's bias predicts by them."""
+    dtype = precision.DTYPES[config.precision]
+    model = BertForPreTraining(config.model, config.ops, world.device.type, dtype, config.causal_updates)
+    if counts is not None:
+        model.start_from_frequencies(torch.tensor(counts))
+    return model
 
 
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
@@ -242,7 +247,7 @@ def describe(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, engine: 
     return {
         "config": config.model_dump(),
         "config_sha256": config.digest(),
-        **mixture.identity(dataset),
+        **dataset.identity,
         "tokenizer": tokenizer.sha256,
         "backends": backends | {"optimizer": engine.optimizer_kernels},
         "versions": environment.versions(),

@@ -261,15 +261,14 @@ class Trainer:
         saved: Mapping[str, Any] | None = None,
         stop_after: int | None = None,
         writes: bool = True,
-        profiler: Profiler | None = None,
+        profile: tuple[int, int] = (0, 0),
     ) -> None:
         """`provenance` goes into every checkpoint. `stop_after`: the step to end at, within the schedule. `writes`: false
-        for a replay, which leaves the run folder as it is."""
+        for a replay, which leaves the run folder as it is. `profile`: the first and the last update to profile."""
         self.config, self.world, self.engine, self.workload = config, world, engine, workload
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         self.stop_after, self.writes = stop_after, writes
-        self.profiler = profiler or Profiler(run_dir / "profile")
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.saves = Saves(checkpoints, stop, watchdog)
         self.agreement = Agreement(world)
@@ -288,6 +287,7 @@ class Trainer:
             self.rates = RateRecord(run_dir, config, world, self.state.step, writes, fresh=saved is None)
         self.sinks = self.open_sinks()
         self.updates: Any = workload.updates(self.state.cursor, self.share_used)
+        self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

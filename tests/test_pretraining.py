@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megabert.common.errors import USER_ERROR, exit_code
-from megabert.data import mixture
 from megabert.data.shards import Dataset, Manifest
 from megabert.distributed.ranks import RankRefused, on_every_rank
 from megabert.model import BertForPreTraining
@@ -100,7 +99,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     for its in found:
         ids = its.order(3, positions)[0]
         assert (ids == want.order(3, positions)[0]).all() and (its.read(ids).ids == want.read(ids).ids).all()
-        assert mixture.identity(its) == mixture.identity(want)
+        assert its.identity == want.identity
     make_dataset(tmp_path / "a", 200, seed=7)
     with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
         open_dataset(cfg, first)  # type: ignore[arg-type]

@@ -67,6 +67,12 @@ class Mixture:
         a_row = {name: np.array([m.statistics[name] / m.rows for m in manifests]) for name in known}
         return {name: float(self.rows * (weights @ a_row[name]) / weights.sum()) for name in known}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Its entries in a checkpoint: the fingerprint of all of it, and each dataset's."""
+        parts = [{"folder": str(part.folder), "fingerprint": part.manifest.fingerprint} for part in self.parts]
+        return {"dataset": self.manifest.fingerprint, "datasets": parts}
+
     def epoch(self, position: int) -> int:
         """Of the first dataset."""
         return self.parts[0].epoch(position // WINDOW * self.counts[0])
@@ -171,16 +177,6 @@ def to_json(dataset: AnyDataset) -> list[tuple[str, Any]]:
 def from_json(tree: Sequence[tuple[str, Any]], mix: Mapping[str, float]) -> AnyDataset:
     """The dataset or mixture that another process of this machine has opened and checked; nothing is read."""
     return _mixture([Dataset(folder, Manifest.from_json(manifest)) for folder, manifest in tree], mix)
-
-
-def identity(dataset: AnyDataset) -> dict[str, Any]:
-    """The data's entries in a checkpoint: the fingerprint of all of it, and of a mixture each dataset's."""
-    entries: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
-    if isinstance(dataset, Mixture):
-        entries["datasets"] = [
-            {"folder": str(part.folder), "fingerprint": part.manifest.fingerprint} for part in dataset.parts
-        ]
-    return entries
 
 
 def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:

@@ -94,13 +94,13 @@ def test_loaders_cut_a_mixture_like_a_dataset(folders, world):
 
 def test_a_mixture_is_identified_by_parts_and_shares(folders):
     mixed = open_mixture(folders[0], {folders[1]: 0.3})
-    alone = mixture.identity(Dataset(folders[0]))
+    alone = Dataset(folders[0]).identity
     assert alone == {"dataset": Dataset(folders[0]).manifest.fingerprint}
-    found = mixture.identity(mixed)
+    found = mixed.identity
     assert found["datasets"][0] == {"folder": folders[0], "fingerprint": alone["dataset"]}
     others = [open_mixture(folders[0], {folders[1]: 0.4}), open_mixture(folders[1], {folders[0]: 0.7})]
-    assert len({one["dataset"] for one in (alone, found, *map(mixture.identity, others))}) == 4
-    assert mixture.identity(mixture.from_json(mixture.to_json(mixed), {folders[1]: 0.3})) == found
+    assert len({one["dataset"] for one in (alone, found, *(other.identity for other in others))}) == 4
+    assert mixture.from_json(mixture.to_json(mixed), {folders[1]: 0.3}).identity == found
 
 
 def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):

@@ -96,6 +96,11 @@ class Dataset:
         """Folder of the held-out dataset, None where none was cut."""
         return self.folder / self.manifest.held_out["path"] if self.manifest.held_out else None
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Its entries in a checkpoint."""
+        return {"dataset": self.manifest.fingerprint}
+
     def keep_open(self, shards: int) -> None:
         """At most so many shards at once."""
         self._open = shards
