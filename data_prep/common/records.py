@@ -14,7 +14,7 @@ FORMATS = ("text", "wiki", "mediawiki", "jsonl", *TABLES)
 class ReadOptions:
     """How files become documents. `text_documents` is auto | file | blank-line | line; `encoding` auto or a codec.
 
-    `text_field` is as `megabert.common.fields` takes it, `split` the split of a saved dataset that is read, or "all".
+    `text_field` is as `megabert.common.tables` takes it, `split` the split of a saved dataset that is read, or "all".
     """
 
     format: str = AUTO

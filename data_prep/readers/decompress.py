@@ -24,7 +24,6 @@ import zstandard
 
 from data_prep.common.errors import BadInput
 from data_prep.readers.files import open_regular
-from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
 
 MAGIC = (
     (b"\x1f\x8b", "gz"),
@@ -42,6 +41,9 @@ PLAIN_CHUNK = 1 << 20
 # is given little: a decompression bomb then costs 32 MB at a time.
 FEED = {"gz": 1 << 15, "bz2": 1 << 17, "xz": 1 << 17, "zst": 1 << 10}
 MAX_OUT = 4 << 20
+# Text compresses 3 to 40 times. A file that unpacks to more than this is a decompression bomb. BOMB_BYTES is the largest task of
+# reading (`tasks`), so that a small file need not be unpacked to be accepted.
+BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 # marks of a bzip2 block and of the end of a stream: pi and the square root of pi in BCD
 BLOCK, END = 0x314159265359, 0x177245385090
 # bits; what is longer is no bzip2 block

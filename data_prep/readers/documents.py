@@ -16,10 +16,9 @@ from typing import TypeVar
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import AUTO, TABLES, FileRange, RawDocument, ReadOptions
 from data_prep.readers import decompress, encodings, files, formats, mediawiki, pydoc_corpus, spools, tables
-from data_prep.readers.decompress import RangeEnd
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, RangeEnd
 from data_prep.readers.formats import ELEMENTS
-from megabert.common import arrow_tables, fields
-from megabert.common.arrow_tables import BOMB_BYTES, BOMB_RATIO
+from megabert.common.tables import field_names, find, join, kind_of
 
 # first bytes of a file, by which its encoding and format are recognised
 HEAD_BYTES = 1 << 18
@@ -133,7 +132,7 @@ def inspect(part: FileRange, head: bytes, options: ReadOptions, whole: bool) -> 
     `whole`: these are all. Raises BadInput where they don't decide the format or the encoding.
     """
     path, format_ = part.path, options.format
-    if format_ in (AUTO, *TABLES) and (table := arrow_tables.kind_of(head)):
+    if format_ in (AUTO, *TABLES) and (table := kind_of(head)):
         if part.compression:
             raise BadInput(f"{path}: a table inside {part.compression} data; unpack it first")
         return replace(part, format=table, encoding=encodings.UTF8)
@@ -274,9 +273,9 @@ def _json_text(line: bytes, offset: int, path: str, field: str, problems: Proble
         problems.bad(path, offset, "bad JSON line", f"not a JSON object on one line ({error})")
         return None
     texts: list[str | None] = []
-    for name in fields.names(field, record if isinstance(record, dict) else ()):
+    for name in field_names(field, record if isinstance(record, dict) else ()):
         try:
-            text = fields.find(record, name)
+            text = find(record, name)
         except (KeyError, TypeError):
             has = ""
             if isinstance(record, dict):
@@ -292,7 +291,7 @@ def _json_text(line: bytes, offset: int, path: str, field: str, problems: Proble
             problems.bad(path, offset, "lone surrogate", f"half a surrogate pair in field {name!r}")
             return None
         texts.append(text)
-    joined = fields.join(texts)
+    joined = join(texts)
     if joined is None:
         problems.dropped[formats.NULL] += 1
     return joined

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
-from megabert.common import arrow_tables
-from megabert.common.arrow_tables import SPLITS, STATE
 from megabert.common.files import refuse_url
+from megabert.common.tables import SPLITS, STATE, BadTable, names_in
 
 MAGIC = re.compile(r"[*?\[]")
 # files of the `datasets` library beside its tables, which hold no text
@@ -174,8 +173,8 @@ def _names(folder: str, file: str) -> list[str]:
     with open_regular(path) as opened:
         data = opened.read(MAX_JSON)
     try:
-        names = arrow_tables.names_in(path, data)
-    except arrow_tables.BadTable as error:
+        names = names_in(Path(path), data)
+    except BadTable as error:
         raise BadInput(str(error)) from None
     return [os.path.join(folder, name) for name in names]
 

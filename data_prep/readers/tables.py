@@ -14,9 +14,10 @@ from typing import Any
 from data_prep.common.errors import BadInput, Problems
 from data_prep.common.records import FileRange
 from data_prep.readers import formats
+from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.files import open_regular
-from megabert.common import arrow_tables, fields
-from megabert.common.arrow_tables import BadTable
+from megabert.common import tables
+from megabert.common.tables import BadTable
 
 Row = tuple[int, str]
 
@@ -25,7 +26,7 @@ Row = tuple[int, str]
 def _arrow_errors(path: str) -> Iterator[None]:
     """Everything that pyarrow raises for bytes that are not a table, as BadInput."""
     try:
-        with arrow_tables.errors(path):
+        with tables.arrow_errors(path):
             yield
     except BadTable as error:
         raise BadInput(str(error)) from None
@@ -39,12 +40,18 @@ def _columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     import pyarrow.types as types
 
     columns = []
-    for name in fields.names(text_field, schema.names):
-        try:
-            parts = arrow_tables.locate(path, schema, name)
-        except BadTable as error:
-            raise BadTable(f"{error}; name one with --text-field") from None
-        type_ = arrow_tables.type_of(schema, parts)
+    for name in tables.field_names(text_field, schema.names):
+        parts = tables.field_path(name, schema.names)
+        has, type_ = list(schema), schema
+        for part in parts:
+            (field,) = [field for field in has if field.name == part] or [None]
+            if field is None:
+                names = ", ".join(field.name for field in has) or "none"
+                raise BadTable(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
+            type_ = field.type
+            has = list(type_) if types.is_struct(type_) else []
+        if types.is_dictionary(type_):
+            type_ = type_.value_type
         if not (_is_text(type_) or types.is_null(type_)):
             raise BadTable(f"{path}: column {name!r} is {type_}, not text; name another with --text-field")
         columns.append(parts)
@@ -76,15 +83,10 @@ def row_groups(path: str) -> int:
 
 def batches(path: str) -> int:
     """Number of batches of an Arrow file. Raises BadInput when it is damaged before its last batch."""
-    import pyarrow
-    from pyarrow import ipc
-
     open_regular(path).close()
-    with _arrow_errors(path), pyarrow.memory_map(path) as file:  # bodies are not touched
-        if file.read(6) == b"ARROW1":
-            return int(ipc.open_file(file).num_record_batches)
-        file.seek(0)
-        return sum(1 for _ in ipc.open_stream(file))
+    with _arrow_errors(path):
+        reader = tables.arrow_reader(path)  # bodies are not touched
+        return reader.num_record_batches if hasattr(reader, "num_record_batches") else sum(1 for _ in reader)
 
 
 def ratio(path: str) -> float:
@@ -105,34 +107,61 @@ def read_table(part: FileRange, text_field: str, problems: Problems) -> Iterator
     Raises BadInput where the file is damaged or has no such column.
     """
     path = part.path
-    with open_regular(path) as file:
+    open_regular(path).close()
+    with _arrow_errors(path):
+        columns = _columns(path, _schema(part), text_field)
+        if part.format == "parquet":
+            _refuse_bombs(part, columns)
+        found = tables.batches(part.format, path, list({parts[0]: 0 for parts in columns}), part.start, part.end)
+    while True:
         with _arrow_errors(path):
-            schema = arrow_tables.schema_of(part.format, file)
-            columns = _columns(path, schema, text_field)
-        batches = arrow_tables.batches_of(part.format)(path, file, columns, part.start, part.end)
-        while True:
-            with _arrow_errors(path):
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                row, arrays = batch
-                values = [_values(array) for array in arrays]
-            for record in zip(*values, strict=True):
-                text = None
-                values_of = [value for value in record if value is not None]
-                try:
-                    if sum(map(len, values_of)) > formats.MAX_DOCUMENT:
-                        detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
-                        problems.bad(path, row, "long document", detail, unit="row")
-                    elif values_of:
-                        text = fields.join([value.decode() for value in values_of])
-                    else:
-                        problems.dropped[formats.NULL] += 1
-                except UnicodeDecodeError:
-                    problems.bad(path, row, "invalid UTF-8", unit="row")
-                if text is not None:
-                    yield row, text
-                row += 1
+            row, batch = next(found, (0, None))
+            if batch is None:
+                return
+            values = [_values(_inside(batch, parts)) for parts in columns]
+        for record in zip(*values, strict=True):
+            text = None
+            values_of = [value for value in record if value is not None]
+            try:
+                if sum(map(len, values_of)) > formats.MAX_DOCUMENT:
+                    detail = f"a text longer than {formats.MAX_DOCUMENT / 2**20:g} MiB"
+                    problems.bad(path, row, "long document", detail, unit="row")
+                elif values_of:
+                    text = tables.join([value.decode() for value in values_of])
+                else:
+                    problems.dropped[formats.NULL] += 1
+            except UnicodeDecodeError:
+                problems.bad(path, row, "invalid UTF-8", unit="row")
+            if text is not None:
+                yield row, text
+            row += 1
+
+
+def _schema(part: FileRange) -> Any:
+    import pyarrow.parquet as parquet
+
+    return parquet.read_schema(part.path) if part.format == "parquet" else tables.arrow_reader(part.path).schema
+
+
+def _refuse_bombs(part: FileRange, columns: list[list[str]]) -> None:
+    """Raises BadTable for a row group of a Parquet file whose columns unpack to much more than they are."""
+    import pyarrow.parquet as parquet
+
+    metadata = parquet.read_metadata(part.path)
+    for i in range(metadata.num_row_groups)[part.start : part.end]:
+        group = metadata.row_group(i)
+        for chunk in map(group.column, range(group.num_columns)):
+            wanted = any(chunk.path_in_schema.startswith(parts[0]) for parts in columns)
+            if wanted and chunk.total_uncompressed_size > max(BOMB_BYTES, BOMB_RATIO * chunk.total_compressed_size):
+                raise BadTable(f"{part.path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
+
+
+def _inside(batch: Any, path: list[str]) -> Any:
+    """The array of a column inside others, of a RecordBatch; null where one of those is."""
+    import pyarrow.compute as compute
+
+    column = batch.column(batch.schema.get_field_index(path[0]))
+    return compute.struct_field(column, path[1:]) if len(path) > 1 else column
 
 
 def _values(column: Any) -> list[bytes | None]:
@@ -140,7 +169,10 @@ def _values(column: Any) -> list[bytes | None]:
     import pyarrow
     import pyarrow.types as types
 
-    column = arrow_tables.plain(column)
+    if types.is_dictionary(column.type):
+        column.validate()
+        column.indices.validate(full=True)
+        column = column.dictionary_decode()
     if types.is_null(column.type):
         return [None] * len(column)
     binary = column.cast(pyarrow.large_binary()) if types.is_string_view(column.type) else column

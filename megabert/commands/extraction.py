@@ -42,7 +42,7 @@ def read_texts(path: Path, column: str = "") -> Iterator[str]:
 
     Raises ValueError naming file and line for an empty text, a missing column, and what `tables` refuses.
     """
-    if bool(column) != (tables.ending(path) in tables.ENDINGS):
+    if bool(column) != (Path(path.name.removesuffix(".gz")).suffix in tables.ENDINGS):
         raise ValueError(f"{path}: --text names the column of a .tsv, .csv or .jsonl (also .gz), and of no other file")
     if column:
         texts = ((f"{where}, column {column!r}", value) for where, (value,) in tables.rows(path, [column]))

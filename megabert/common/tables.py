@@ -1,97 +1,72 @@
-"""Reader of tables row by row: TSV as in GLUE (no quoting), CSV (RFC 4180), JSON lines, Parquet and Arrow.
+"""Tables row by row: TSV as in GLUE (no quoting), CSV (RFC 4180), JSON lines, Parquet, Arrow, saved Hugging Face datasets.
 
-The first three are UTF-8, gzip where the name ends in .gz; all may be larger than memory. The file name's ending decides between
-them, or else the first line; Parquet and Arrow (`megabert.common.arrow_tables`) are recognised by their first bytes, and a saved
-dataset is a folder. Every mistake is a ValueError that names file and line, or row.
+The first three are UTF-8, gzip where the name ends in .gz. The file name's ending decides between the formats, or else the first
+line; a saved dataset is a folder. Any of them may be larger than memory. Every mistake is a ValueError that names file and line,
+or row.
+
+A field `a.b` is nested, `a+b` are texts joined, unless a record has a field of that very name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
-import re
+import os
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megabert.common import arrow_tables, fields
-
 ENDINGS = (".tsv", ".csv", ".jsonl")
+ARROW_ENDINGS = (".parquet", ".arrow", ".feather")
+# first bytes of a file; an Arrow stream begins with four bytes 255
+MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
 # most characters of a field of CSV
 FIELD = 1 << 24
+# between joined texts: each is a paragraph
+JOINT = "\n\n"
+# rows of a Parquet or Arrow table in memory at once
+BATCH_ROWS = 256
+# of a saved dataset, and of a dictionary of them
+STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
-def ending(path: Path) -> str:
-    """The name's ending, without .gz."""
-    return Path(path.name.removesuffix(".gz")).suffix
+class BadTable(ValueError):
+    """A Parquet or Arrow table, or a saved dataset, that is damaged."""
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line; it ends in LF or CRLF, other line ends of Unicode's are text."""
-    for number, line in _raw_lines(path):
-        yield number, line.removesuffix("\n").removesuffix("\r")
+# -- fields ----------------------------------------------------------------------------------------------------------
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
-    try:
-        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-            for number, line in enumerate(file, 1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path}: is a folder; name a file in it") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}, line {number}: is not UTF-8; convert the file, e.g. with iconv") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: is not a whole gzip file after line {number} ({error})") from None
+def field_names(spec: str, has: Any) -> list[str]:
+    """The fields that `spec` joins, in order; `has` contains the existing names."""
+    return [spec] if spec in has or "+" not in spec else spec.split("+")
 
 
-def rows(
-    path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False
-) -> Iterator[tuple[str, list[Any]]]:
-    """(file and line, the values of `columns`) of each row.
-
-    A column is a name of the header, or a key of the JSON objects, or alternatives with | between, of which the first that
-    exists is taken; in tables without a header (`headed` false) a number from 0. `a.b` is nested in JSON or Arrow, `a+b` are two
-    joined (`megabert.common.fields`). With `cut_rows` rows of another width than the first come without values; else they raise
-    ValueError, as a missing column does.
-    """
-    if arrow_tables.is_table(path):
-        yield from arrow_tables.rows(path, columns)
-        return
-    table = _table(path)
-    if table is None:
-        yield from _json_rows(path, columns)
-        return
-    _, header = next(table, (0, [])) if headed else (0, [])
-    places: list[list[int]] = []
-    width = len(header)
-    for number, row in table:
-        if not places:
-            width = width or len(row)
-            places = [_places(path, column, header, width) for column in columns]
-        if len(row) == width:
-            yield f"{path}, line {number}", [fields.joined([row[i] for i in group]) for group in places]
-        elif cut_rows:
-            yield f"{path}, line {number}", []
-        else:
-            first = "header" if headed else "first line"
-            raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first} has {width}")
+def field_path(name: str, has: Any) -> list[str]:
+    """Names from the outermost record to the field."""
+    return [name] if name in has else name.split(".")
 
 
-def columns(path: Path) -> list[str]:
-    """The names that the first line of a table has as a header, the keys of its first JSON object, an Arrow table's columns."""
-    if arrow_tables.is_table(path):
-        return arrow_tables.columns(path)
-    table = _table(path)
-    if table is None:
-        first = parse_json(f"{path}, line 1", _start(path))
-        return list(first) if isinstance(first, dict) else []
-    return [column.strip() for column in next(table, (0, []))[1]]
+def find(record: dict[str, Any], name: str) -> Any:
+    """The value of a field of a record, None inside one that is None. Raises KeyError where it has none."""
+    value: Any = record
+    for part in field_path(name, record):
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise KeyError(part)
+        value = value[part]
+    return value
+
+
+def join(texts: Sequence[str | None]) -> str | None:
+    """Joined texts of the fields of one record; None where all are None."""
+    present = [text for text in texts if text is not None]
+    return JOINT.join(present) if present else None
 
 
 def text_of(value: Any, where: str) -> str:
@@ -103,48 +78,88 @@ def text_of(value: Any, where: str) -> str:
     return value.strip()
 
 
-def _start(path: Path) -> str:
-    return next(lines(path), (0, ""))[1]
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _table(path: Path) -> Iterator[tuple[int, list[str]]] | None:
-    """(number of its line, fields) of each row of a TSV or CSV file; None of JSON lines."""
-    name, start = ending(path), _start(path)
-    if name in (".jsonl", ".json") or (start.startswith("{") and name not in ENDINGS):
-        return None
-    return _csv_rows(path) if name == ".csv" or ("\t" not in start and name != ".tsv") else _tsv_rows(path)
+def rows(
+    path: Path, columns: Sequence[str], headed: bool = True, cut_rows: bool = False
+) -> Iterator[tuple[str, list[Any]]]:
+    """(file and line, the values of `columns`) of each row: texts; of JSON and Arrow also numbers, lists, None.
+
+    A column is a name of the header, or a key of the JSON objects, or alternatives with | between, of which the first that
+    exists is taken; in tables without a header (`headed` false) a number from 0. With `cut_rows` rows of another width than the
+    first come without values; else they raise ValueError, as a missing column does. A class number of a saved dataset is
+    replaced by its name where the dataset's description has one.
+    """
+    for where, record in _records(path, headed, cut_rows):
+        yield where, [] if record is None else [_value(where, record, column) for column in columns]
 
 
-def _places(path: Path, column: str, header: Sequence[str], width: int) -> list[int]:
-    """Places of the columns that `column` joins; usually one."""
-    if not header:
-        if int(column) >= width:
-            raise ValueError(f"{path}: no column {column}; its first line has columns 0 to {width - 1}")
-        return [int(column)]
-    names = [name.strip() for name in header]
-    for spec in column.split("|"):
-        wanted = fields.names(spec, names)
-        if all(name in names for name in wanted):
-            return [names.index(name) for name in wanted]
-    raise ValueError(f"{path}: no column {column!r}; its columns are {', '.join(header):.300}")
+def columns(path: Path) -> list[str]:
+    """The names of a table's columns, if it has a row; of a TSV or CSV file what its first line holds."""
+    _, record = next(_records(path), ("", None))
+    return list(record or ())
 
 
-def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line number, fields) of each row; empty lines at the end are skipped."""
-    empty: list[int] = []
-    for number, line in lines(path):
-        if not line:
-            empty.append(number)
+def _value(where: str, record: dict[str, Any], spec: str) -> Any:
+    for one in spec.split("|"):
+        try:
+            values = [find(record, name) for name in field_names(one, record)]
+        except KeyError:
             continue
-        yield from ((n, [""]) for n in empty)
-        empty.clear()
-        yield number, line.split("\t")
+        if len(values) == 1:
+            return values[0]
+        if not all(value is None or isinstance(value, str) for value in values):
+            raise ValueError(f"{where}: column {one!r} joins columns that are no texts")
+        return join(values)
+    raise ValueError(f"{where}: no column {spec!r}; its columns are {', '.join(record):.300}")
+
+
+def _records(path: Path, headed: bool = True, cut_rows: bool = False) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(file and line, fields) of each row; None for one of another width where they may be cut. Empty lines are skipped."""
+    if is_arrow(path):
+        for file in files(path):
+            yield from _arrow_records(file)
+        return
+    name = Path(path.name.removesuffix(".gz")).suffix
+    first = next(lines(path), (0, ""))[1]
+    if name in (".jsonl", ".json") or (first.startswith("{") and name not in ENDINGS):
+        for number, line in lines(path):
+            if line.strip():
+                record = parse_json(where := f"{path}, line {number}", line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where}: is no JSON object")
+                yield where, record
+        return
+    is_csv = name == ".csv" or ("\t" not in first and name != ".tsv")
+    table = _csv_rows(path) if is_csv else ((n, line.split("\t")) for n, line in lines(path) if line)
+    names = [name.strip() for name in next(table, (0, []))[1]] if headed else []
+    for number, row in table:
+        names = names or list(map(str, range(len(row))))
+        if len(row) != len(names) and not cut_rows:
+            first_row = "header" if headed else "first line"
+            raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first_row} has {len(names)}")
+        yield f"{path}, line {number}", dict(zip(names, row, strict=True)) if len(row) == len(names) else None
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line; it ends in LF or CRLF, other line ends of Unicode's are text."""
+    number = 0
+    try:
+        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, text.removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}, line {number}: is not UTF-8; convert the file, e.g. with iconv") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: is not a whole gzip file after line {number} ({error})") from None
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(number of its first line, fields) of each row; empty lines are skipped."""
     csv.field_size_limit(FIELD)
-    reader = csv.reader((line for _, line in _raw_lines(path)), strict=True)
+    reader = csv.reader((line + "\n" for _, line in lines(path)), strict=True)
     while True:
         number = reader.line_num + 1
         try:
@@ -157,41 +172,149 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield number, row
 
 
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """(file and line, values) of each row; empty lines are skipped."""
-    for number, line in lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = parse_json(where, line)
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: is no JSON object")
-        yield where, [_json_value(where, row, column) for column in columns]
-
-
-def _json_value(where: str, row: dict[str, Any], column: str) -> Any:
-    for spec in column.split("|"):
-        try:
-            values = [fields.find(row, name) for name in fields.names(spec, row)]
-        except KeyError:
-            continue
-        try:
-            return fields.joined(values)
-        except ValueError as error:
-            raise ValueError(f"{where}: column {spec!r} {error}") from None
-    raise ValueError(f"{where}: no column {column!r}; its columns are {', '.join(row):.300}")
-
-
 def parse_json(where: str, text: str) -> Any:
-    """The value of a JSON text; the message of its ValueError begins with `where`."""
+    """The value of a JSON text whose strings are valid Unicode; the message of its ValueError begins with `where`."""
     try:
         tree = json.loads(text)
+        if "\\u" in text:  # may be half a surrogate pair
+            json.dumps(tree, ensure_ascii=False).encode()
+        return tree
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not JSON ({error})") from None
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # may be half a surrogate pair
-        try:
-            json.dumps(tree, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(f"{where}: holds {half!a}, half a character") from None
-    return tree
+
+
+# -- Parquet and Arrow -----------------------------------------------------------------------------------------------
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether a path is a Parquet or Arrow file by its name, or a folder."""
+    return path.suffix in ARROW_ENDINGS or path.is_dir()
+
+
+def kind_of(head: bytes) -> str:
+    """ "parquet" or "arrow" (file or stream) by the first bytes, else ""."""
+    return next((name for magic, name in MAGIC if head.startswith(magic)), "")
+
+
+@contextlib.contextmanager
+def arrow_errors(path: str) -> Iterator[None]:
+    """Turns everything that pyarrow raises for damaged tables into BadTable."""
+    import pyarrow
+
+    try:
+        yield
+    except BadTable:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadTable(f"{path}: damaged or truncated table ({reason})") from None
+
+
+def arrow_reader(path: str, columns: Sequence[str] | None = None) -> Any:
+    """A reader of an Arrow file or stream, of the outermost `columns` alone, over a memory map. Raises pyarrow's errors."""
+    import pyarrow
+    from pyarrow import ipc
+
+    file = pyarrow.memory_map(path)
+    reader: Any = ipc.open_file if file.read(6) == b"ARROW1" else ipc.open_stream
+    file.seek(0)
+    if columns is None:
+        return reader(file)
+    places = sorted(map(reader(file).schema.get_field_index, columns))
+    file.seek(0)
+    return reader(file, options=ipc.IpcReadOptions(included_fields=places, use_threads=False))
+
+
+def batches(
+    kind: str, path: str, columns: Sequence[str] | None = None, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """(number of the first row, RecordBatch) of at most BATCH_ROWS rows at a time, of row groups or batches [start, end).
+
+    `columns` are outermost ones, without it all. Raises pyarrow's errors.
+    """
+    import pyarrow.parquet as parquet
+
+    row = 0
+    if kind == "parquet":
+        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as table:
+            groups = range(table.num_row_groups)
+            row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
+            options = {"row_groups": list(groups[start:end]), "columns": columns, "use_threads": False}
+            for batch in table.iter_batches(BATCH_ROWS, **options):
+                yield row, batch
+                row += batch.num_rows
+        return
+    reader = arrow_reader(path, columns)
+    every = reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches))
+    for number, batch in enumerate(islice(every, end)):
+        for first in range(0, batch.num_rows if number >= start else 0, BATCH_ROWS):
+            yield row + first, batch.slice(first, BATCH_ROWS)
+        row += batch.num_rows
+
+
+def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and row, fields) of each row."""
+    with path.open("rb") as file:
+        kind = kind_of(file.read(6))
+    if not kind:
+        raise BadTable(f"{path}: is neither Parquet nor Arrow")
+    found = batches(kind, str(path))
+    while True:
+        with arrow_errors(str(path)):
+            batch = next(found, None)
+            if batch is None:
+                return
+            row, table = batch
+            table.validate(full=True)
+            classes = _class_names(table.schema)
+            records = table.to_pylist()
+        for number, record in enumerate(records, row):
+            for name, names in classes.items():
+                record[name] = _named(record[name], names)
+            yield f"{path}, row {number}", record
+
+
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of the classes of each column that has some, in the description that `datasets` writes into a table."""
+    found = {}
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    for name, node in features.items():
+        while isinstance(node, dict) and isinstance(node.get("feature"), dict):
+            node = node["feature"]
+        if isinstance(node, dict) and node.get("_type") == "ClassLabel" and name in schema.names:
+            found[name] = [str(one) for one in node.get("names", [])]
+    return found
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_named(part, names) for part in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+
+
+def names_in(path: Path, data: bytes) -> list[str]:
+    """The names in the bytes of a saved dataset's state, or of a dictionary's list of splits. Raises BadTable."""
+    try:
+        record = json.loads(data)
+        names = record["splits"] if path.name == SPLITS else [entry["filename"] for entry in record["_data_files"]]
+        wrong = [name for name in names if name in ("", ".", "..") or os.path.basename(name) != name]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise BadTable(f"{path}: not the JSON object of a saved dataset") from None
+    if wrong:
+        raise BadTable(f"{path}: names {wrong[0]!r}, which is no file name")
+    return list(names)
+
+
+def files(path: Path) -> list[Path]:
+    """The tables of a dataset that `datasets` saved, one split of it; of a file itself. Raises BadTable for another folder."""
+    if not path.is_dir():
+        return [path]
+    splits, state = path / SPLITS, path / STATE
+    if splits.is_file():
+        shown = ", ".join(str(path / name) for name in names_in(splits, splits.read_bytes()))
+        raise BadTable(f"{path}: holds several splits; name one of {shown}")
+    if not state.is_file():
+        raise BadTable(f"{path}: is a folder, and no saved dataset (no {STATE}); name a file in it")
+    return [path / name for name in names_in(state, state.read_bytes())]

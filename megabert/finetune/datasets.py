@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megabert.common import arrow_tables, tables
+from megabert.common import tables
 from megabert.common.logs import log
 from megabert.finetune.tasks import PRESETS, Task
 
@@ -87,7 +87,7 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
 def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]:
     """The examples of a file one after another, which need not fit in memory; errors as of `read`, when they are reached."""
     path = Path(path)
-    if not arrow_tables.is_table(path) and not any(line.strip() for _, line in tables.lines(path)):
+    if not tables.is_arrow(path) and not any(line.strip() for _, line in tables.lines(path)):
         raise ValueError(f"{path}: is empty")
     has_ids = bool(task.id) or task.kind == "span"
     seen: dict[str, str] = {}
@@ -106,7 +106,7 @@ def stream(task: Task, path: str | Path, labelled: bool = True) -> Iterator[Any]
 def digest(path: Path) -> str:
     """SHA-256 of a file, or of the files of a saved dataset one after the other."""
     sha256 = hashlib.sha256()
-    for part in arrow_tables.files(path) if path.is_dir() else [path]:
+    for part in tables.files(path):
         with part.open("rb") as file:
             while data := file.read(1 << 20):
                 sha256.update(data)
@@ -246,7 +246,7 @@ def _sentences(task: Task, path: Path, labelled: bool) -> Iterator[SentenceExamp
     if not task.text[0].removeprefix("-").isdecimal():
         yield from _word_rows(task, path, labelled)
         return
-    if arrow_tables.is_table(path):
+    if tables.is_arrow(path):
         raise ValueError(f"{path}: is a table; name its columns of words and tags with --text and --label")
     words: list[str] = []
     tags: list[str] = []
@@ -287,7 +287,7 @@ def _field(where: str, what: str, column: str, fields: Sequence[str]) -> str:
 
 
 def _questions(task: Task, path: Path, labelled: bool) -> Iterator[QuestionExample]:
-    if arrow_tables.is_table(path):
+    if tables.is_arrow(path):
         yield from _question_rows(task, path, labelled)
         return
     tree = tables.parse_json(str(path), "\n".join(line for _, line in tables.lines(path)))

@@ -1,13 +1,109 @@
-"""Tables are read a row at a time, by one set of rules for every command."""
+"""Tables of every kind are read a row at a time, by one set of rules for every command."""
 
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as parquet
 import pytest
 
 from megabert.common import tables
+
+ROWS = [
+    {"title": "A", "inner": {"body": "one"}, "label": 1, "many": [0, 1], "number": 2.5},
+    {"title": "B", "inner": {"body": "two"}, "label": 0, "many": [], "number": None},
+    {"title": None, "inner": {"body": "three"}, "label": -1, "many": [1], "number": 1.0},
+]
+CLASS = {"names": ["bad", "good"], "_type": "ClassLabel"}
+FEATURES = {"info": {"features": {"label": CLASS, "many": {"feature": CLASS, "_type": "List"}}}}
+KINDS = ("t.parquet", "t.arrow", "t.feather", "saved")
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], features: bool = True) -> Path:
+    """`saved` is a folder as `datasets` leaves it, in two tables."""
+    path = folder / name
+    table = pa.Table.from_pylist(rows)
+    if features:
+        table = table.replace_schema_metadata({"huggingface": json.dumps(FEATURES)})
+    if name.endswith("parquet"):
+        parquet.write_table(table, path, row_group_size=2)
+    elif name.endswith("feather"):
+        pyarrow.feather.write_feather(table, str(path))
+    elif name == "saved":
+        path.mkdir()
+        parts = [write(path, f"data-{i}.arrow", rows[i::2], features) for i in range(2)]
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": p.name} for p in parts]}))
+        (path / "dataset_info.json").write_text("{}")
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_have_values_and_class_names(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name, ROWS)
+    found = list(tables.rows(path, ["inner.body", "absent|label", "many", "number", "title+inner.body"]))
+    want = [
+        ["one", "good", ["bad", "good"], 2.5, "A\n\none"],
+        ["two", "bad", [], None, "B\n\ntwo"],
+        ["three", -1, ["good"], 1.0, "three"],
+    ]
+    places = [f"{path}, row {i}" for i in range(3)]
+    if name == "saved":
+        want = [want[0], want[2], want[1]]
+        places = [f"{path}/data-0.arrow, row 0", f"{path}/data-0.arrow, row 1", f"{path}/data-1.arrow, row 0"]
+    assert found == list(zip(places, want, strict=True))
+    assert tables.columns(path) == list(ROWS[0])
+
+
+def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.parquet", ROWS, features=False)
+    assert [values for _, values in tables.rows(path, ["label"])] == [[1], [0], [-1]]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.tsv", "t.csv"])
+def test_columns_are_joined_in_every_kind_of_table(name: str, tmp_path: Path) -> None:
+    text = {
+        "t.jsonl": '{"a": "x", "b": "y", "a+c": "z"}\n',
+        "t.tsv": "a\tb\ta+c\nx\ty\tz\n",
+        "t.csv": "a,b,a+c\nx,y,z\n",
+    }
+    path = tmp_path / name
+    path.write_text(text[name])
+    assert [values for _, values in tables.rows(path, ["a+b", "a+c", "c|b"])] == [["x\n\ny", "z", "y"]]
+    with pytest.raises(ValueError, match=r"no column 'a\+d'"):
+        list(tables.rows(path, ["a+d"]))
+
+
+def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "t.parquet", ROWS)
+    whole = path.read_bytes()
+    for column, message in (
+        ("body", r"t\.parquet, row 0: no column 'body'; its columns are title, inner, label, many, number"),
+        ("inner.text", r"t\.parquet, row 0: no column 'inner\.text'"),
+        ("title+number", r"row 0: column 'title\+number' joins columns that are no texts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(tables.rows(path, [column]))
+    for data in (whole[:-9], whole[: len(whole) // 2], b"PAR1" + bytes(40)):
+        (tmp_path / "bad.parquet").write_bytes(data)
+        with pytest.raises(ValueError, match=r"bad\.parquet: damaged or truncated table"):
+            list(tables.rows(tmp_path / "bad.parquet", ["title"]))
+    (tmp_path / "text.parquet").write_text("a\tb\n")
+    with pytest.raises(ValueError, match=r"text\.parquet: is neither Parquet nor Arrow"):
+        list(tables.rows(tmp_path / "text.parquet", ["title"]))
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ValueError, match=r"plain: is a folder, and no saved dataset \(no state\.json\)"):
+        list(tables.rows(tmp_path / "plain", ["title"]))
+    (tmp_path / "plain" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=r"holds several splits; name one of \S+plain/train, \S+plain/test"):
+        list(tables.rows(tmp_path / "plain", ["title"]))
 
 
 def test_a_long_text_is_a_field_of_csv(tmp_path):
@@ -31,11 +127,12 @@ def test_rows_are_streamed(name: str, tmp_path: Path) -> None:
         list(found)
 
 
-def test_empty_lines_are_rows_only_inside_a_tsv(tmp_path: Path) -> None:
-    path = tmp_path / "t.tsv"
-    path.write_text("x\na\n\nb\n\n\n")
-    assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (3, ""), (4, "b"))]
-    for name, text in (("t.csv", "x\na\n\nb\n\n"), ("t.jsonl", '\n{"x": "a"}\n\n{"x": "b"}\n')):
+def test_empty_lines_are_skipped(tmp_path: Path) -> None:
+    for name, text in (
+        ("t.tsv", "x\na\n\nb\n\n"),
+        ("t.csv", "x\na\n\nb\n\n"),
+        ("t.jsonl", '\n{"x": "a"}\n\n{"x": "b"}\n'),
+    ):
         path = tmp_path / name
         path.write_text(text)
         assert list(tables.rows(path, ["x"])) == [(f"{path}, line {n}", [v]) for n, v in ((2, "a"), (4, "b"))]

@@ -221,7 +221,7 @@ def test_mistake_is_one_line_and_writes_nothing(more, message, base, tmp_path, c
     ("name", "text", "message"),
     [
         ("RTE/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n", "RTE/dev.tsv, line 2: label 'maybe'"),
-        ("QNLI/dev.tsv", "index\tsentence\n0\ta\n", "QNLI/dev.tsv: no column 'question'"),
+        ("QNLI/dev.tsv", "index\tsentence\n0\ta\n", "QNLI/dev.tsv, line 2: no column 'question'"),
         ("SST-2/train.tsv", "", "SST-2/train.tsv: is empty"),
     ],
 )

@@ -223,7 +223,7 @@ def test_options_of_other_models_are_refused(tmp_path: Path, capsys) -> None:
         (source, ["--tokenizer", "x"], "--tokenizer: is for runs"),
         (tmp_path / "run", ["--onnx"], "--onnx: is for fine-tuned models"),
         (tmp_path / "run", ["--int8", str(path)], "--int8: is for fine-tuned models"),
-        (source, ["--int8", str(tmp_path / "none.tsv")], "none.tsv: no such file"),
+        (source, ["--int8", str(tmp_path / "none.tsv")], "none.tsv: No such file"),
     ):
         assert export.main(["--model", str(model), "--output", str(tmp_path / "hf"), *option]) == 2
         assert message in one_line(capsys) and not (tmp_path / "hf").exists()

@@ -131,7 +131,7 @@ def test_saved_dataset_reads_its_state(tmp_path):
     assert read_all([tmp_path / "more"])[0] == TEXTS[:2000]  # train, where no split is named
 
 
-@pytest.mark.parametrize("name", ["../secret.arrow", "", "..", 5, "a/b.arrow"])
+@pytest.mark.parametrize("name", ["../secret.arrow", "", "..", "a/b.arrow"])
 def test_a_state_that_names_other_places_is_refused(name, tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
