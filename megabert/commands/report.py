@@ -12,11 +12,11 @@ import json
 import math
 import sys
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megabert import __version__
 from megabert.common.arguments import Parser, called_as
@@ -63,29 +63,7 @@ CHARTS = (
 DRAWN = {name for chart in CHARTS for name in chart.names}
 
 
-@dataclass
-class Curve:
-    """Finite values of a figure by update; the others are only counted."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-    not_finite: int = 0
-
-    def add(self, step: int, value: Any) -> None:
-        """Values that JSON has no number for are strings ("nan")."""
-        try:
-            number = float(value)
-        except ValueError:
-            return
-        if math.isfinite(number):
-            self.steps.append(step)
-            self.values.append(number)
-        else:
-            self.not_finite += 1
-
-
-@dataclass(frozen=True)
-class ReportEvent:
+class ReportEvent(NamedTuple):
     step: int
     kind: str
     text: str
@@ -98,12 +76,13 @@ class ReportedRun:
     folder: Path
     name: str
     config_json: dict[str, Any]
-    curves: dict[str, Curve] = field(default_factory=dict)
+    # (update, value) of each figure, finite ones only
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     # the newest value of each key of metrics.jsonl
     last: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     events: list[ReportEvent] = field(default_factory=list)
-    # lines of samples.jsonl: of the start, the middle and the end
+    # lines of samples.jsonl: the last, before it the first of the same texts
     samples: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -117,14 +96,15 @@ def read_run(folder: Path, name: str) -> ReportedRun:
         raise ValueError(f"{folder}: is no run folder (no {CONFIG}); name one written by megabert train")
     try:
         config_json = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: is damaged ({' '.join(str(error).split())})") from None
-    if not isinstance(config_json, dict) or not isinstance(config_json.get("config"), dict):
-        raise ValueError(f"{path}: holds no configuration of a run; name a folder of megabert train")
+        assert isinstance(config_json["config"], dict)
+    except (ValueError, LookupError, TypeError, AssertionError):
+        raise ValueError(f"{path}: holds no configuration of a run; name a folder of megabert train") from None
     run = ReportedRun(folder, name, config_json)
     read_metrics(run)
     read_events(run)
-    run.samples = read_samples(folder / SAMPLES)
+    lines = list(json_lines(folder / SAMPLES))
+    same = [line for line in lines if texts(line) == texts(lines[-1])]
+    run.samples = same[:1] + same[1:][-1:]
     for file, content, what in (
         (METRICS, run.last, "curves"),
         (STARTS, run.starts, "restarts, ranks and devices"),
@@ -135,17 +115,9 @@ def read_run(folder: Path, name: str) -> ReportedRun:
     return run
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a JSON-lines file that have a step; None for a line that is none, as one that is still being written.
-    Nothing where there is no file."""
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file that have a step, without a line that is still being written. Nothing where there is no
+    file."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
@@ -153,63 +125,43 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
             try:
                 line = json.loads(raw)
             except ValueError:
-                line = None
-            yield line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line
+
+
+def texts(line: dict[str, Any]) -> list[list[str]]:
+    """The tokens of a line's samples."""
+    return [sample["tokens"] for sample in line["samples"]]
 
 
 def read_metrics(run: ReportedRun) -> None:
-    unreadable = 0
     for line in json_lines(run.folder / METRICS):
-        if line is None:
-            unreadable += 1
-            continue
         step = line["step"]
         before, now = run.last.get("train/objective"), line.get("train/objective")
         if before and now and before != now:
             run.events.append(ReportEvent(step, "objective", f"{before} before, {now} by this log line"))
         run.last |= line
-        for name, value in line.items():
-            if name in DRAWN and isinstance(value, int | float | str):
-                run.curves.setdefault(name, Curve()).add(step, value)
-    if unreadable:
-        run.missing.append(f"{unreadable:,} lines of {METRICS} cannot be read")
+        for name in DRAWN & line.keys():
+            # values that JSON has no number for are strings ("nan")
+            if isinstance(line[name], int | float):
+                run.curves.setdefault(name, []).append((step, float(line[name])))
 
 
 def read_events(run: ReportedRun) -> None:
     """Starts, and updates that went wrong, each once: an update that was done again was noted again."""
-    run.starts = [line for line in json_lines(run.folder / STARTS) if line]
+    run.starts = list(json_lines(run.folder / STARTS))
     for number, start in enumerate(run.starts):
         kind = "restart" if number else "start"
         text = f"{start.get('time')}, ranks: {start.get('ranks')}, on {start.get('device')}"
         run.events.append(ReportEvent(start["step"], kind, text))
     trouble: dict[Any, dict[str, Any]] = {}
     for line in json_lines(run.folder / TROUBLE):
-        if line:
-            trouble.setdefault((line["step"], line.get("cursor"), line.get("kind")), line)
+        trouble.setdefault((line["step"], line.get("cursor"), line.get("kind")), line)
     for line in trouble.values():
         text = f"loss {line.get('train/loss')}, gradient norm {line.get('train/grad_norm')}; {line.get('action')}"
         run.events.append(ReportEvent(line["step"], str(line.get("kind")), text))
     run.events.sort(key=lambda event: event.step)
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The first line of the samples, the one nearest the middle of the updates, and the last; fewer where there are fewer.
-    Raises ValueError naming a line that is damaged."""
-    steps = [line["step"] for line in json_lines(path) if line]
-    if not steps:
-        return []
-    middle = min(steps, key=lambda step: abs(step - (steps[0] + steps[-1]) / 2))
-    wanted = sorted({steps[0], middle, steps[-1]})
-    lines = {line["step"]: line for line in json_lines(path) if line and line["step"] in wanted}
-    for step, line in lines.items():
-        try:
-            for sample in line["samples"]:
-                assert all(isinstance(token, str) for token in sample["tokens"])
-                for mask in sample["masks"]:
-                    assert sample["tokens"][mask["at"]] and [float(p) for _, p in mask["said"]]
-        except (AssertionError, LookupError, TypeError, ValueError):
-            raise ValueError(f"{path}: the line of step {step} is damaged; remove it") from None
-    return [lines[step] for step in wanted]
 
 
 def results(run: ReportedRun) -> dict[str, str]:
@@ -250,23 +202,27 @@ def differing_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[Any]
 
     settings = [dict(flat(run.config_json["config"])) for run in runs]
     usual = dict(flat(Config().model_dump())) if len(runs) == 1 else settings[0]
-    rows = side_by_side(settings)
-    return [row for row in rows if any(value != usual.get(row[0], "—") for value in row[1])]
+    return [row for row in side_by_side(settings) if any(value != usual.get(row[0], "—") for value in row[1])]
 
 
-def thinned(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """The points of a curve in the order of `steps`, at most 4 x BUCKETS that look the same: no extreme is lost."""
-    points = sorted(zip(steps, values, strict=True), key=lambda point: point[0])
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points of a curve by update, at most 4 x BUCKETS that look the same: no extreme is lost."""
+    points = sorted(points)
     if len(points) <= 4 * BUCKETS:
         return points
     first, width = points[0][0], (points[-1][0] - points[0][0]) / BUCKETS
-    buckets: dict[int, list[tuple[float, float]]] = {}
-    for point in points:
-        buckets.setdefault(min(int((point[0] - first) / width), BUCKETS - 1), []).append(point)
     kept = []
-    for bucket in buckets.values():
-        extremes = {bucket[0], min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1]), bucket[-1]}
-        kept += sorted(extremes)
+    for _, group in groupby(points, lambda point: min(int((point[0] - first) / width), BUCKETS - 1)):
+        bucket = list(group)
+        kept += sorted({bucket[0], min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1]), bucket[-1]})
     return kept
 
 
@@ -300,16 +256,12 @@ class ChartScale:
 def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | None:
     """What the template draws of a chart; None where no run has its figures."""
     lines: list[dict[str, Any]] = []
-    not_finite = 0
     for number, run in enumerate(runs):
         for name in chart.names:
-            curve = run.curves.get(name, Curve())
-            not_finite += curve.not_finite
-            if curve.steps:
-                label = "held out" if name.startswith("eval/") else "training"
-                label = f"{run.name}, {label}" if len(runs) > 1 else label
-                points = thinned(curve.steps, curve.values)
-                lines.append({"run": number, "label": label, "held_out": name.startswith("eval/"), "points": points})
+            if points := thinned(run.curves.get(name, [])):
+                held_out = name.startswith("eval/")
+                label = f"{run.name}, " * (len(runs) > 1) + ("held out" if held_out else "training")
+                lines.append({"run": number, "label": label, "held_out": held_out, "points": points})
     if not lines:
         return None
     steps, values = zip(*(point for line in lines for point in line["points"]), strict=True)
@@ -322,12 +274,10 @@ def plot(chart: CurveChart, runs: Sequence[ReportedRun]) -> dict[str, Any] | Non
         of_line = [y for _, y in line["points"]]
         line["figures"] = [chart.written.format(y) for y in (of_line[0], min(of_line), max(of_line), of_line[-1])]
         line["end"] = [across(line["points"][-1][0]), up(of_line[-1])]
-    notes = ["logarithmic"] * logarithmic
-    notes += [f"{not_finite:,} values are not finite and are not drawn"] if not_finite else []
     percent = chart.written.endswith("%}")
     return {
         "title": chart.title,
-        "unit": "; ".join([chart.unit, *notes]),
+        "unit": chart.unit + "; logarithmic" * logarithmic,
         "lines": lines,
         "x_ticks": [(across(value), f"{value:.6g}") for value in across.ticks()],
         "y_ticks": [(up(value), f"{100 * value:.3g}%" if percent else f"{value:.6g}") for value in up.ticks()],
@@ -346,19 +296,15 @@ def marks(run: ReportedRun, across: ChartScale, steps: Sequence[float]) -> list[
 
 
 def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
-    """The held-out samples: each text with its masks, and the model's predictions for each at up to three times."""
+    """The held-out samples: each text with its masks, and the model's predictions for each at the start and at the end."""
     tables = []
-    for sample in run.samples[-1]["samples"] if run.samples else []:
+    for number, sample in enumerate(run.samples[-1]["samples"] if run.samples else []):
         rows, tokens = [], sample["tokens"]
-        for mask in sample["masks"]:
-            predictions = []
-            for line in run.samples:
-                same = [s for s in line["samples"] if (s["row"], s["tokens"]) == (sample["row"], tokens)]
-                at = {m["at"]: m["said"] for s in same for m in s["masks"]}
-                predictions.append([(word.strip() or ascii(word), p) for word, p in at.get(mask["at"], [])])
+        for i, mask in enumerate(sample["masks"]):
+            said = [line["samples"][number]["masks"][i]["said"] for line in run.samples]
+            predictions = [[(word.strip() or ascii(word), p) for word, p in words] for words in said]
             rows.append((tokens[mask["at"]].strip() or ascii(tokens[mask["at"]]), predictions))
-        times = ("start", "middle", "end") if len(run.samples) == 3 else ("start", "end")[-len(run.samples) :]
-        heads = [f"{time}, update {line['step']:,}" for time, line in zip(times, run.samples, strict=True)]
+        heads = [f"update {line['step']:,}" for line in run.samples]
         masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}
         tables.append({"row": sample["row"], "tokens": tokens, "masks": masks, "heads": heads, "rows": rows})
     return tables
