@@ -24,9 +24,7 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.training_args import BatchSamplers
 
-from megabert import hf
-from megabert.hf import sentence_folder
-from megabert.hf.sentence_folder import Pooling
+from megabert.commands.export import export
 
 MAX_LENGTH = 128
 # Share of the articles.
@@ -57,10 +55,9 @@ def evaluator_of(pairs: list[tuple[str, str]]) -> InformationRetrievalEvaluator:
 
 
 def main(run: str, squad: str, output: str, max_steps: int = -1) -> None:
-    start, folder = hf.load(run), Path(output) / "start"
-    length = min(MAX_LENGTH, start.config.model.max_positions)
-    sentence_folder.write(folder, start, {}, Pooling("mean", length), "Token vectors averaged, not yet trained.\n")
-    model = SentenceTransformer(str(folder))
+    start = export(run, f"{output}/start", overwrite=True, pool="mean")
+    model = SentenceTransformer(f"{output}/start")
+    model.max_seq_length = min(MAX_LENGTH, start.config.model.max_positions)
     train, held_out = read_pairs(Path(squad))
     evaluate = evaluator_of(held_out)
     before = evaluate(model)[METRIC]

@@ -32,7 +32,7 @@ def export(
 ) -> Pretrained:
     """Write config, weights, tokenizer and model card of a run's newest whole checkpoint (or of that one checkpoint).
 
-    `pool`: "mean" or "cls" writes a sentence-transformers folder, whose texts have vectors of length 1 pooled so. Raises
+    `pool`: "mean" or "cls" makes it a sentence-transformers folder too, whose texts have vectors of length 1 pooled so. Raises
     ValueError naming what cannot be exported or where `output` cannot be; nothing is written then.
     """
     from megabert import hf
@@ -43,15 +43,14 @@ def export(
     model = pretrained.config.model
     config = mapping.to_huggingface_config(model, pretrained.config.data.masking.causal)
     card = model_card.render(pretrained, Path(output).resolve().name, config["architectures"][0])
-    if pool:
-        pooling = sentence_folder.Pooling(pool, model.max_positions)
-        sentence_folder.write(output, pretrained, {}, pooling, card, overwrite)
-        return pretrained
     weights = mapping.to_huggingface(pretrained.weights, model)
     files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, not model.modern)
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
+    if pool:
+        files |= sentence_folder.files(sentence_folder.Pooling(pool, model.max_positions), pretrained.config)
     with appearing(output, CONFIG, overwrite) as folder:
         for file, data in files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
         copies = COPIES if model.tied else ()
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}

@@ -99,7 +99,7 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
         for prefix in ("encoder.", "head.")
     )
     model = finetuned.described.config.model
-    renamed = mapping.encoder_to_huggingface(encoder, model)
+    renamed = mapping.to_huggingface(encoder, model, heads=False)
     added = "classifier" if model.modern else HUB_KINDS[finetuned.described.task.kind].layer
     for name, tensor in head.items():
         part, _, which = name.rpartition(".")

@@ -28,30 +28,33 @@ MODERN_TYPE, MODERN_CLASS = "modernbert", "ModernBert"
 # classes of causal models, whose weights are those of ForMaskedLM
 CAUSAL = {"post": "BertLMHeadModel", "pre": "MegatronBertForCausalLM"}
 
-_EMBEDDINGS = {
+# Our name -> theirs, of the parameters outside layers and norms. Where ours stacks several of theirs they are a tuple.
+EMBEDDINGS = {
     "embeddings.word.weight": "bert.embeddings.word_embeddings.weight",
     "embeddings.position": "bert.embeddings.position_embeddings.weight",
     "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
 }
-_MLM = {
+MLM = {
     "embeddings.word.bias": "cls.predictions.bias",
     "mlm.weight": "cls.predictions.transform.dense.weight",
     "mlm.bias": "cls.predictions.transform.dense.bias",
     "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
     "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
 }
-_NSP = {
+NSP = {
     "pooler.weight": "bert.pooler.dense.weight",
     "pooler.bias": "bert.pooler.dense.bias",
     "nsp.weight": "cls.seq_relationship.weight",
     "nsp.bias": "cls.seq_relationship.bias",
 }
-_LAYER = {
-    "attention_output": "attention.output.dense",
-    "feed_forward": "intermediate.dense",
-    "feed_forward_output": "output.dense",
+# of a layer, without `.weight` and `.bias`
+LAYER: dict[str, tuple[str, ...]] = {
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention_output": ("attention.output.dense",),
+    "feed_forward": ("intermediate.dense",),
+    "feed_forward_output": ("output.dense",),
 }
-_MODERN_EMBEDDINGS = {"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"}
+MODERN_EMBEDDINGS = {"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"}
 MODERN_HEAD = {
     "embeddings.word.bias": "decoder.bias",
     "mlm.weight": "head.dense.weight",
@@ -59,32 +62,27 @@ MODERN_HEAD = {
     "mlm.norm_weight": "head.norm.weight",
     "mlm.norm_bias": "head.norm.bias",
 }
-_MODERN_LAYER = {
-    "qkv": "attn.Wqkv",
-    "attention_output": "attn.Wo",
-    "feed_forward": "mlp.Wi",
-    "feed_forward_output": "mlp.Wo",
+MODERN_LAYER: dict[str, tuple[str, ...]] = {
+    "qkv": ("attn.Wqkv",),
+    "attention_output": ("attn.Wo",),
+    "feed_forward": ("mlp.Wi",),
+    "feed_forward_output": ("mlp.Wo",),
 }
 # decoder weights, which are the word embedding where they are tied
 DECODER, MODERN_DECODER = "cls.predictions.decoder.weight", "decoder.weight"
-DECODERS = (DECODER, MODERN_DECODER)
-# copies and buffers that some versions save beside the weights
-_OPTIONAL = {
-    "bert.embeddings.position_ids",
-    "bert.embeddings.token_type_ids",
-    "cls.predictions.decoder.weight",
-    "cls.predictions.decoder.bias",
-}
+DECODER_BIAS = "cls.predictions.decoder.bias"
+# buffers that some versions save beside the weights
+BUFFERS = ("bert.embeddings.position_ids", "bert.embeddings.token_type_ids")
 _PADDED = ("embeddings.word.weight", "embeddings.word.bias", "embeddings.word.decoder")
 # fields of a config.json that must have a value for the model to be ours, and their value where they are missing
-_FIXED: dict[str, tuple[Any, Any]] = {
+FIXED: dict[str, tuple[Any, Any]] = {
     "hidden_act": ("gelu", "gelu"),
     "position_embedding_type": ("absolute", "absolute"),
     "type_vocab_size": (2, 2),
     "add_cross_attention": (False, False),
     "pad_token_id": (0, 0),
 }
-_MODERN_FIXED: dict[str, tuple[Any, Any]] = {
+MODERN_FIXED: dict[str, tuple[Any, Any]] = {
     "attention_bias": (True, False),
     "mlp_bias": (True, False),
     "norm_bias": (True, False),
@@ -93,6 +91,26 @@ _MODERN_FIXED: dict[str, tuple[Any, Any]] = {
     "classifier_activation": ("gelu", "gelu"),
     "hidden_activation": ("gelu", "gelu"),
     "pad_token_id": (0, 50283),
+}
+# our field -> theirs, and its value where it is missing; without one it is a count that must be there
+FIELDS: dict[str, tuple[str, float | None]] = {
+    "hidden": ("hidden_size", None),
+    "layers": ("num_hidden_layers", None),
+    "heads": ("num_attention_heads", None),
+    "intermediate": ("intermediate_size", None),
+    "vocab_size": ("vocab_size", None),
+    "max_positions": ("max_position_embeddings", None),
+    "init_std": ("initializer_range", 0.02),
+}
+BERT_FIELDS: dict[str, tuple[str, float | None]] = FIELDS | {
+    "dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+    "layer_norm_eps": ("layer_norm_eps", 1e-12),
+}
+MODERN_FIELDS: dict[str, tuple[str, float | None]] = FIELDS | {
+    "dropout": ("embedding_dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "layer_norm_eps": ("norm_eps", 1e-5),
 }
 
 
@@ -106,14 +124,11 @@ def prefix_of(cfg: ModelConfig) -> str:
     return "model." if cfg.modern else "bert."
 
 
-def _encoder_names(cfg: ModelConfig) -> dict[str, str]:
-    """Our name -> theirs, of the encoder's tensors that are not stacked."""
-    names = dict(_MODERN_EMBEDDINGS if cfg.modern else _EMBEDDINGS)
-    layer, prefix = (_MODERN_LAYER, "model.layers") if cfg.modern else (_LAYER, "bert.encoder.layer")
-    linears = {f"layers.{i}.{ours}": f"{prefix}.{i}.{layer[ours]}" for i in range(cfg.layers) for ours in layer}
-    kinds = ("weight", "bias")
-    names |= {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in linears.items() for kind in kinds}
-    return names | {f"{ours}_{kind}": f"{theirs}.{kind}" for ours, theirs in _norms(cfg).items() for kind in kinds}
+def word_tensors(cfg: ModelConfig) -> tuple[str, str]:
+    """Their names of the word embedding and of the decoder's weights."""
+    return (MODERN_EMBEDDINGS if cfg.modern else EMBEDDINGS)["embeddings.word.weight"], (
+        MODERN_DECODER if cfg.modern else DECODER
+    )
 
 
 def _norms(cfg: ModelConfig) -> dict[str, str]:
@@ -137,62 +152,44 @@ def _norms(cfg: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _names(cfg: ModelConfig) -> dict[str, str]:
-    """Our name -> theirs, of every tensor that is not stacked."""
-    decoder = {} if cfg.tied else {"embeddings.word.decoder": MODERN_DECODER if cfg.modern else DECODER}
-    heads = MODERN_HEAD if cfg.modern else _MLM | (_NSP if cfg.nsp else {})
-    return _encoder_names(cfg) | heads | decoder
-
-
-def _stacked(cfg: ModelConfig) -> dict[str, list[str]]:
-    """Our name -> theirs, of tensors that ours stacks and theirs does not."""
-    if cfg.modern:
-        return {}
-    return {
-        f"layers.{i}.qkv.{kind}": [
-            f"bert.encoder.layer.{i}.attention.self.{part}.{kind}" for part in ("query", "key", "value")
-        ]
-        for i in range(cfg.layers)
-        for kind in ("weight", "bias")
-    }
-
-
-def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's), or
-    ModernBertForMaskedLM's.
-
-    Raises ValueError naming a tensor that is missing or left over.
-    """
-    result = _renamed(state, cfg, _names(cfg))
-    if cfg.modern:
-        if cfg.tied:
-            result[MODERN_DECODER] = result["model.embeddings.tok_embeddings.weight"]
-        return result
-    if cfg.tied:
-        result[DECODER] = result["bert.embeddings.word_embeddings.weight"]
-    bias = result["cls.predictions.bias"]
-    result["cls.predictions.decoder.bias"] = bias if cfg.tied else bias.clone()
+def names(cfg: ModelConfig, heads: bool = True) -> dict[str, tuple[str, ...]]:
+    """Our name of each parameter -> theirs, several where ours stacks them; with the pre-training heads or without."""
+    single = dict(MODERN_EMBEDDINGS if cfg.modern else EMBEDDINGS)
+    if heads:
+        single |= MODERN_HEAD if cfg.modern else MLM | (NSP if cfg.nsp else {})
+        single |= {} if cfg.tied else {"embeddings.word.decoder": word_tensors(cfg)[1]}
+    result: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in single.items()}
+    layer, prefix = (MODERN_LAYER, "model.layers") if cfg.modern else (LAYER, "bert.encoder.layer")
+    for kind in ("weight", "bias"):
+        for i in range(cfg.layers):
+            for ours, parts in layer.items():
+                result[f"layers.{i}.{ours}.{kind}"] = tuple(f"{prefix}.{i}.{part}.{kind}" for part in parts)
+        result |= {f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in _norms(cfg).items()}
     return result
 
 
-def encoder_to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """The state dict of an encoder without heads as the part of Hugging Face's classes that `prefix_of` names.
+def to_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig, heads: bool = True) -> dict[str, Tensor]:
+    """Our state dict as Hugging Face's (Megatron)BertForPreTraining's (without pooler and NSP: ForMaskedLM's), or
+    ModernBertForMaskedLM's; without `heads` that of an encoder alone, the part of their classes that `prefix_of` names.
 
     Raises ValueError naming a tensor that is missing or left over.
     """
-    return _renamed(state, cfg, _encoder_names(cfg))
-
-
-def _renamed(state: Mapping[str, Tensor], cfg: ModelConfig, names: Mapping[str, str]) -> dict[str, Tensor]:
     left = dict(state)
     result: dict[str, Tensor] = {}
-    for ours, theirs in names.items():
+    for ours, theirs in names(cfg, heads).items():
         tensor = _take(left, ours)
-        result[theirs] = tensor[: cfg.vocab_size].clone() if ours in _PADDED else tensor
-    for ours, parts in _stacked(cfg).items():
-        for part, chunk in zip(parts, _take(left, ours).chunk(len(parts)), strict=True):
-            result[part] = chunk.clone()
+        if ours in _PADDED:
+            tensor = tensor[: cfg.vocab_size]
+        # parts of one storage cannot be saved
+        parts = [part.clone() for part in tensor.chunk(len(theirs))] if len(theirs) > 1 or ours in _PADDED else [tensor]
+        result |= zip(theirs, parts, strict=True)
     _refuse_left(left)
+    if heads and cfg.tied:
+        embedding, decoder = word_tensors(cfg)
+        result[decoder] = result[embedding]
+    if heads and not cfg.modern:
+        bias = result["cls.predictions.bias"]
+        result[DECODER_BIAS] = bias if cfg.tied else bias.clone()
     return result
 
 
@@ -201,31 +198,20 @@ def from_huggingface(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str,
 
     Raises ValueError naming a tensor that is missing, left over, or of another shape than cfg has.
     """
-    optional = {MODERN_DECODER} if cfg.modern else _OPTIONAL
-    left = {k: v for k, v in state.items() if k not in optional or (k in DECODERS and not cfg.tied)}
-    if not cfg.nsp:
-        left = {k: v for k, v in left.items() if k not in _NSP.values()}
+    copies = {MODERN_DECODER} if cfg.modern else {DECODER, DECODER_BIAS, *BUFFERS}
+    copies -= set() if cfg.tied else {DECODER, MODERN_DECODER}
+    copies |= set() if cfg.nsp else set(NSP.values())
+    left = {name: tensor for name, tensor in state.items() if name not in copies}
     result: dict[str, Tensor] = {}
-    for ours, theirs in _names(cfg).items():
-        tensor = _take(left, theirs)
+    for ours, theirs in names(cfg).items():
+        tensor = _take(left, theirs[0]) if len(theirs) == 1 else torch.cat([_take(left, name) for name in theirs])
         if ours in _PADDED:
             if len(tensor) != cfg.vocab_size:
-                raise ValueError(f"{theirs}: {len(tensor)} entries, but model.vocab_size={cfg.vocab_size}")
-            padding = [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size]
-            tensor = F.pad(tensor, padding)
+                raise ValueError(f"{theirs[0]}: {len(tensor)} entries, but model.vocab_size={cfg.vocab_size}")
+            tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, cfg.padded_vocab - cfg.vocab_size])
         result[ours] = tensor
-    for ours, parts in _stacked(cfg).items():
-        result[ours] = torch.cat([_take(left, part) for part in parts])
     _refuse_left(left)
     return result
-
-
-def expected(cfg: ModelConfig) -> dict[str, str]:
-    """Every name of Hugging Face's that `from_huggingface` needs, and the name of ours that it goes into."""
-    names = {theirs: ours for ours, theirs in _names(cfg).items()}
-    for ours, parts in _stacked(cfg).items():
-        names |= dict.fromkeys(parts, ours)
-    return names
 
 
 def _take(state: dict[str, Tensor], name: str) -> Tensor:
@@ -242,50 +228,28 @@ def _refuse_left(state: Mapping[str, Tensor]) -> None:
 def to_huggingface_config(cfg: ModelConfig, causal: bool = False) -> dict[str, Any]:
     """The `config.json` of a model; `causal`: of a causal one, which has no NSP head."""
     assert not (causal and cfg.nsp)
-    tree: dict[str, Any] = {
-        "dtype": "float32",
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "intermediate_size": cfg.ffn,
-        "max_position_embeddings": cfg.max_positions,
-        "initializer_range": cfg.init_std,
-        "tie_word_embeddings": cfg.tied,
-    }
-    if cfg.modern:
-        if causal:
-            raise ValueError("a causal model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it")
-        return tree | _modern_fields(cfg)
-    name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
-    return {field: value for field, (value, _) in _FIXED.items()} | tree | {
-        "architectures": [CAUSAL[cfg.norm] if causal else name],
-        "is_decoder": causal,
-        "model_type": TYPES[cfg.norm],
-        "hidden_dropout_prob": cfg.dropout,
-        "attention_probs_dropout_prob": cfg.attention_dropout,
-        "layer_norm_eps": cfg.layer_norm_eps,
-    }  # fmt: skip
-
-
-def _modern_fields(cfg: ModelConfig) -> dict[str, Any]:
-    """A sequence of theirs begins and ends as ours: of the special ids the model reads only the padding's."""
+    values = cfg.model_dump() | {"intermediate": cfg.ffn}
+    tree = {theirs: values[ours] for ours, (theirs, _) in (MODERN_FIELDS if cfg.modern else BERT_FIELDS).items()}
+    tree |= {field: value for field, (value, _) in (MODERN_FIXED if cfg.modern else FIXED).items()}
+    tree |= {"dtype": "float32", "tie_word_embeddings": cfg.tied}
+    if not cfg.modern:
+        name = CLASSES[cfg.norm] + ("ForPreTraining" if cfg.nsp else "ForMaskedLM")
+        kind = {"model_type": TYPES[cfg.norm], "is_decoder": causal}
+        return tree | kind | {"architectures": [CAUSAL[cfg.norm] if causal else name]}
+    if causal:
+        raise ValueError("a causal model of model.kind=modern: Hugging Face's ModernBERT has no decoder for it")
     rope = {"rope_type": "default", "rope_theta": THETA}
-    return {field: value for field, (value, _) in _MODERN_FIXED.items()} | {
+    return tree | {
         "architectures": [f"{MODERN_CLASS}ForMaskedLM"],
         "model_type": MODERN_TYPE,
-        "embedding_dropout": cfg.dropout,
-        "attention_dropout": cfg.attention_dropout,
         "mlp_dropout": 0.0,
-        "norm_eps": cfg.layer_norm_eps,
-        "global_attn_every_n_layers": 1,  # releases before 5 read this and the next
+        # releases before 5 read this and the next
+        "global_attn_every_n_layers": 1,
         "global_rope_theta": THETA,
         "layer_types": ["full_attention"] * cfg.layers,
         "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "cls_token_id": None,
-        "sep_token_id": None,
+        # a sequence of theirs begins and ends as ours: of the special ids the model reads only the padding's
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
     }
 
 
@@ -294,32 +258,39 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises ValueError naming the field whose value our model cannot have.
     """
-    kinds = {theirs: ours for ours, theirs in TYPES.items()}
-    kind = tree.get("model_type", "bert")  # the first releases lack it
-    if kind == MODERN_TYPE:
-        return _modern_model(tree, where)
-    if kind not in kinds:
+    norms = {theirs: norm for norm, theirs in TYPES.items()}
+    # the first releases lack it
+    kind = tree.get("model_type", "bert")
+    if kind not in (*norms, MODERN_TYPE):
         raise ValueError(
-            f"{where}: model_type={kind!r} is not a BERT; {', '.join(kinds)} and {MODERN_TYPE} can be converted"
+            f"{where}: model_type={kind!r} is not a BERT; {', '.join(norms)} and {MODERN_TYPE} can be converted"
         )
-    _refuse_others(tree, _FIXED, where)
+    modern = kind == MODERN_TYPE
+    for field, (value, default) in (MODERN_FIXED if modern else FIXED).items():
+        if (found := tree.get(field, default)) != value:
+            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
+    if modern:
+        _refuse_other_modern(tree, where)
     for field in ("pruned_heads", "quantization_config"):
         if tree.get(field):
             raise ValueError(f"{where}: {field} is not supported; save the model without it")
-    hidden = _number(tree, "hidden_size", where, int)
-    if tree.get("embedding_size", hidden) != hidden:
-        raise ValueError(f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={hidden}")
-    fields = {
-        "norm": kinds[kind],
-        "dropout": _number(tree, "hidden_dropout_prob", where, float, 0.1),
-        "attention_dropout": _number(tree, "attention_probs_dropout_prob", where, float, 0.1),
-        "layer_norm_eps": _number(tree, "layer_norm_eps", where, float, 1e-12),
-    }
-    return _model(tree, fields, where)
+    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
+        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
+    fields: dict[str, Any] = {"kind": "modern", "norm": "pre", "nsp": False} if modern else {"norm": norms[kind]}
+    for ours, (theirs, usual) in (MODERN_FIELDS if modern else BERT_FIELDS).items():
+        fields[ours] = _number(tree, theirs, where, usual)
+    if tree.get("embedding_size", fields["hidden"]) != fields["hidden"]:
+        raise ValueError(
+            f"{where}: embedding_size={tree['embedding_size']!r} differs from hidden_size={fields['hidden']}"
+        )
+    try:
+        return configuration.from_dict({"model": fields | {"tied": tied}}).model
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _modern_model(tree: Mapping[str, Any], where: str) -> ModelConfig:
-    _refuse_others(tree, _MODERN_FIXED, where)
+def _refuse_other_modern(tree: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for local attention and other rotations."""
     local = "full_attention" if tree.get("global_attn_every_n_layers", 3) == 1 else "sliding_attention"
     if set(tree.get("layer_types") or [local]) != {"full_attention"}:
         raise ValueError(f"{where}: layers with local attention (layer_types) are not supported")
@@ -330,41 +301,6 @@ def _modern_model(tree: Mapping[str, Any], where: str) -> ModelConfig:
         raise ValueError(
             f"{where}: the base of the rotation is {theta!r:.40}, only {THETA:g} without scaling is supported"
         )
-    fields = {
-        "kind": "modern",
-        "norm": "pre",
-        "nsp": False,
-        "dropout": _number(tree, "embedding_dropout", where, float, 0.0),
-        "attention_dropout": _number(tree, "attention_dropout", where, float, 0.0),
-        "layer_norm_eps": _number(tree, "norm_eps", where, float, 1e-5),
-    }
-    return _model(tree, fields, where)
-
-
-def _refuse_others(tree: Mapping[str, Any], fixed: Mapping[str, tuple[Any, Any]], where: str) -> None:
-    for field, (value, default) in fixed.items():
-        if (found := tree.get(field, default)) != value:
-            raise ValueError(f"{where}: {field}={found!r} is not supported, only {value!r}")
-
-
-def _model(tree: Mapping[str, Any], fields: dict[str, Any], where: str) -> ModelConfig:
-    """The model of `fields` and of the fields that every kind of `config.json` has."""
-    if not isinstance(tied := tree.get("tie_word_embeddings", True), bool):
-        raise ValueError(f"{where}: tie_word_embeddings must be true or false, is {tied!r:.40}")
-    fields |= {
-        "tied": tied,
-        "hidden": _number(tree, "hidden_size", where, int),
-        "layers": _number(tree, "num_hidden_layers", where, int),
-        "heads": _number(tree, "num_attention_heads", where, int),
-        "intermediate": _number(tree, "intermediate_size", where, int),
-        "vocab_size": _number(tree, "vocab_size", where, int),
-        "max_positions": _number(tree, "max_position_embeddings", where, int),
-        "init_std": _number(tree, "initializer_range", where, float, 0.02),
-    }
-    try:
-        return configuration.from_dict({"model": fields}).model
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def is_causal(tree: Mapping[str, Any], where: str) -> bool:
@@ -375,8 +311,9 @@ def is_causal(tree: Mapping[str, Any], where: str) -> bool:
     return value
 
 
-def _number(tree: Mapping[str, Any], field: str, where: str, kind: type, default: Any = None) -> Any:
-    value = tree.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+def _number(tree: Mapping[str, Any], field: str, where: str, usual: float | None) -> float:
+    """A field's value: a float where it has a usual one, else an int."""
+    value = tree.get(field, usual)
+    if isinstance(value, bool) or not isinstance(value, int if usual is None else int | float):
         raise ValueError(f"{where}: {field} must be a number, is {value!r:.40}")
-    return kind(value)
+    return value if usual is None else float(value)

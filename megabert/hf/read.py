@@ -46,7 +46,6 @@ HEADS = {
 # parts of a WordPiece tokenizer.json, and the fields of its normalizer by those of `Casing`
 STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
 NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
-DECODER = "cls.predictions.decoder."
 # names in the first releases
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -274,18 +273,13 @@ def complete(
     if model.layers > len(tensors):  # before anything of that size is built
         raise ValueError(f"{where}: has too few tensors for num_hidden_layers={model.layers}")
     left = dict(tensors)
-    if model.modern:
-        embedding_name, decoder_name = "model.embeddings.tok_embeddings.weight", mapping.MODERN_DECODER
-    else:
-        embedding_name, decoder_name = "bert.embeddings.word_embeddings.weight", mapping.DECODER
-        bias = left.pop(f"{DECODER}bias", None)
-        if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
-            raise ValueError(f"{where}: {DECODER}bias is not cls.predictions.bias, as in a tied model")
-    decoder = left.pop(decoder_name, None) if model.tied else None
-    embedding = left.get(embedding_name)
-    if decoder is not None and embedding is not None and not decoder.equal(embedding):
+    embedding, decoder = mapping.word_tensors(model)
+    bias = left.pop(mapping.DECODER_BIAS, None)
+    if bias is not None and not left.setdefault("cls.predictions.bias", bias).equal(bias):
+        raise ValueError(f"{where}: {mapping.DECODER_BIAS} is not cls.predictions.bias, as in a tied model")
+    if model.tied and embedding in left and not left.pop(decoder, left[embedding]).equal(left[embedding]):
         raise ValueError(
-            f"{where}: {DECODER}weight is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
+            f"{where}: {decoder} is not the word embedding, and {CONFIG} does not say tie_word_embeddings=false"
         )
     shapes = their_shapes(model)
     initialised = []
@@ -306,16 +300,9 @@ def complete(
 
 
 def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by Hugging Face's name."""
-    ours = {name: tuple(p.shape) for name, p in outline(model).named_parameters()}
-    shapes = {}
-    for theirs, name in mapping.expected(model).items():
-        first, *rest = ours[name]
-        if name.startswith("embeddings.word."):
-            first = model.vocab_size
-        stacked = ".qkv." in name and not model.modern
-        shapes[theirs] = (first // 3 if stacked else first, *rest)
-    return shapes
+    """Shape of every tensor by Hugging Face's name, without copies."""
+    written = mapping.to_huggingface(outline(model).state_dict(), model)
+    return {theirs: tuple(written[theirs].shape) for parts in mapping.names(model).values() for theirs in parts}
 
 
 def initial(name: str, shape: tuple[int, ...], std: float) -> Tensor:

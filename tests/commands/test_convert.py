@@ -18,8 +18,6 @@ from megabert import config, hf
 from megabert.checkpoint import load_weights
 from megabert.commands import convert, export
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import read
-from megabert.hf.mapping import to_huggingface
 from tests.helpers import runs, wordpiece
 
 # layers, width, heads of published sizes (Turc et al. 2019, Devlin et al. 2019)
@@ -262,11 +260,3 @@ def test_unsupported_configs_and_full_runs_are_refused(tmp_path: Path, capsys) -
     make(tmp_path / "hf", hidden_act="relu")
     assert convert.main(["--model", str(tmp_path / "hf"), "--run", str(tmp_path / "run")]) == 2
     assert "hidden_act='relu' is not supported" in one_line(capsys)
-
-
-def test_our_names_for_theirs_are_complete() -> None:
-    """`their_shapes` against the shapes of what export writes."""
-    cfg = config.ModelConfig(layers=2, hidden=32, heads=2, vocab_size=99, max_positions=16)
-    written = to_huggingface(runs.model(cfg).state_dict(), cfg)
-    shapes = read.their_shapes(cfg)
-    assert {name: tuple(t.shape) for name, t in written.items() if not name.startswith(read.DECODER)} == shapes

@@ -19,8 +19,6 @@ import transformers
 from megabert import hf
 from megabert.commands import export, features
 from megabert.commands.extraction import Extractor
-from megabert.hf import sentence_folder
-from megabert.hf.sentence_folder import Pooling
 from tests.conftest import ROOT
 from tests.helpers import runs
 
@@ -178,7 +176,8 @@ def test_encode_gives_unit_vectors_and_keeps_threads(run: Path, peer: Any) -> No
 
 
 def test_pool_sentence_is_as_the_folder_says(run: Path, lines: Path, tmp_path: Path) -> None:
-    sentence_folder.write(tmp_path / "model", hf.load(run), {}, Pooling("mean", 24), "card\n")
+    export.export(run, tmp_path / "model", pool="mean")
+    (tmp_path / "model/sentence_bert_config.json").write_text('{"max_seq_length": 24}')
     output = lines.with_suffix(".npy")
     assert features.main(command(tmp_path / "model", lines, output, "--pool", "sentence")) == 0
     found = Extractor(hf.load(run), normalise=True, max_length=24).encode(TEXTS)

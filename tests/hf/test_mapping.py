@@ -121,7 +121,7 @@ def test_a_checkpoint_loads_without_its_nsp_head() -> None:
 def test_wrong_weights_are_named() -> None:
     built = runs.model(ModelConfig(**SHAPE))
     state = to_huggingface(built.state_dict(), built.cfg)
-    with pytest.raises(ValueError, match=r"no tensor named bert.encoder.layer.2.attention.output.dense.weight"):
+    with pytest.raises(ValueError, match=r"no tensor named bert.encoder.layer.2.attention.self.query.weight"):
         from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 3})))
     with pytest.raises(ValueError, match=r"unexpected tensor bert.encoder.layer.1"):
         from_huggingface(state, ModelConfig(**(SHAPE | {"layers": 1})))
