@@ -87,8 +87,8 @@ class DcpSaves:
         if engine.layout.partitioned or world.is_main:
             for segment, view in engine.layout.segments():
                 self.tensors[f"weight:{engine.layout.names[segment.index]}:{segment.offset}"] = view
-            for piece in engine.layout.moments(engine.optimizer):
-                self.tensors |= {f"{kind}:{piece.name}:{piece.offset}": value for kind, value in piece.values.items()}
+            for part in engine.layout.moments(engine.optimizer):
+                self.tensors |= {f"{kind}:{part.name}:{part.offset}": value for kind, value in part.values.items()}
         self.group = dist.new_group(backend="gloo")
 
     def save(self, step: int) -> None:

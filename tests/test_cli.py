@@ -75,7 +75,7 @@ def test_help_names_every_command_and_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["trian"], "error: unknown command 'trian'; did you mean train?"),
         (["fine-tune", "--model", "x"], "error: unknown command 'fine-tune'; did you mean finetune?"),
@@ -84,10 +84,10 @@ def test_help_names_every_command_and_version_is_the_packages() -> None:
         ([], "error: no command; choose one of doctor, "),
     ],
 )
-def test_a_misspelt_command_is_refused_with_the_nearest_one(args: list[str], said: str, capsys) -> None:
+def test_a_misspelt_command_is_refused_with_the_nearest_one(args: list[str], message: str, capsys) -> None:
     assert cli.main(args) == 2
     error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1
+    assert error.startswith(message) and error.count("\n") == 1
 
 
 def shown(call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, Parser]:

@@ -129,7 +129,7 @@ def test_layers_are_the_published_choice(taken: tuple[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "overrides", "said"),
+    ("fields", "overrides", "message"),
     [
         ({"hidden": 64}, {}, "model.hidden=32 but the teacher's is 64"),
         ({"intermediate": 64}, {}, "model.intermediate=128 but the teacher's is 64"),
@@ -143,8 +143,8 @@ def test_layers_are_the_published_choice(taken: tuple[int, list[int]]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_pair_is_named(fields: Any, overrides: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said.replace(".", r"\.")) as caught:
+def test_what_cannot_be_a_pair_is_named(fields: Any, overrides: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")) as caught:
         student(config(teacher_run(tmp_path, **fields), **overrides))
     assert "\n" not in str(caught.value)
 

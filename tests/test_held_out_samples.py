@@ -77,12 +77,12 @@ def labels(batch: Batch, row: int) -> list[tuple[int, int]]:
 
 
 def test_the_masks_are_those_of_evaluation_whatever_the_micro_batch_is() -> None:
-    told: list[Any] = []
+    looks: list[Any] = []
     for micro in (1, 2, 4):
         _, tokenizer, model, batches = made(f"batch.micro_size={micro}")
-        told.append(HeldOutSamples(batches, tokenizer, False).look(model, CPU))
+        looks.append(HeldOutSamples(batches, tokenizer, False).look(model, CPU))
         assert all(len(batch.row_ids) == micro for batch in batches)
-    places = [[(s["row"], s["tokens"], [m["at"] for m in s["masks"]]) for s in found] for found in told]
+    places = [[(s["row"], s["tokens"], [m["at"] for m in s["masks"]]) for s in found] for found in looks]
     assert places[0] == places[1] == places[2]
     cfg, tokenizer, _, few = made("eval.rows=2")
     assert {int(r) for batch in few for r in batch.row_ids} == {0, 1} and cfg.eval.rows == 2
@@ -112,6 +112,6 @@ def test_ranks_that_share_the_weights_look_together(tmp_path: Path) -> None:
     for one, two in zip(*lines, strict=True):
         for a, b in zip(one["samples"], two["samples"], strict=True):
             assert a["tokens"] == b["tokens"] and len(a["masks"]) == len(b["masks"]) > 0
-            for said, other in zip(a["masks"], b["masks"], strict=True):
-                shares = [[p for _, p in mask["said"]] for mask in (said, other)]
+            for one, other in zip(a["masks"], b["masks"], strict=True):
+                shares = [[p for _, p in mask["said"]] for mask in (one, other)]
                 assert shares[0] == pytest.approx(shares[1], abs=2e-4)

@@ -107,7 +107,7 @@ def test_equals_hugging_face(lengths: list[list[int]], choice: OpsConfig) -> Non
     hidden = ours.encode(**encoder_inputs(inputs))
     assert (ours.mlm_logits(hidden[real]) - theirs.prediction_logits[real]).abs().max() < 1e-4
     assert (ours.nsp_logits(hidden[:, 0]) - theirs.seq_relationship_logits).abs().max() < 1e-4
-    assert theirs.prediction_logits.std() > 1  # weights large enough to tell
+    assert theirs.prediction_logits.std() > 1  # weights large enough to show a difference
     out = ours(**inputs)
     mean = out.mlm_loss_sum / used.sum() + out.nsp_loss_sum / len(lengths)
     assert abs(mean.item() - theirs.loss.item()) < 1e-4

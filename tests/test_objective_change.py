@@ -127,15 +127,15 @@ def test_held_out_figures_are_of_masked_lm_throughout(world: World, tmp_path: Pa
     elsewhere = evaluate_run(str(tmp_path / "elsewhere"), str(DATA))
     assert elsewhere["eval/mlm_loss"] == pytest.approx(found["eval/mlm_loss"], rel=1e-5)
     shutil.rmtree(tmp_path / "elsewhere")
-    begun = {"config": state["config"], "tokenizer": state["tokenizer"], "dataset": "none, converted from hf"}
-    write_start(tmp_path / "elsewhere", weights, begun)  # as `convert` writes it
+    converted = {"config": state["config"], "tokenizer": state["tokenizer"], "dataset": "none, converted from hf"}
+    write_start(tmp_path / "elsewhere", weights, converted)  # as `convert` writes it
     with pytest.raises(ValueError, match="converted from hf"):
         opened(world, tmp_path / "elsewhere")
 
 
 @pytest.mark.slow
 def test_by_minutes_the_change_follows_the_clock(world: World, tmp_path: Path) -> None:
-    """Seconds of training are what an update is said to take here: 0.06 of 0.5 minutes each, from the third on 9."""
+    """Seconds of training of an update are set here: 0.06 of 0.5 minutes each, from the third on 9."""
     budget = ("schedule.by=minutes", "schedule.budget_minutes=0.5", "data.workers=2")
     for stop_after in (4, 7):
         trainer = opened(world, tmp_path, *budget, stop_after=stop_after)
@@ -178,7 +178,7 @@ def test_a_start_from_frequencies_survives_a_resume(world: World, tmp_path: Path
 
 
 def elastic(world: World, folder: Path) -> list[dict[str, float]]:
-    """A run at each ZeRO stage that the next one goes on with, its micro-batches and ranks as the world's size says."""
+    """A run at each ZeRO stage that the next one resumes, its micro-batches and ranks as the world's size says."""
     found = []
     for stage, until in ((0, 3), (1, 5), (2, 7), (3, None)):
         own = (f"zero.stage={stage}", "precision=fp32", f"batch.micro_size={8 // world.size // 2}")

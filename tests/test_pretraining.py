@@ -26,10 +26,10 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Rank:
-    """A rank among 16 on nodes of 8, as `World` has it; `told` is what rank 0 broadcasts."""
+    """A rank among 16 on nodes of 8, as `World` has it; `sent` is what rank 0 broadcasts."""
 
     rank: int
-    told: Any = None
+    sent: Any = None
     size: int = 16
 
     @property
@@ -48,8 +48,8 @@ class Rank:
 
     def broadcast(self, value: Any) -> Any:
         if self.is_main:
-            self.told = json.loads(json.dumps(value))
-        return self.told
+            self.sent = json.loads(json.dumps(value))
+        return self.sent
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_one_rank_of_a_node_reads_the_manifests_for_all(tmp_path, reads, mixed) 
     main, first, other = Rank(0), Rank(8), Rank(9)
     want = open_dataset(cfg, main)  # type: ignore[arg-type]
     assert len([name for name in reads if not name.startswith("shard-")]) == (2 if mixed else 1)
-    first.told = other.told = main.told
+    first.sent = other.sent = main.sent
     looked_at = [*reads]
     reads.clear()
     found = [open_dataset(cfg, first)]  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_what_one_rank_alone_cannot_read_is_said_by_all(tmp_path) -> None:
     make_dataset(tmp_path, 20)
     cfg = config(tmp_path)
     open_dataset(cfg, main)  # type: ignore[arg-type]
-    alone.told = main.told
+    alone.sent = main.sent
     with pytest.raises(RankRefused, match=r"rank 8: .*tokenizer\.model") as found:
         open_run(tmp_path / "run", cfg, alone, None, None)  # type: ignore[arg-type]
     assert exit_code(found.value) == USER_ERROR

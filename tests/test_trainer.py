@@ -113,7 +113,7 @@ def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path) -> None:
     same = ("train/lr", "train/loss", "train/grad_norm")
     for step in (4, 5):
         assert [again[step][name] for name in same] == [logged[step][name] for name in same]
-    assert again[5]["time/train_seconds"] > logged[4]["time/train_seconds"]  # the clock went on from there
+    assert again[5]["time/train_seconds"] > logged[4]["time/train_seconds"]  # the clock continued from there
     assert len(record.read_bytes()) == 7 * RECORD.size
     for step in (2, 5, 7):
         replayed = json.loads(trainer(cfg, world, tmp_path, replay=step).replay(step))

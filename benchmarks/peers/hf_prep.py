@@ -36,7 +36,7 @@ def lines(paths: Sequence[str]) -> Iterator[str]:
 
 def main(vocabulary: str, output: str, *paths: str) -> None:
     with open(vocabulary, encoding="utf-8") as file:
-        cased = any(piece != piece.lower() for piece in file if not piece.startswith("["))
+        cased = any(token != token.lower() for token in file if not token.startswith("["))
     tokenizer = BertWordPieceTokenizer(vocabulary, lowercase=not cased)
     started = time.perf_counter()
     instances: list[list[int]] = []

@@ -30,7 +30,7 @@ SLOW = (0.5, 6.0)
 RESUMED, FROM_NOTHING, UNSEEN = (
     "a start from the newest checkpoint",
     "a start from nothing, where no checkpoint was committed",
-    "a start that was killed before it said from where",
+    "a start that was killed before it logged from where",
 )
 
 
@@ -120,19 +120,19 @@ def kill_again_and_again(
 
 def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
     """How a life started. Raises Failure unless from the newest checkpoint committed before it, finding none damaged."""
-    said, name = life.output(), life.case.name
+    output, name = life.output(), life.case.name
     followed = UNSEEN
-    if resumed := re.search(r"resuming from \S+ at step (\d+)", said):
+    if resumed := re.search(r"resuming from \S+ at step (\d+)", output):
         outcome.resumed_at.append(int(resumed[1]))
         if int(resumed[1]) != newest:
-            raise Failure(f"{name}: resumed at {resumed[1]}, {newest} was committed\n{said[-3000:]}")
+            raise Failure(f"{name}: resumed at {resumed[1]}, {newest} was committed\n{output[-3000:]}")
         followed = RESUMED
-    elif re.search(r"^step ", said, re.M):
+    elif re.search(r"^step ", output, re.M):
         if newest:
-            raise Failure(f"{name}: started over although {newest} was committed\n{said[-3000:]}")
+            raise Failure(f"{name}: started over although {newest} was committed\n{output[-3000:]}")
         followed = FROM_NOTHING
-    if "going back" in said or "is whole" in said:
-        raise Failure(f"{name}: a kill damaged a committed checkpoint\n{said[-3000:]}")
+    if "going back" in output or "is whole" in output:
+        raise Failure(f"{name}: a kill damaged a committed checkpoint\n{output[-3000:]}")
     return followed
 
 

@@ -58,7 +58,7 @@ class Kernel:
     shared: int  # bytes, static
     stack: int  # bytes, of arrays that are not in registers
     spilled: int  # bytes, of spill stores and loads
-    threads: int = 0  # of a block at most, by __launch_bounds__; 0: not said
+    threads: int = 0  # of a block at most, by __launch_bounds__; 0: not given
     instructions: int = 0  # of the code that is counted; 0: not read
     loads: dict[str, int] = field(default_factory=dict)  # in it: bytes a thread -> instructions
     stores: dict[str, int] = field(default_factory=dict)
@@ -125,14 +125,14 @@ def compile_file(source: Path, architectures: Sequence[str], folder: Path) -> st
     return done.stderr
 
 
-def read_ptxas(said: str) -> dict[tuple[str, str], dict[str, int]]:
+def read_ptxas(output: str) -> dict[tuple[str, str], dict[str, int]]:
     """(mangled name, architecture) -> registers, shared, stack, spilled."""
     pattern = (
         r"Compiling entry function '(\S+)' for 'sm_(\w+)'[\s\S]*?"
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers(.*)"
     )
     found = {}
-    for name, architecture, stack, stored, loaded, registers, rest in re.findall(pattern, said):
+    for name, architecture, stack, stored, loaded, registers, rest in re.findall(pattern, output):
         shared = re.search(r"(\d+) bytes smem", rest)
         found[name, architecture] = {
             "registers": int(registers),
@@ -200,7 +200,7 @@ def demangle(names: Sequence[str]) -> list[str]:
 def kernels_of(source: Path, architectures: Sequence[str]) -> list[Kernel]:
     """Every kernel of a file for each architecture; loads, stores and instructions only where nvdisasm is."""
     with tempfile.TemporaryDirectory() as folder:
-        said = compile_file(source, architectures, Path(folder))
+        output = compile_file(source, architectures, Path(folder))
         found = []
         for architecture in architectures:
             several = f".compute_{architecture}" if len(architectures) > 1 else ""
@@ -210,7 +210,7 @@ def kernels_of(source: Path, architectures: Sequence[str]) -> list[Kernel]:
             if nvdisasm := find("nvdisasm"):
                 command = [nvdisasm, "-c", f"{stem}.cubin"]
                 code = read_code(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-            numbers = {name: n for (name, number), n in read_ptxas(said).items() if number == architecture}
+            numbers = {name: n for (name, number), n in read_ptxas(output).items() if number == architecture}
             for mangled, name in zip(numbers, demangle(list(numbers)), strict=True):
                 counted = code.get(mangled, [])
                 found.append(

@@ -17,7 +17,7 @@ SHARP = 8.0  # how sure it is of a text whose words all speak for one label
 
 
 def write(path: Path, texts: dict[str, list[str]]) -> Path:
-    """A model that tells the keys of `texts` by the words of their texts."""
+    """A model that predicts the keys of `texts` by the words of their texts."""
     labels = sorted(texts)
     counts = {label: Counter(" ".join(texts[label]).split()) for label in labels}
     words = sorted(set().union(*counts.values()))

@@ -22,7 +22,7 @@ def write_run(folder: Path, **overrides: object) -> Path:
     from megabert.data.tokenizer import Tokenizer
 
     folder.mkdir(parents=True)
-    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in VOCABULARY))
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in VOCABULARY))
     settings = {"model__layers": 4, "model__vocab_size": len(VOCABULARY), "model__max_positions": 32}
     cfg: Config = tiny.config(**settings | overrides)
     torch.manual_seed(7)

@@ -32,7 +32,7 @@ KINDS = ("unigram", "bpe", "uncased", "cased")
 
 @cache
 def sentencepiece_model(**changes: Any) -> bytes:
-    """A model with the special pieces where ours are, trained on TEXT."""
+    """A model with the special tokens where ours are, trained on TEXT."""
     names = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]"}
     options: dict[str, Any] = {f"{k}_id": i for i, k in enumerate(names)}
     options |= {f"{k}_piece": v for k, v in names.items()}

@@ -34,7 +34,7 @@ def command(*args: object, ranks: int = 0, timeout: int = 300, **env: str) -> su
 
 
 def _forked_as(words: list[str]) -> list[str]:
-    """The arguments of `megabert` that stand for `python words…`; [] for what is no command of it."""
+    """The arguments of `megabert` that stand for `python words…`; [] for anything else."""
     match words:
         case ["megabert/train.py", *rest]:
             return ["train", *rest]
